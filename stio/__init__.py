@@ -8,9 +8,9 @@ names are imported at once. Of these, `LazyTensor`, `Checkpoint`, `Stream`, `Loa
 `PendingSave` and `sync` import torch, and so does `stio.distributed`.
 
 Levels, from the base: `errors.py`; `runtime/`; `format/` (pure); `device/` and `storage/`; `loading/` and `saving/`;
-`conversion/`, `distributed/`, `pool/` and `state.py` (nested state); this module and `sync.py` (blocking twins);
-`cli/`, `compat/`, `integrations/` and `testing/`. A package imports from lower levels only. Start with `loading/` or
-`saving/`.
+`conversion/`, `distributed/`, `pool/`, `pull.py` (copies from stores) and `state.py` (nested state); this module and
+`sync.py` (blocking twins); `cli/`, `compat/`, `integrations/` and `testing/`. A package imports from lower levels only.
+Start with `loading/` or `saving/`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from stio.loading.cache.entries import CacheStats as CacheStats
     from stio.loading.cache.host_cache import HostCache as HostCache
     from stio.loading.latest import latest as latest
-    from stio.loading.module import LoadReport as LoadReport
     from stio.loading.options import LoadOptions as LoadOptions
+    from stio.loading.target import LoadReport as LoadReport
     from stio.loading.warm_start.api import WarmStart as WarmStart
     from stio.loading.warm_start.api import warm_start as warm_start
     from stio.pool.api import ModelPool as ModelPool
@@ -97,8 +97,8 @@ _NAMES = {
     "stio.loading.cache.entries": "CacheStats",
     "stio.loading.cache.host_cache": "HostCache",
     "stio.loading.latest": "latest",
-    "stio.loading.module": "LoadReport",
     "stio.loading.options": "LoadOptions",
+    "stio.loading.target": "LoadReport",
     "stio.loading.warm_start.api": "WarmStart warm_start",
     "stio.pool.api": "ModelPool",
     "stio.pool.status": "ModelStatus PoolStats",

@@ -32,8 +32,8 @@ import stio.state as state
 from stio.format.shared import SharedPolicy
 from stio.loading.cache.disk_cache import DiskCache
 from stio.loading.options import SourceLike
-from stio.loading.placed import PlacementsLike
 from stio.loading.plan import Names
+from stio.loading.select import PlacementsLike
 from stio.runtime.blocking import in_event_loop, run_blocking
 from stio.runtime.hashing import HashName
 from stio.runtime.limits import Limits

@@ -29,6 +29,7 @@ LEVELS: dict[str, int] = {
     "conversion": 5,
     "distributed": 5,
     "pool": 5,
+    "pull.py": 5,
     "state.py": 5,
     "loading": 4,
     "saving": 4,

@@ -10,10 +10,18 @@ from time import perf_counter
 
 import click
 
-from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, print_result, rate_text, wrong_arguments
+from stio.cli.output import (
+    JSON_OPTION,
+    NO_PROGRESS_OPTION,
+    PATH,
+    Bar,
+    print_result,
+    rate_text,
+    wrong_arguments,
+)
 from stio.errors import one_line
-from stio.loading.pull import PullResult
-from stio.loading.pull import pull as copy
+from stio.pull import PullResult
+from stio.pull import pull as copy
 from stio.runtime.operation import Operation
 from stio.runtime.text import counted, show_bytes
 from stio.runtime.urls import without_secrets

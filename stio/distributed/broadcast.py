@@ -44,7 +44,7 @@ from stio.format.placements import (
     needed_rows,
     rows_of,
 )
-from stio.loading.body import Target, carry_out
+from stio.loading.body import Target
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
@@ -364,7 +364,7 @@ class _Reading:
         scheduler = prepare(self._in_chunks, names, self._options, deliver=self._deliver, hold=True, kept=())
         self._scheduler = scheduler
         try:
-            carry_out(operation, scheduler)
+            scheduler.run_for(operation)
         finally:
             self._scheduler = None  # it refers to this object
 

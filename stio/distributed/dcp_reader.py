@@ -38,12 +38,11 @@ from stio.distributed.same_checkpoint import describe_opened, require_same
 from stio.errors import ClosedError, MismatchError, StioError, printable
 from stio.format.state_tree import HOST_KINDS, STATE_KEY, Reference
 from stio.loading.api import fill_from
-from stio.loading.body import open_source, verify
-from stio.loading.module import Part
+from stio.loading.body import open_with_options, verify
 from stio.loading.nested import read_nested
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
-from stio.loading.parts import PartsTarget
+from stio.loading.target import LocalPart, PartsTarget
 from stio.runtime.blocking import run_blocking
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
@@ -137,7 +136,7 @@ class StioStorageReader(StorageReader):
         source, options = self._path, self._options
 
         def body(operation: Operation[Any]) -> _Opened:
-            opened = open_source(operation, source, options)
+            opened = open_with_options(operation, source, options)
             try:
                 verify(operation, opened, options)
                 return _described(operation, opened, options.limits or Limits())
@@ -311,7 +310,7 @@ def _read(opened: _Opened, plan: LoadPlan, planner: LoadPlanner, options: LoadOp
     """Read all items of a plan, and give them to the planner."""
     path = opened.checkpoint.path
     items = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
-    parts: list[tuple[str, Part]] = []
+    parts: list[tuple[str, LocalPart]] = []
     commits: list[Callable[[], None]] = []
     for item in _placed(items, planner, opened):
         name = item.storage_index.fqn
@@ -322,7 +321,7 @@ def _read(opened: _Opened, plan: LoadPlan, planner: LoadPlanner, options: LoadOp
         index = tuple(
             slice(first, first + length) for first, length in zip(item.storage_offsets, item.lengths, strict=True)
         )
-        parts.append((opened.names[name], Part(memory, torch_shape(info.dtype, info.shape), index)))
+        parts.append((opened.names[name], LocalPart(memory, torch_shape(info.dtype, info.shape), index)))
         commits.append(lambda item=item, memory=memory: planner.commit_tensor(item, memory))  # type: ignore[misc]
     pickled = [
         (item, _pickled(item.storage_index.fqn, opened)) for item in plan.items if item.type is LoadItemType.BYTE_IO

@@ -14,10 +14,11 @@ from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.same_checkpoint import describe_opened, require_same
 from stio.loading.api import fill_from
 from stio.loading.body import Target
-from stio.loading.module import LoadReport, ModuleTarget
+from stio.loading.module import ModuleTarget
 from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
+from stio.loading.target import LoadReport
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
@@ -116,7 +117,13 @@ async def load_into(
             opened_as = describe_opened(opened, source)
             return fill_shared(operation, opened, target, names, ranks=ranks, options=options, broadcast=broadcast)
 
-        report = await fill_from(source, _filled(target), options, on_begin=ranks.on_failure, fill_first=fill_first)
+        report = await fill_from(
+            source,
+            _filled(target),
+            options,
+            on_begin=lambda load: ranks.on_failure(load.cancel),
+            fill_first=fill_first,
+        )
         require_same(await ranks.arrive("loaded", opened_as), path=report.path)
         return report
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from stio.distributed.torch_private import local_memory
 from stio.errors import MismatchError, printable
 from stio.format.placements import Cut, local_part
-from stio.loading.module import Part
+from stio.loading.target import LocalPart
 
 
-def part_of(name: str, tensor: torch.Tensor) -> Part | None:
+def part_of(name: str, tensor: torch.Tensor) -> LocalPart | None:
     """Return the local memory of a `DTensor`, and its place in the whole tensor; None for any other tensor.
 
     Raises:
@@ -25,7 +25,7 @@ def part_of(name: str, tensor: torch.Tensor) -> Part | None:
         return None
     mesh, shape, local = tensor.device_mesh, tuple(tensor.shape), local_memory(tensor)
     if mesh.get_coordinate() is None:  # this rank is not in the mesh, and holds nothing
-        return Part(local.new_empty([0] * len(shape)), shape, tuple(slice(0, 0) for _ in shape))
+        return LocalPart(local.new_empty([0] * len(shape)), shape, tuple(slice(0, 0) for _ in shape))
     try:
         _require_default_order(tensor)
         index = local_index(shape, mesh, tensor.placements)
@@ -39,7 +39,7 @@ def part_of(name: str, tensor: torch.Tensor) -> Part | None:
             expected=list(expected),
             found=list(local.shape),
         )
-    return Part(local, shape, index)
+    return LocalPart(local, shape, index)
 
 
 def local_index(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:

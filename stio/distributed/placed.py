@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from stio.distributed.parts import cut_of, local_index
 from stio.errors import DeviceError, MismatchError, printable
-from stio.loading.placed import PlacedPart
+from stio.loading.select import PlacedPart
 
 Rules: TypeAlias = Mapping[str, Sequence[Placement]] | Callable[[str, tuple[int, ...]], Sequence[Placement] | None]
 """Placements by a name or a pattern; or a callable that gets a name and a shape."""

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +212,14 @@ def rows_of(shape: Sequence[int], item_bytes: int) -> Rows:
     return Rows(dim, shape[dim] if shape else 1, prod(shape[dim + 1 :]) * item_bytes)
 
 
-def needed_rows(rows: Rows, part: Sequence[slice]) -> RowRange:
+def needed_rows(rows: Rows, part: Sequence[Any]) -> RowRange:
     """Return the rows that hold a part of a tensor.
 
     Args:
         rows: The tensor's rows.
-        part: A slice for each dimension; start and stop are numbers.
+        part: A slice for each dimension, or several ascending ones; start and stop are numbers.
     """
+    part = [slice(one[0].start, one[-1].stop) if isinstance(one, list) else one for one in part]
     if not rows.num or any(one.start >= one.stop for one in part):
         return NO_ROWS
     return (part[rows.dim].start, part[rows.dim].stop) if part else (0, rows.num)

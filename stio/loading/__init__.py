@@ -5,10 +5,10 @@ on a thread of stio's own. `open.py` opens every shard and checks its header. `p
 device (a `DeviceLoad` each) and how each file is read for it (a `FileSelection` each). `plan.py` turns that into a
 `ReadPlan`: groups of neighbouring tensors that are delivered together, cut into blocks of one read each.
 `scheduler.py` executes it: it begins groups within the budget, an executor moves their bytes, and a group that is
-complete (a `LoadedGroup`) goes to a `load`, to the queue of a stream (`group_queue.py`), into a module (`module.py`,
-`module_tree.py`), or into a nested state (`nested.py`). A read path (`read_paths.py`, `gds_path.py`) says where the
-bytes of a group go, and makes its tensors. The executor is the engine (`engine.py`, `stio.native`) or, where that
-cannot move the bytes, the plain one (`plain.py`).
+complete (a `LoadedGroup`) goes to a `load`, to a queue or to threads that take tensors by name (`consumers.py`), or
+into memory of the caller (`target.py`): a module (`module.py`, `module_tree.py`), a nested state (`nested.py`), parts
+of tensors. A read path (`read_paths.py`, `gds_path.py`) says where the bytes of a group go, and makes its tensors. The
+executor is the engine (`engine.py`, `stio.native`) or, where that cannot move the bytes, the plain one (`plain.py`).
 
 Invariants. The memory of a group counts against the budget from its begin until its last user has released it, unless
 the consumer keeps it. Groups begin in the plan's order; a group that is larger than the budget is read alone. A group
@@ -18,10 +18,8 @@ touches its buffers.
 A cancel calls `LoadScheduler.stop`: the engine begins no further chunk, workers of the plain executor end after their
 piece. The first error of the executor ends the load in the same manner, and `run` raises it.
 
-Which file counts as cold is decided in `page_cache.py`. `options.py` has the keywords, `select.py` the names that are
-loaded. `placed.py` loads the part of each tensor that a rank holds, `parts.py` fills parts of tensors in memory of the
-caller. `pull.py` copies a checkpoint from a URL to a directory. `representation.py` shows an open checkpoint at a
-prompt and in notebooks. `integrity.py` compares files with a manifest, `cache/` holds files in host memory or on this
-machine's disk, `warm_start/` loads a module while its forward runs. Start with `body.py`, then read `prepare.py` and
-`scheduler.py`.
+`options.py` has the keywords, `select.py` the names that are loaded, and the parts of tensors that a rank holds.
+`latest.py` finds the newest checkpoint of a training. `integrity.py` compares files with a manifest, `cache/` holds
+files in host memory or on this machine's disk, `warm_start/` loads a module while its forward runs. Start with
+`body.py`, then read `prepare.py` and `scheduler.py`.
 """

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from heapq import nsmallest
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,25 +26,25 @@ from stio.loading.body import (
     FillSome,
     Target,
     collect,
-    fill_module,
-    open_source,
+    fill,
+    open_with_options,
     reading_operation,
     stream_to,
     verify,
 )
-from stio.loading.group_queue import GroupQueue
-from stio.loading.module import LoadReport, ModuleTarget
+from stio.loading.consumers import GroupQueue
+from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
-from stio.loading.placed import PlacementsLike, checked_placements
 from stio.loading.plan import Names
-from stio.loading.representation import as_html, headline
-from stio.loading.select import plain_names, reusable_names, shards_of
+from stio.loading.select import PlacementsLike, checked_placements, plain_names, reusable_names, shards_of
+from stio.loading.target import LoadReport
 from stio.runtime.blocking import runs_blocking
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.progress import Progress
+from stio.runtime.text import MAX_ROWS, counted, natural_key, show_bytes, table
 from stio.runtime.trace import Trace, shown
 
 
@@ -216,7 +217,7 @@ async def fill_from(
     target: Target,
     options: LoadOptions,
     *,
-    on_begin: Callable[[Callable[[], None]], None] = lambda abort: None,
+    on_begin: Callable[[Operation[Any]], object] = lambda operation: None,
     fill_first: FillSome | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a target; see `load_into`.
@@ -225,32 +226,17 @@ async def fill_from(
         source: See `load_into`. An open checkpoint stays open, and is not verified.
         target: What is filled.
         options: Options of the load.
-        on_begin: Called with a function that ends the load early: then this raises `ClosedError`.
+        on_begin: Called with the operation of the load, before it is started. If it is cancelled, this raises
+            `ClosedError`.
         fill_first: Called when names and shapes have been compared, before tensors are read.
     """
-    about = source.path if isinstance(source, OpenCheckpoint) else shown(source)
-    queue = _queue_for(target, source, options, about=about, fill_first=fill_first)
-    on_begin(queue.operation.cancel)
-    return await _fill(target, queue)
-
-
-def _queue_for(
-    target: Target,
-    source: SourceLike | OpenCheckpoint,
-    options: LoadOptions,
-    *,
-    about: str,
-    fill_first: FillSome | None = None,
-) -> GroupQueue:
-    """Return the queue of a load into a target; its operation is not started."""
 
     def body(operation: Operation[None], queue: GroupQueue) -> None:
-        fill_module(operation, queue, source, target, options, fill_first)
+        fill(operation, queue, source, target, options, fill_first)
 
-    return GroupQueue(body, name="load_into", about=about, trace=options.trace)
-
-
-async def _fill(target: Target, queue: GroupQueue) -> LoadReport:
+    about = source.path if isinstance(source, OpenCheckpoint) else shown(source)
+    queue = GroupQueue(body, name="load_into", about=about, trace=options.trace)
+    on_begin(queue.operation)
     queue.operation.start()
     try:
         while (loaded := await queue.next()) is not None:
@@ -398,7 +384,7 @@ class Checkpoint:
         source, options = self._source, self._options
 
         def body(operation: Operation[Any]) -> OpenCheckpoint:
-            opened = open_source(operation, source, options)
+            opened = open_with_options(operation, source, options)
             operation.set_log_detail(lambda: f"{len(opened.files):,} files")
             try:
                 verify(operation, opened, options)
@@ -516,10 +502,7 @@ class Checkpoint:
         options = self._options_here()
         if strict is not None:
             options = replace(options, strict=strict)
-        opened, target = self._now, ModuleTarget(module, assign=assign)
-        queue = _queue_for(target, opened, options, about=opened.path)
-        self._own(queue.operation)
-        return await _fill(target, queue)
+        return await fill_from(self._now, ModuleTarget(module, assign=assign), options, on_begin=self._own)
 
     def _load_operation(
         self, names: Names | None, slices: Mapping[str, object] | None, placements: PlacementsLike | None = None
@@ -625,3 +608,27 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
     def __del__(self) -> None:
         if hasattr(self, "_queue"):
             self._queue.operation.cancel()
+
+
+def headline(opened: OpenCheckpoint) -> str:
+    """Return one line: the path, and what the checkpoint holds."""
+    headers = opened.headers
+    parts = [counted(sum(map(len, headers)), "tensor"), show_bytes(sum(header.data_bytes for header in headers))]
+    if len(headers) > 1:
+        parts.append(counted(len(headers), "shard"))
+    if opened.aliases:
+        parts.append(f"tied names: {len(opened.aliases):,}")
+    return f"{printable(opened.path)!r}: {', '.join(parts)}"
+
+
+def as_html(opened: OpenCheckpoint) -> str:
+    """Return a table of the tensors, in the natural order of their names; of many, the first ones."""
+    numbers = {header.shard: f"{k}/{len(opened.headers)}" for k, header in enumerate(opened.headers, 1)}
+    every = ((name, header) for header in opened.headers for name in header.names)
+    rows = []
+    for name, header in nsmallest(MAX_ROWS, every, key=lambda one: natural_key(one[0])):
+        info = header.info(name)
+        row = [name, info.dtype, str(list(info.shape)), show_bytes(info.nbytes)]
+        rows.append([*row, numbers[info.shard]] if len(numbers) > 1 else row)
+    columns = ["name", "dtype", "shape", "size", *(["shard"] if len(numbers) > 1 else [])]
+    return table(f"Checkpoint {headline(opened)}", columns, rows, num_rows=sum(map(len, opened.headers)))

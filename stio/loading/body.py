@@ -16,19 +16,16 @@ from stio.device.base import LoadedGroup, resolve_placement
 from stio.device.tensors import Casts
 from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
-from stio.format.state_tree import STATE_KEY
-from stio.loading.cache.file_image import ObjectCache
-from stio.loading.group_queue import GroupQueue
+from stio.loading.cache.entries import ObjectCache
+from stio.loading.consumers import GroupQueue
 from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget
-from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions, SourceLike
-from stio.loading.parts import PartsTarget
-from stio.loading.placed import PlacementsLike
 from stio.loading.plan import Names
 from stio.loading.prepare import prepare
-from stio.loading.scheduler import LoadScheduler
+from stio.loading.select import PlacementsLike
+from stio.loading.target import LoadTarget
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused
@@ -37,7 +34,7 @@ from stio.runtime.trace import shown, traced
 
 T = TypeVar("T")
 
-Target: TypeAlias = ModuleTarget | StateTarget | PartsTarget
+Target: TypeAlias = LoadTarget
 """What a load fills: the tensors of a module, of a nested state, or other memory."""
 
 FillSome: TypeAlias = Callable[[Operation[Any], OpenCheckpoint, Target, list[str]], list[str]]
@@ -45,7 +42,7 @@ FillSome: TypeAlias = Callable[[Operation[Any], OpenCheckpoint, Target, list[str
 names to load; returns those that remain."""
 
 
-def open_source(
+def open_with_options(
     operation: Operation[Any],
     source: SourceLike,
     options: LoadOptions,
@@ -109,13 +106,6 @@ def verify(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptio
             verify_files(opened, check=operation.check, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES)
 
 
-def carry_out(operation: Operation[Any], scheduler: LoadScheduler) -> None:
-    """Run a load to its end; a cancel of the operation stops it."""
-    operation.set_log_detail(scheduler.describe)
-    operation.on_cancel(scheduler.stop)
-    scheduler.run()
-
-
 def gather(
     operation: Operation[Any],
     opened: OpenCheckpoint,
@@ -137,7 +127,7 @@ def gather(
         casts=casts,
         deliver=lambda _, group: groups.append(group),
     )
-    carry_out(operation, scheduler)
+    scheduler.run_for(operation)
     return groups
 
 
@@ -182,10 +172,10 @@ def stream_to(
         opened, names, options, slices=slices, placements=placements, deliver=queue.put, hold=True, kept=()
     )
     queue.attach(scheduler, opened.aliases)
-    carry_out(operation, scheduler)
+    scheduler.run_for(operation)
 
 
-def fill_module(
+def fill(
     operation: Operation[None],
     queue: GroupQueue,
     source: SourceLike | OpenCheckpoint,
@@ -194,51 +184,37 @@ def fill_module(
     fill_first: FillSome | None = None,
 ) -> None:
     """Load into a target; groups that the consumer's thread must copy are put in the queue."""
-    with shortened(options.switch_interval):
+    with shortened(options.switch_interval), ExitStack() as closing_all:
         if isinstance(source, OpenCheckpoint):  # it was verified when it was opened
-            _fill_module(operation, queue, source, target, options, None, verified=True)
-            return
-        # The names that the module needs are compared, and not those of the index.
-        with closing(open_source(operation, source, options, strict=False)) as opened:
-            _fill_module(operation, queue, opened, target, options, fill_first, verified=False)
+            opened, options = source, replace(options, verify=False)
+        else:  # the names that the target needs are compared, and not those of the index
+            opened = open_with_options(operation, source, options, strict=False)
+            closing_all.callback(opened.close)
+        names = target.select(opened, options, operation.check)
+        verify(operation, opened, options)
+        if fill_first is not None:
+            names = fill_first(operation, opened, target, names)
+        if names or fill_first is None:
+            _fill(operation, queue, opened, target, options, names)
 
 
-def _fill_module(
+def _fill(
     operation: Operation[None],
     queue: GroupQueue,
     opened: OpenCheckpoint,
     target: Target,
     options: LoadOptions,
-    fill_first: FillSome | None,
-    *,
-    verified: bool,
+    names: list[str],
 ) -> None:
-    if isinstance(target, StateTarget):
-        names = target.select(opened, options, operation.check)
-    else:
-        with collection_paused(sum(map(len, opened.headers))):
-            names, _ = target.match(
-                opened.dtypes_and_shapes(),
-                opened.aliases,
-                strict=options.strict,
-                path=opened.path,
-                is_state=STATE_KEY in opened.metadata,
-            )
-    if not verified:
-        verify(operation, opened, options)
-    if fill_first is not None:
-        names = fill_first(operation, opened, target, names)
-        if not names:
-            return
     if isinstance(target, ModuleTarget) and target.assigns:
         scheduler = prepare(opened, names, options, deliver=lambda _, loaded: target.keep(loaded))
         queue.attach(scheduler)
-        carry_out(operation, scheduler)
+        scheduler.run_for(operation)
         with collection_paused(len(names)):
             target.make()
         return
     options = replace(options, device=target.device)  # the copies stay on one device
-    # If no device queue orders the copies the workers make them, and no event loop is needed.
+    # If no device queue orders the copies, the load's thread makes them, and no event loop is needed.
     direct = target.on_cpu and resolve_placement(options.device) == torch.device("cpu")
     kept = target.kept_names
     scheduler = prepare(
@@ -252,7 +228,7 @@ def _fill_module(
         views=not kept,
     )
     queue.attach(scheduler)
-    carry_out(operation, scheduler)
+    scheduler.run_for(operation)
 
 
 def reading_operation(
@@ -270,7 +246,7 @@ def reading_operation(
     def body(operation: Operation[Any]) -> T:
         with shortened(options.switch_interval):
             resolve_placement(options.device)  # a missing device is an error before any file is opened
-            with closing(open_source(operation, source, options, shards_of=shards_of)) as opened:
+            with closing(open_with_options(operation, source, options, shards_of=shards_of)) as opened:
                 verify(operation, opened, options)
                 return read(operation, opened)
 

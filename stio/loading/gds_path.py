@@ -17,10 +17,10 @@ import torch
 from stio import native
 from stio.device.base import Accelerator, LoadedGroup
 from stio.device.cuda import DeviceRing, TorchAccelerator, bytes_of, ring_of
-from stio.device.tensors import Casts, bytes_of_storage
+from stio.device.tensors import bytes_of_storage
 from stio.errors import DeviceMemoryError, StorageError
 from stio.loading.plan import Block, Group
-from stio.loading.read_paths import DevicePath, StagingSlots, read_error
+from stio.loading.read_paths import Delivery, DevicePath, StagingSlots, read_error
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.storage.local import GdsFile, LocalFile, require_cufile
@@ -102,21 +102,13 @@ class GdsPath(DevicePath):
         direct: The file, opened for GPUDirect Storage.
         file: The file.
         slots: See `DevicePath`.
-        dtype: See `DevicePath`.
-        kept: See `DevicePath`.
+        delivery: See `DevicePath`.
     """
 
     def __init__(
-        self,
-        device: GdsDevice,
-        direct: GdsFile,
-        file: LocalFile,
-        slots: StagingSlots,
-        *,
-        dtype: Casts | None,
-        kept: bool,
+        self, device: GdsDevice, direct: GdsFile, file: LocalFile, slots: StagingSlots, delivery: Delivery
     ) -> None:
-        super().__init__(file, slots, dtype=dtype, kept=kept)
+        super().__init__(file, slots, delivery)
         self._device = device
         self._direct = direct
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from stio.errors import IntegrityError, StioError
 from stio.format.manifest import FileState, Manifest, merge_states, parse_manifest
-from stio.loading.open import OpenCheckpoint
+from stio.loading.open import ManifestText, OpenCheckpoint
 from stio.runtime.control_groups import num_processors
-from stio.runtime.hashing import HashName, new_hasher
+from stio.runtime.hashing import new_hasher
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate, default_budget_bytes
 from stio.runtime.workers import WorkerPool
@@ -119,10 +119,7 @@ def judge_files(
     """
     new_hasher(manifest.algorithm)  # raises if its package is missing, before any file is read
     assert opened.manifest is not None
-    states = [manifest.files.get(name, ()) for name in opened.manifest.names]
-    comparison = _Comparison(
-        opened, opened.files, states, manifest.algorithm, opened.manifest.path, check, to_the_end, advance
-    )
+    comparison = _Comparison(opened, manifest, opened.manifest, check, to_the_end, advance)
     comparison.run(budget_bytes)
     return [Finding(header.shard, comparison.wrong.get(k)) for k, header in enumerate(opened.headers)]
 
@@ -132,10 +129,8 @@ class _Comparison:
     """Files that a few workers compare with a manifest; see `judge_files`."""
 
     opened: OpenCheckpoint
-    files: Sequence[Source]
-    states: Sequence[Sequence[FileState]]
-    algorithm: HashName
-    manifest_path: str
+    manifest: Manifest
+    text: ManifestText
     check: Callable[[], None]
     to_the_end: bool
     advance: Callable[[int], object]
@@ -146,10 +141,11 @@ class _Comparison:
 
     def run(self, budget_bytes: int) -> None:
         """Compare all files, or until the first error."""
-        for k, file in enumerate(self.files):
+        files = self.opened.files
+        for k, file in enumerate(files):
             self._compare_size(k, file.identity.nbytes)
-        self.waiting.extend(k for k in range(len(self.files)) if k not in self.wrong)
-        total_bytes = sum(self.files[k].identity.nbytes for k in self.waiting)
+        self.waiting.extend(k for k in range(len(files)) if k not in self.wrong)
+        total_bytes = sum(files[k].identity.nbytes for k in self.waiting)
         budget_bytes = min(budget_bytes, default_budget_bytes(total_bytes))
         num_workers = max(1, min(len(self.waiting), num_processors(), MOST_WORKERS, budget_bytes // _LEAST_PIECE_BYTES))
         piece_bytes = max(PAGE_BYTES, min(PIECE_BYTES, budget_bytes // num_workers))
@@ -164,31 +160,34 @@ class _Comparison:
                 return
             self._compare_digest(k, memory)
 
+    def _states(self, k: int) -> Sequence[FileState]:
+        return self.manifest.files.get(self.text.names[k], ())
+
     def _compare_size(self, k: int, nbytes: int) -> None:
-        states, path = self.states[k], self.files[k].path
+        states, path = self._states(k), self.opened.files[k].path
         if not states:
-            self._record(k, IntegrityError("the manifest does not name this file", path=path, found=self.manifest_path))
+            self._record(k, IntegrityError("the manifest does not name this file", path=path, found=self.text.path))
         elif all(state.nbytes != nbytes for state in states):
             message = "the file has another size than in the manifest"
             expected = _either(state.nbytes for state in states)
             self._record(k, IntegrityError(message, path=path, expected=expected, found=nbytes))
 
     def _compare_digest(self, k: int, memory: Region) -> None:
-        file = self.files[k]
+        file = self.opened.files[k]
         try:
             with ExitStack() as owned:
                 found = self._digest(self.opened.open_files([k], owned)[k], memory)
         except StioError as error:
             self._record(k, error)
             return
-        expected = [state.digest for state in self.states[k] if state.nbytes == file.identity.nbytes]
+        expected = [state.digest for state in self._states(k) if state.nbytes == file.identity.nbytes]
         if found is not None and found not in expected:
-            message = f"the file is damaged or another one: its {self.algorithm} differs from the manifest"
+            message = f"the file is damaged or another one: its {self.manifest.algorithm} differs from the manifest"
             self._record(k, IntegrityError(message, path=file.path, expected=_either(expected), found=found))
 
     def _digest(self, file: Source, memory: Region) -> str | None:
         """Return the digest of a file as it was opened; None if the comparison has ended."""
-        hasher, nbytes = new_hasher(self.algorithm), file.identity.nbytes
+        hasher, nbytes = new_hasher(self.manifest.algorithm), file.identity.nbytes
         for offset in range(0, nbytes, memory.nbytes):
             if self.workers.stopped:
                 return None

@@ -12,18 +12,16 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from stio.device.base import LoadedGroup
-from stio.device.tensor_memory import TargetMemory, copy_all, has_memory, require_memory
+from stio.device.tensor_memory import copy_all, has_memory, require_memory
 from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
-from stio.format.state_tree import TREE_TENSOR
+from stio.format.state_tree import STATE_KEY, TREE_TENSOR
 from stio.loading.module_tree import (
     ModuleTree,
     is_on_meta,
@@ -33,11 +31,11 @@ from stio.loading.module_tree import (
     why_not_copied,
     why_refused,
 )
+from stio.loading.open import OpenCheckpoint
+from stio.loading.options import LoadOptions
+from stio.loading.target import Box, LoadReport, LoadTarget, LocalPart, PartOf, Place, Stored, no_part, whole_of
 from stio.runtime.log import log
 from stio.runtime.process import collection_paused
-
-Stored: TypeAlias = tuple[str, tuple[int, ...]]
-"""Dtype and shape of a tensor, as in the format."""
 
 _SHOWN_CHARACTERS = 2000
 _WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -50,47 +48,7 @@ _STATE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """Names that only the module or only the checkpoint has, and buffers that no checkpoint holds."""
-
-    missing: tuple[str, ...]
-    """Names that only the module has (a tied name is not missing if the tensor is loaded under another name)."""
-    unexpected: tuple[str, ...]
-    """Names that only the checkpoint has; their data was not read, unless a load hook may use it."""
-    unfilled: tuple[str, ...] = field(default=(), compare=False)
-    """Buffers with `persistent=False`, which no checkpoint holds; the load leaves them as they are. If the module's
-    memory is new (`to_empty`), compute them anew."""
-    path: str = field(default="", compare=False, repr=False)
-    """The checkpoint, as errors name it; of a repository of the hub with its commit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The memory of a module's tensor that is a part of a tensor of the checkpoint."""
-
-    local: torch.Tensor
-    """The memory."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    index: tuple[slice, ...]
-    """Which part it is; a slice for each dimension."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all of the tensor."""
-        return self.index == tuple(slice(0, size) for size in self.shape)
-
-
-PartOf: TypeAlias = Callable[[str, torch.Tensor], Part | None]
-"""Returns from its name and itself the part that a tensor of the target is; None: an ordinary tensor."""
-
-
-def no_part(name: str, tensor: torch.Tensor) -> None:
-    """Return None: the tensor is an ordinary one."""
-
-
-class ModuleTarget:
+class ModuleTarget(LoadTarget):
     """A module's tensors as the target of a load.
 
     Args:
@@ -113,14 +71,14 @@ class ModuleTarget:
                 f"load_into takes a module, not {_kind_of(module)}; stio.load returns tensors, and "
                 "stio.distributed.load_into fills those of a dictionary"
             )
+        super().__init__()
         self._module = module
         self._fills = fills
         self.assigns = assign
-        """Whether tensors are replaced and not copied into."""
         with collection_paused(sys.maxsize):  # how many tensors there are is not known yet
             self._tree = ModuleTree(module)
         self._can_assign = part_of is no_part  # loads of ranks fill memory
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, LocalPart] = {}
         if part_of is not no_part:
             found = {name: part_of(name, tensor) for name, tensor in self._tree.tensors.items()}
             self._parts = {name: part for name, part in found.items() if part is not None}
@@ -134,14 +92,11 @@ class ModuleTarget:
         self._ties: dict[object, list[str]] = {}  # names of one tensor, where there are several
         if self._tree.renames:
             self._require_own_names()
-        self._inference = torch.is_inference_mode_enabled()  # the thread that copies may be another one
         self._aliases: Mapping[str, str] = {}
         self._names: dict[str, None] = {}  # all names of the checkpoint
         self._chosen: dict[object, str] = {}  # of the names of one tensor, the one whose data is loaded
-        self._copies: dict[str, tuple[str, ...]] = {}  # the names to copy to, by the name that is read
         self._kept_names: dict[str, None] = {}  # names that are read for hooks and extra state
         self._strict = True
-        self._path = ""
         self._groups: list[LoadedGroup] = []
         self._loaded: dict[str, torch.Tensor] = {}
         self._made: dict[str, torch.Tensor] = {}
@@ -175,6 +130,12 @@ class ModuleTarget:
                     self._ties.setdefault(key, []).append(name)
                 self._ties = {key: names for key, names in self._ties.items() if len(names) > 1}
 
+    def select(self, opened: OpenCheckpoint, options: LoadOptions, check: Callable[[], None]) -> list[str]:
+        """See `LoadTarget.select`."""
+        with collection_paused(sum(map(len, opened.headers))):
+            stored, is_state = opened.dtypes_and_shapes(), STATE_KEY in opened.metadata
+            return self.match(stored, opened.aliases, strict=options.strict, path=opened.path, is_state=is_state)[0]
+
     def match(
         self,
         stored: Mapping[str, Stored],
@@ -201,7 +162,8 @@ class ModuleTarget:
             MismatchError: A shape differs; or names do, and `strict`; or a tensor of the module cannot be filled.
             WarmStartError: With `fills`, a submodule is hooked.
         """
-        self._path, self._strict = path, strict
+        self._begin(path)
+        self._strict = strict
         if TREE_TENSOR in stored and not self._tree.expects(TREE_TENSOR):  # the checkpoint of a state
             stored = {name: one for name, one in stored.items() if name != TREE_TENSOR}
         self._find_ties()
@@ -271,31 +233,21 @@ class ModuleTarget:
         if self.assigns and torch.__future__.get_swap_module_params_on_conversion():
             return True
         crossing = any(len({self._tree.is_hooked(name) for name in names}) > 1 for names in self._ties.values())
-        return crossing or (not self.assigns and self._has_overlaps())
-
-    def _has_overlaps(self) -> bool:
-        return overlapping(self._targets, {key: name for name, key in self._keys.items() if name in self._names})
-
-    @property
-    def _expected(self) -> Iterable[str]:
-        yield from self._targets
-        yield from self._tree.extra_states
+        names = {key: name for name, key in self._keys.items() if name in self._names}
+        return crossing or (not self.assigns and overlapping(self._targets, names))
 
     def _differences(self, stored: Mapping[str, Stored]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         tree = self._tree
         missing = tuple(
             name
-            for name in self._expected
+            for name in (*self._targets, *tree.extra_states)
             if name not in self._names
             and name not in tree.may_lack
-            and not self._is_loaded_by_a_tie(name)
+            and not any(twin in self._names for twin in self._ties.get(self._keys.get(name), ()))
             and not tree.is_hooked(name)
         )
         unexpected = tuple(name for name in stored if not tree.expects(name) and not tree.is_hooked(name))
         return missing, unexpected
-
-    def _is_loaded_by_a_tie(self, name: str) -> bool:
-        return any(twin in self._names for twin in self._ties.get(self._keys.get(name), ()))
 
     def _require_shapes(self, stored: Mapping[str, Stored]) -> None:
         wrong = []
@@ -336,18 +288,18 @@ class ModuleTarget:
         if self._tree.hooked:  # a hook may rename a tensor of the checkpoint to any name of its submodule
             concerned = [name for name in self._targets if name in self._names or self._tree.is_hooked(name)]
         empty = []
-        memory = TargetMemory(self._path)
         for name in concerned:
             target = self._targets[name]
             why = why_refused(target)
-            if not self.assigns and is_on_meta(target):
-                empty.append(name)
-            elif not why and not self.assigns:
-                why = why_not_copied(target, in_inference_mode=self._inference, can_assign=self._can_assign)
+            if not why and not self.assigns:
+                if is_on_meta(target):
+                    empty.append(name)
+                else:
+                    why = why_not_copied(target, in_inference_mode=self._inference, can_assign=self._can_assign)
             if why:
                 raise MismatchError(f"{printable(name)} cannot be filled: {why}", path=self._path)
             if not self.assigns:
-                memory.require(name, target)
+                self._memory.require(name, target)
         if not self._fills and (empty := [name for name in empty if name in self._names]):
             remedy = "pass assign=True" if self._can_assign else "call module.to_empty(device=...) first"
             raise MismatchError(
@@ -374,9 +326,11 @@ class ModuleTarget:
             self._kept_names = dict.fromkeys(kept if self.assigns else map(self._source_of, kept))
         for name in self._chosen.values():
             if not tree.is_hooked(name):
-                source = name if self.assigns else self._source_of(name)
-                self._copies[source] = (*self._copies.get(source, ()), name)
-        return [name for name in self._names if name in self._copies or name in self._kept_names]
+                place = Place(name, self._targets[name], self._parts.get(name))
+                self._places.setdefault(name if self.assigns else self._source_of(name), []).append(place)
+        self._join_parts()
+        self.kept_names = None if self.assigns else self._kept_names
+        return [name for name in self._names if name in self._places or name in self._kept_names]
 
     @property
     def names(self) -> list[str]:
@@ -391,63 +345,10 @@ class ModuleTarget:
             for name, target in self._targets.items()
         }
 
-    @property
-    def slices(self) -> dict[str, tuple[slice, ...]]:
-        """Which part of a tensor of the checkpoint to read, by its name there, after `match`.
-
-        Raises:
-            MismatchError: Two of the module's tensors are different parts of one of the checkpoint.
-        """
-        found: dict[str, tuple[slice, ...]] = {}
-        for source, names in self._copies.items() if self._parts else ():
-            parts = [self._parts.get(name) for name in names]
-            indexes = [None if part is None or part.is_whole else part.index for part in parts]
-            if indexes[0] is not None:
-                found[source] = indexes[0]
-            for name, index in zip(names, indexes, strict=True):
-                if index != indexes[0]:
-                    raise MismatchError(
-                        "two tensors of the module are different parts of one tensor of the checkpoint",
-                        path=self._path,
-                        found=name,
-                    )
-        return found
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether all tensors with data are on the CPU."""
-        return all(target.device.type in ("cpu", "meta") for target in self._targets.values())
-
-    @property
-    def kept_names(self) -> Collection[str] | None:
-        """Names of the tensors that are kept until the end of the load, after `match`; None: all."""
-        return None if self.assigns else self._kept_names
-
-    @property
-    def device(self) -> str | Callable[[str], str]:
-        """Device to load to: that of the module, if all its tensors are on one device; otherwise the CPU.
-
-        What is kept for hooks goes to the CPU: a second copy of the module might not fit on the device.
-        """
-        devices = {target.device for target in self._targets.values()}
-        single = len(devices) == 1 and "meta" not in {device.type for device in devices}
-        own = str(devices.pop()) if single else "cpu"
-        kept = self._kept_names
-        return (lambda name: "cpu" if name in kept else own) if kept and own != "cpu" else own
-
     def copy(self, group: LoadedGroup) -> None:
-        """Copy a group's tensors into the module's, in the order of the calling thread's stream."""
-        loaded = group.take()
-        names: list[str] = []
-        sources: list[torch.Tensor] = []
-        for source, tensor in loaded.items():
-            if source in self._kept_names:
-                self._loaded[source] = tensor
-            for name in self._copies.get(source, ()):
-                names.append(name)
-                sources.append(tensor)
-        with torch.inference_mode() if self._inference else torch.no_grad():
-            copy_all([self._targets[name] for name in names], sources, names, path=self._path)
+        """See `LoadTarget.copy`; also keeps what hooks and extra state need."""
+        self._loaded.update((name, one) for name, one in group.tensors.items() if name in self._kept_names)
+        super().copy(group)
 
     def synchronize(self) -> None:
         """Wait for all work on the devices of the tensors: `copy_rows` is not in the order of the caller's stream."""
@@ -472,14 +373,13 @@ class ModuleTarget:
                 kept = self._loaded.get(source)
                 if kept is None:
                     kept = self._loaded[source] = torch.empty(whole, dtype=rows.dtype)
-                self._copy_common(source, kept, tuple(slice(0, size) for size in whole), rows, dim, begin)
-            for name in self._copies.get(source, ()):
-                part = self._parts.get(name)
-                index = tuple(slice(0, size) for size in whole) if part is None else part.index
-                self._copy_common(name, self._targets[name], index, rows, dim, begin)
+                self._copy_common(source, kept, whole_of(whole), rows, dim, begin)
+            for place in self._places.get(source, ()):
+                index = whole_of(whole) if place.part is None else place.part.index
+                self._copy_common(place.name, place.memory, index, rows, dim, begin)
 
     def _copy_common(
-        self, name: str, target: torch.Tensor, index: tuple[slice, ...], rows: torch.Tensor, dim: int, begin: int
+        self, name: str, target: torch.Tensor, index: Box, rows: torch.Tensor, dim: int, begin: int
     ) -> None:
         """Copy what `rows` and the part `index` of a tensor have in common into the memory of that part."""
         if not index:
@@ -508,13 +408,13 @@ class ModuleTarget:
             A tensor of uint8; None if there is no such memory: it is on another device, has gaps or another dtype, is
             in several places, or has not all of the rows.
         """
-        names = self._copies.get(source, ())
-        if len(names) != 1 or source in self._kept_names or not whole:
+        places = self._places.get(source, ())
+        if len(places) != 1 or source in self._kept_names or not whole:
             return None
-        target, part = self._targets[names[0]].detach(), self._parts.get(names[0])
+        target, part = places[0].memory.detach(), places[0].part
         if not has_memory(target):
             return None  # `copy_rows` says so
-        held = tuple(slice(0, size) for size in whole) if part is None else part.index
+        held = whole_of(whole) if part is None else part.index
         if target.device.type != "cpu" or target.dtype != dtype or not target.is_contiguous():
             return None
         if target.shape != tuple(one.stop - one.start for one in held):  # two elements of the format are one of torch
@@ -528,7 +428,7 @@ class ModuleTarget:
         return target.view(torch.uint8).flatten().view(target.shape[dim], -1)[begin:end].flatten()
 
     def keep(self, group: LoadedGroup) -> None:
-        """With `assign`, collect a group's tensors for `make` (called by workers)."""
+        """With `assign`, collect a group's tensors for `make`."""
         self._groups.append(group)  # for the thread that calls `complete`
         self._loaded.update(group.tensors)
 
@@ -559,19 +459,14 @@ class ModuleTarget:
                 self._tree.put(name, new)
             if self.assigns:
                 self._make_lacking()
-            report = self._complete_hooks()
+            report = self._load_as_torch() if self._tree.hooked else self._report
+            for name, submodule in self._tree.extra_states.items() if not self._tree.hooked else ():
+                if name in self._names:
+                    submodule.set_extra_state(self._kept(name))
             self._warn_of_meta(report)
             return report
         finally:
             self.discard()
-
-    def _complete_hooks(self) -> LoadReport:
-        if self._tree.hooked:
-            return self._load_as_torch()
-        for name, submodule in self._tree.extra_states.items():
-            if name in self._names:
-                submodule.set_extra_state(self._kept(name))
-        return self._report
 
     def _warn_of_meta(self, report: LoadReport) -> None:
         """Warn of tensors that have no data after the load: a forward would fail, or compute wrong values."""
@@ -597,11 +492,9 @@ class ModuleTarget:
 
     def _load_as_torch(self) -> LoadReport:
         """Run the module's `load_state_dict`; submodules that are not hooked get the tensors that they have."""
-        if not self.assigns:
-            memory = TargetMemory(self._path)  # since the load began, it may have been freed
-            for name, target in self._targets.items():
-                if name in self._names or self._tree.is_hooked(name):
-                    memory.require(name, target)
+        for name, target in self._targets.items() if not self.assigns else ():
+            if name in self._names or self._tree.is_hooked(name):
+                self._memory.require(name, target)  # since the load began, it may have been freed
         options = {"assign": True} if self.assigns else {}  # an overridden method may not have this keyword
         state = self._state_for_hooks()
         try:
@@ -639,7 +532,8 @@ class ModuleTarget:
             state.update((name, shared) for name in names)
 
     def discard(self) -> None:
-        """Drop all loaded and made tensors: after a failure its traceback may hold this object for long."""
+        """See `LoadTarget.discard`; drops all loaded and made tensors too."""
+        super().discard()
         self._groups.clear()
         self._loaded.clear()
         self._made.clear()

@@ -57,7 +57,7 @@ class _Kind:
     @classmethod
     def of(cls, kind: type[nn.Module]) -> _Kind:
         """Return what is known of a class."""
-        why = next((why for package, why in _REFUSED.items() if _is_from(kind, package)), "")
+        why = next((why for package, why in _REFUSED.items() if is_from(kind, package)), "")
         load = kind._load_from_state_dict
         return cls(
             loads_itself=load is not nn.Module._load_from_state_dict and load not in _OWN_RULES,
@@ -243,10 +243,11 @@ def _only_wraps(part: nn.Module) -> bool:
         return False
     hooks = [*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values()]
     strange = [hook for hook in hooks if not _is_of_fsdp(hook)]
-    return _is_from(type(part), _WRAPPERS) and [_origin(hook) for hook in strange] == [_WRAPPER_HOOK]
+    return is_from(type(part), _WRAPPERS) and [_origin(hook) for hook in strange] == [_WRAPPER_HOOK]
 
 
-def _is_from(kind: type[nn.Module], package: str) -> bool:
+def is_from(kind: type[nn.Module], package: str) -> bool:
+    """Return whether a class, or a base of it, is of a Python module, or of one below it."""
     return any(f"{base.__module__}.".startswith(f"{package}.") for base in kind.__mro__)
 
 

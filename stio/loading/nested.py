@@ -20,9 +20,6 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 import torch
 
-from stio.device.base import LoadedGroup
-from stio.device.tensor_memory import TargetMemory, copy_all
-from stio.device.tensors import loses_values, torch_shape
 from stio.errors import FormatError, MismatchError, listed, printable
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import TensorInfo
@@ -37,10 +34,9 @@ from stio.format.state_tree import (
     parse_tree,
     python_path,
 )
-from stio.loading.module import LoadReport, PartOf, no_part
-from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
 from stio.loading.open import OpenCheckpoint
-from stio.loading.options import DeviceLike, DevicesLike, LoadOptions
+from stio.loading.options import LoadOptions
+from stio.loading.target import LoadReport, LoadTarget, PartOf, Stored, no_part
 from stio.runtime.limits import Limits
 from stio.runtime.memory import Region, allocate
 from stio.runtime.process import collection_paused
@@ -219,49 +215,35 @@ def _numpy_scalar(dtype: np.dtype[Any], shape: tuple[int, ...], data: bytes) -> 
     return np.frombuffer(data, dtype)[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A tensor of the state."""
-
-    path: str
-    """Where it is in the state, for messages."""
-    memory: torch.Tensor
-    """What is filled."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    index: tuple[slice, ...] | None
-    """Which part of it the memory is; None: the whole."""
-
-
-class StateTarget:
+class StateTarget(LoadTarget):
     """A nested state as the target of a load.
 
     Args:
         state: Containers with tensors and plain values. It must not change during the load.
-        part_of: Returns the part of a tensor that this process holds; see `stio.loading.module.Part`.
+        part_of: Returns the part of a tensor that this process holds; see `stio.loading.target.LocalPart`.
     """
 
     def __init__(self, state: object, *, part_of: PartOf = no_part) -> None:
+        super().__init__()
         self._state = state
         self._part_of = part_of
-        self._inference = torch.is_inference_mode_enabled()  # the thread that copies may be another one
-        self._places: dict[str, list[_Place]] = {}  # by the name that has the data
         self._replaced: list[tuple[Any, Any, object]] = []  # container, key or index, new value
         self._missing: list[str] = []
         self._unexpected: list[str] = []
-        self._checkpoint: OpenCheckpoint
-        self._memory: TargetMemory
         self._is_nested = True
+        self._stored: Mapping[str, Stored] = {}
+        self._aliases: Mapping[str, str] = {}
         self._host_values: Mapping[str, object] = {}
 
     def select(self, opened: OpenCheckpoint, options: LoadOptions, check: Callable[[], None]) -> list[str]:
-        """Compare the state with that of the checkpoint; return the names of the tensors to read.
+        """See `LoadTarget.select`.
 
         Raises:
             MismatchError: They differ, or a tensor of the state cannot be filled; the message has its path.
             FormatError: The nested state in the checkpoint is malformed.
         """
-        self._checkpoint, self._memory = opened, TargetMemory(opened.path)
+        self._begin(opened.path)
+        self._stored, self._aliases = opened.dtypes_and_shapes(), opened.aliases
         self._is_nested = STATE_KEY in opened.metadata
         if self._merge(self._state, self._stored_state(opened, options, check), []) is not self._state:
             raise MismatchError(
@@ -276,14 +258,13 @@ class StateTarget:
                 f"missing {listed(self._missing)}; unexpected {listed(self._unexpected)}{hint}",
                 path=opened.path,
             )
-        self._require_shapes(opened)
+        self._join_parts()
         return list(self._places)
 
     def _stored_state(self, opened: OpenCheckpoint, options: LoadOptions, check: Callable[[], None]) -> Any:
         """Return the state in the checkpoint, with references in place of its tensors."""
         if not self._is_nested:
-            names = [*(name for header in opened.headers for name in header.names), *opened.aliases]
-            return {name: Reference("tensor", name) for name in names}
+            return {name: Reference("tensor", name) for name in (*self._stored, *self._aliases)}
         nested = read_nested(opened, options.limits or Limits(), check=check)
         self._host_values = nested.host_values
         return nested.tree.fill(lambda reference: reference)
@@ -295,7 +276,14 @@ class StateTarget:
         if isinstance(mine, torch.Tensor) or type(stored) is Reference:
             if not isinstance(mine, torch.Tensor) or type(stored) is not Reference:
                 self._fail(keys, mine, stored)
-            self._add(mine, stored.name, keys)
+            path, source = self._shown(keys), self._aliases.get(stored.name, stored.name)
+            self._add(
+                path,
+                mine if (part := self._part_of(path, mine)) is None else part.local,
+                part,
+                source,
+                self._stored[source],
+            )
             return mine
         if isinstance(mine, _PLAIN_VALUES):
             if not isinstance(stored, _PLAIN_VALUES):
@@ -320,7 +308,7 @@ class StateTarget:
                 raise MismatchError(
                     f"{self._shown([*keys, key])} has another value in the checkpoint, and cannot be replaced: a "
                     f"{printable(type(mine).__name__)} cannot be changed",
-                    path=self._checkpoint.path,
+                    path=self._path,
                 )
             self._replaced.append((mine, key, new))
         self._unexpected += [self._shown([*keys, key]) for key in stored if key not in mine]
@@ -334,47 +322,6 @@ class StateTarget:
             return mine
         return type(mine)(*new) if hasattr(mine, "_fields") else tuple(new)
 
-    def _add(self, tensor: torch.Tensor, name: str, keys: _Keys) -> None:
-        path = self._shown(keys)
-        part = self._part_of(path, tensor)
-        memory = tensor if part is None else part.local
-        why = why_refused(memory)
-        if not why and is_on_meta(memory):
-            why = "it is on 'meta' and has no memory to copy into; give it memory first"
-        if why := why or why_not_copied(memory, in_inference_mode=self._inference, can_assign=False):
-            raise MismatchError(f"{path} cannot be filled: {why}", path=self._checkpoint.path)
-        self._memory.require(path, memory)
-        shape = tuple(tensor.shape) if part is None else part.shape
-        source = self._checkpoint.aliases.get(name, name)
-        index = None if part is None or part.is_whole else part.index
-        self._places.setdefault(source, []).append(_Place(path, memory, shape, index))
-
-    def _require_shapes(self, opened: OpenCheckpoint) -> None:
-        infos = opened.dtypes_and_shapes()
-        for name, places in self._places.items():
-            dtype, shape = infos[name]
-            for place in places:
-                if (shape if dtype != "F4" else torch_shape(dtype, shape)) != place.shape:
-                    raise MismatchError(
-                        f"{place.path} has another shape in the checkpoint",
-                        path=opened.path,
-                        expected=list(place.shape),
-                        found=list(shape),
-                    )
-                if not place.memory.is_quantized and loses_values(dtype, place.memory.dtype):
-                    raise MismatchError(
-                        f"{place.path} is of another kind in the checkpoint, and a copy would lose its values",
-                        path=opened.path,
-                        expected=str(place.memory.dtype),
-                        found=dtype,
-                    )
-                if place.index != places[0].index:
-                    raise MismatchError(
-                        "two tensors of the state are different parts of one tensor of the checkpoint",
-                        path=opened.path,
-                        found=f"{places[0].path} and {place.path}",
-                    )
-
     def _shown(self, keys: _Keys) -> str:
         return python_path(keys) if self._is_nested or len(keys) != 1 else printable(str(keys[0]))
 
@@ -382,59 +329,21 @@ class StateTarget:
         hint = "" if self._is_nested else "; the checkpoint has tensors by name, and no nested state"
         raise MismatchError(
             f"{self._shown(keys)} is of another kind in the checkpoint{hint}",
-            path=self._checkpoint.path,
+            path=self._path,
             expected=_kind(mine),
             found=_kind(stored),
         )
-
-    @property
-    def slices(self) -> dict[str, tuple[slice, ...]]:
-        """Which part of a tensor of the checkpoint to read, by its name there."""
-        return {name: index for name, places in self._places.items() if (index := places[0].index) is not None}
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether all tensors are on the CPU."""
-        return all(place.memory.is_cpu for places in self._places.values() for place in places)
-
-    @property
-    def kept_names(self) -> tuple[str, ...]:
-        """Loaded tensors are copied, and none is kept."""
-        return ()
-
-    @property
-    def device(self) -> DevicesLike:
-        """Where tensors are loaded to, by the name in the checkpoint: to the device of the memory, if it is on one.
-
-        Otherwise to the CPU. A copy from a device to pinned memory could be under way when the load returns.
-        """
-        devices: dict[str, DeviceLike] = {}
-        for name, places in self._places.items():
-            first, *others = {place.memory.device for place in places}
-            devices[name] = "cpu" if others else first
-        return next(iter(devices.values()), "cpu") if len(set(devices.values())) < 2 else devices
-
-    def copy(self, group: LoadedGroup) -> None:
-        """Copy a group's tensors into the state's, in the order of the calling thread's stream."""
-        pairs = [(place, tensor) for name, tensor in group.take().items() for place in self._places[name]]
-        with torch.inference_mode() if self._inference else torch.no_grad():
-            copy_all(
-                [place.memory for place, _ in pairs],
-                [tensor for _, tensor in pairs],
-                [place.path for place, _ in pairs],
-                path=self._checkpoint.path,
-            )
 
     def complete(self) -> LoadReport:
         """Replace the plain values."""
         for container, key, value in self._replaced:
             container[key] = value
         self.discard()
-        return LoadReport(tuple(self._missing), tuple(self._unexpected), path=self._checkpoint.path)
+        return LoadReport(tuple(self._missing), tuple(self._unexpected), path=self._path)
 
     def discard(self) -> None:
-        """Drop what refers to the state: after a failure its traceback may hold this object for long."""
-        self._places.clear()
+        """See `LoadTarget.discard`."""
+        super().discard()
         self._replaced.clear()
 
 

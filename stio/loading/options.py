@@ -16,7 +16,7 @@ import torch
 
 from stio.device.base import Accelerator, current_device, current_streams, with_current_index
 from stio.device.tensors import DtypeLike, checked_cast
-from stio.loading.cache.file_image import FileCache, ObjectCache
+from stio.loading.cache.entries import FileCache, ObjectCache
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.trace import Trace

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 
-from stio.loading.cache.file_image import FileImage
+from stio.loading.cache.entries import FileImage
 from stio.loading.plan import Block, Group
 from stio.loading.scheduler import ReadPath
 from stio.runtime.locks import Condition

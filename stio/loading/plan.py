@@ -3,7 +3,7 @@
 Selected tensors become groups of neighbours. A group has one image: the memory for its bytes. If a run of the file is
 selected almost completely, the image is dense: it equals that run, from a page boundary on, so that it can be mapped,
 or read past the page cache. Otherwise (slices, every other tensor) the image is compact, and each block has the places
-in the image to which its bytes are scattered. A block is one read of one worker.
+in the image to which its bytes are scattered. A block is one read.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def plan_reads(selections: Sequence[FileSelection], slices: Mapping[str, object]
         names, chosen = selection.header.names, selection.positions
         sliced = [k for k in chosen if names[k] in slices] if slices else []
         whole = replace(selection, positions=[k for k in chosen if names[k] not in slices]) if sliced else selection
-        for run in _runs(whole):
+        for run in _neighbours(whole):
             groups.append(_whole_group(len(groups), number, run, selection))
         for k in sliced:
             groups.append(_sliced_group(len(groups), number, k, slices[names[k]], selection))
@@ -177,7 +177,7 @@ def plan_reads(selections: Sequence[FileSelection], slices: Mapping[str, object]
     )
 
 
-def _runs(selection: FileSelection) -> Iterator[Sequence[int]]:
+def _neighbours(selection: FileSelection) -> Iterator[Sequence[int]]:
     """Cut the positions at gaps that are too long to be read, and where a group is full."""
     begins, ends, chosen = selection.header.begins, selection.header.ends, selection.positions
     everything, first = selection.is_whole, 0

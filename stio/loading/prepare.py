@@ -1,17 +1,25 @@
 """Prepares a load: the tensors of each device, the read path of each file, the plan, and its scheduler.
 
 A `DeviceLoad` has the tensors of one device. It decides the size of its blocks, and chooses the read path of each file,
-by the kind of memory, the filesystem, and the fraction of the file in the page cache (`stio.loading.page_cache`). The
+by the kind of memory, the filesystem, and the fraction of the file in the page cache. The
 engine carries a load out if it can do so for all of its files, otherwise the plain executor. Preparing reads no data
 and allocates no tensor.
+
+A file is cold if less than half of it is in the page cache (`is_cold`). The disk limits the rate of a cold file: it is
+read past the page cache (`read_past_cache`), or, mapped, each page is touched after its read. A file that is not cold
+is read through the page cache. If the kernel does not report it, a file is neither cold nor resident (`UNKNOWN`). If
+several ranks load on one host, no file is read past the cache: the first rank fills it for the others.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TypeAlias
 
 import torch
 
@@ -20,25 +28,16 @@ from stio.device.cuda import TorchAccelerator, default_stream
 from stio.device.tensors import Casts, require_dtypes
 from stio.errors import DeviceError, TensorNotFoundError, printable
 from stio.format.header import Header
-from stio.loading.cache.file_image import CachedFile, FileCache, ObjectCache
+from stio.loading.cache.entries import CachedFile, FileCache
 from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
-from stio.loading.page_cache import (
-    SMALL_LOAD_BYTES,
-    UNKNOWN,
-    is_cold,
-    read_past_cache,
-    resident_fraction,
-    resident_fractions,
-)
-from stio.loading.placed import Placed, PlacementsLike, place
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import GAP_BYTES, FileSelection, Group, Names, ReadPlan, plan_reads
-from stio.loading.read_paths import CacheFillPath, CopiedPath, DevicePath, MappedPath, StagingSlots
+from stio.loading.read_paths import CacheFillPath, CopiedPath, Delivery, DevicePath, MappedPath, StagingSlots
 from stio.loading.scheduler import Executor, LoadScheduler, ReadPath
-from stio.loading.select import Selected, reusable_names, select_by_device
+from stio.loading.select import PlacedParts, PlacementsLike, Selected, placed_parts, reusable_names, select_by_device
 from stio.runtime import memory
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.runtime.progress import progress_callback
@@ -103,7 +102,7 @@ def prepare(
         device = resolve_placement(options.device)
         if placements is not None:
             names = reusable_names(names)
-            placed = place(
+            placed = placed_parts(
                 opened.headers,
                 opened.aliases,
                 names,
@@ -121,51 +120,47 @@ def prepare(
             owned = undo.enter_context(ExitStack())
             files = opened.open_files(wanted, owned)
             if options.disk_cache is not None:
-                files = _fetched(options.disk_cache, opened, files, selections, by_stored_name, options, owned)
-            loads = _device_loads(
-                opened, files, selections, options, casts or options.cast_dtype, views=views, prompt=prompt
-            )
+                nbytes = [
+                    sum(_selected_bytes(header, chosen[shard], by_stored_name) for _, chosen, _ in selections)
+                    for shard, header in enumerate(opened.headers)
+                ]
+                with traced(options.trace, "fetch"):
+                    budget_bytes = options.budget or DEFAULT_BUDGET_BYTES
+                    files = options.disk_cache.fetch(files, nbytes, budget_bytes=budget_bytes, owned=owned)
+            delivery = Delivery(casts or options.cast_dtype, views, kept=kept is None and not hold)
+            loads = _device_loads(opened, files, selections, options, delivery, prompt=prompt)
             for load in loads:
                 undo.callback(load.close)
-            scheduler = _scheduler(
-                opened,
-                files,
-                loads,
-                options,
-                by_stored_name,
-                deliver,
+            reads = _reads(opened, files, loads)
+            plan = plan_reads([selection for _, _, selection in reads], by_stored_name)
+            cached = {} if options.host_cache is None else _held_images(options.host_cache, reads, plan)
+            for one in cached.values():
+                undo.callback(one.release)
+            paths = [load.read_path(file, cached.get(id(file))) for file, load, _ in reads]
+            budget_bytes = _budget_bytes(plan, paths, loads, kept, path=opened.path)
+            num_workers = min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize)
+            scheduler = LoadScheduler(
+                plan,
+                paths,
+                _executor(plan, paths, budget_bytes, options, num_workers),
+                deliver=lambda group, loaded: deliver(group, reads[group.selection][1].under_selected_names(loaded)),
                 hold=hold,
-                kept=kept,
-                owned=owned,
-                max_workers=max_workers,
                 on_blocked=on_blocked,
+                budget_bytes=budget_bytes,
+                files=list({id(file): file for file, _, _ in reads}.values()),
+                owned=owned,
+                cached_files=list(cached.values()),
+                progress=progress_callback(options.progress),
+                trace=options.trace,
             )
             undo.pop_all()  # the scheduler closes them
             return scheduler
 
 
-def _fetched(
-    cache: ObjectCache,
-    opened: OpenCheckpoint,
-    files: Sequence[Source],
-    selections: Sequence[Selected],
-    sliced: Collection[str],
-    options: LoadOptions,
-    owned: ExitStack,
-) -> Sequence[Source]:
-    """Return the files of a load, those in a cache on disk in place of objects."""
-    nbytes = [
-        sum(_selected_bytes(header, chosen[shard], sliced) for _, chosen, _ in selections)
-        for shard, header in enumerate(opened.headers)
-    ]
-    with traced(options.trace, "fetch"):
-        return cache.fetch(files, nbytes, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES, owned=owned)
-
-
 def _deliver_made(
-    deliver: Callable[[Group, LoadedGroup], None], placed: Placed, group: Group, loaded: LoadedGroup
+    deliver: Callable[[Group, LoadedGroup], None], placed: PlacedParts, group: Group, loaded: LoadedGroup
 ) -> None:
-    loaded.results = placed.made(loaded.tensors)  # on a worker's thread: torch imports its compiler for the first one
+    loaded.results = placed.made(loaded.tensors)  # on the load's thread: torch imports its compiler for the first one
     deliver(group, loaded)
 
 
@@ -202,63 +197,65 @@ def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], optio
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """What the loads of all devices have in common."""
+
+    options: LoadOptions
+    delivery: Delivery
+    prompt: bool
+    """See `prepare`."""
+    num_accelerators: int
+    """All of them share half of the budget for their slots."""
+    budget_bytes: int
+    """The load's budget, without the memory of a source behind a network."""
+    resident: Mapping[LocalFile, float]
+    """The resident fraction of each local file."""
+    requests: Requests | None
+    """How the files are read if they are behind a network."""
+
+
 class DeviceLoad:
     """The tensors of one device, and how they are read for it.
 
     Args:
-        accelerator: The device; None: the CPU.
+        shared: What it has in common with those of other devices.
+        device: The device.
         positions: For each shard, the ascending positions of its tensors in the header.
         selected: By the name that has data, the names under which its tensor is returned. Empty: its own.
-        options: Options of the load.
-        casts: Cast to it; see `stio.device.tensors.Casts`.
-        num_accelerators: How many accelerators the load has, all of which share half of the budget for their slots.
         total_bytes: Size of its tensors.
-        budget_bytes: The load's budget, for all devices together, without the memory of a source behind a network.
-        resident: The resident fraction of each of its local files.
-        views: See `prepare`.
-        prompt: See `prepare`.
-        requests: How the files are read if they are behind a network.
     """
 
     def __init__(
         self,
-        accelerator: Accelerator | None,
+        shared: _Shared,
+        device: Target,
         positions: Sequence[Sequence[int]],
         selected: Mapping[str, Sequence[str]],
-        options: LoadOptions,
-        *,
-        casts: Casts | None,
-        num_accelerators: int,
         total_bytes: int,
-        budget_bytes: int,
-        resident: Mapping[LocalFile, float],
-        views: bool,
-        prompt: bool,
-        requests: Requests | None = None,
     ) -> None:
         self.positions = positions
         """See above."""
-        self.budget_bytes = budget_bytes
-        """See above."""
-        self._accelerator = accelerator
+        self.budget_bytes = shared.budget_bytes
+        """The load's budget."""
+        self._shared = shared
         self._selected = selected
-        self._options = options
-        self._casts = casts
-        self._views = views
         self._total_bytes = total_bytes
-        self._resident = resident
-        self._requests = requests
+        requests, options = shared.requests, shared.options
         self.num_workers = NUM_WORKERS if requests is None else requests.num_in_flight
         """Threads of the plain executor that read for it."""
         self._mapped: dict[LocalFile, MappedFile | None] = {}
         self._slots: StagingSlots | None = None
         self._gds: GdsDevice | None = None
-        self.block_bytes = whole_pages(min(GROUP_BYTES, budget_bytes // 4)) if requests is None else requests.nbytes
+        self.block_bytes = (
+            whole_pages(min(GROUP_BYTES, self.budget_bytes // 4)) if requests is None else requests.nbytes
+        )
         """Size of its groups, and of requests behind a network."""
         self.staging_bytes = 0
         """Part of the budget that slots of the plain executor use."""
+        accelerator = _accelerator(device, options)
         if accelerator is not None:
-            slot_bytes = min(_SLOT_BYTES, budget_bytes // (2 * self.num_workers * num_accelerators))
+            slot_bytes = min(_SLOT_BYTES, self.budget_bytes // (2 * self.num_workers * shared.num_accelerators))
             if requests is not None:
                 slot_bytes = requests.nbytes
             else:
@@ -266,7 +263,7 @@ class DeviceLoad:
             self._slots = StagingSlots(accelerator, max(_LEAST_SLOT_BYTES, whole_pages(slot_bytes)))
             if options.memory == "gds":
                 self._gds = GdsDevice(accelerator)
-        if prompt:
+        if shared.prompt:
             most_bytes = total_bytes // _SMALLEST_PARTS if requests is None else requests.nbytes // 4
             self.block_bytes = min(self.block_bytes, whole_pages(most_bytes))
 
@@ -279,13 +276,14 @@ class DeviceLoad:
 
     def selection(self, file: Source, header: Header, shard: int) -> FileSelection:
         """Return what is read of a shard for this device."""
+        requests = self._shared.requests
         maps = isinstance(file, LocalFile) and self._mapping(file) is not None
         return FileSelection(
             header=header,
             positions=self.positions[shard],
             block_bytes=self.block_bytes,
-            gap_bytes=GAP_BYTES if self._requests is None else self._requests.gap_bytes,
-            rest_bytes=0 if self._requests is None or self._accelerator is not None else PAGE_BYTES,
+            gap_bytes=GAP_BYTES if requests is None else requests.gap_bytes,
+            rest_bytes=0 if requests is None or self._slots is not None else PAGE_BYTES,
             image_bytes=sys.maxsize if maps else self.budget_bytes // 4,
         )
 
@@ -295,54 +293,42 @@ class DeviceLoad:
             loaded.tensors = {new: tensor for name, tensor in loaded.tensors.items() for new in self._selected[name]}
         return loaded
 
-    def read_path(self, file: Source, cached: CachedFile | None, *, kept: bool) -> ReadPath:
+    def read_path(self, file: Source, cached: CachedFile | None) -> ReadPath:
         """Choose the read path of a file.
 
         Args:
             file: The open file.
             cached: Its image in a cache, if there is one.
-            kept: Whether the consumer keeps all tensors.
         """
-        fraction = self._resident[file] if isinstance(file, LocalFile) else UNKNOWN
-        mapped = self._mapping(file) if isinstance(file, LocalFile) else None
-        if mapped is not None:
-            return MappedPath(
-                mapped,
-                populates=self._populates,
-                cold=self._populates and is_cold(fraction),
-                dtype=self._casts,
-                views=self._views,
-                kept=kept,
-            )
+        fraction, delivery = UNKNOWN, self._shared.delivery
+        if isinstance(file, LocalFile):
+            fraction = self._shared.resident[file]
+            if (mapped := self._mapping(file)) is not None:
+                cold = self._populates and is_cold(fraction)
+                return MappedPath(mapped, delivery, populates=self._populates, cold=cold)
         read_past_cache(file, fraction)
         if self._slots is None:
-            return CopiedPath(file, dtype=self._casts, cached=cached, views=self._views, kept=kept)
+            return CopiedPath(file, delivery, cached)
         # If the kernel does not report the resident fraction, memory="gds" decides.
         if self._gds is not None and isinstance(file, LocalFile) and fraction <= UNKNOWN:
             direct = self._gds.open(file)
             if direct is not None:
-                return GdsPath(self._gds, direct, file, self._slots, dtype=self._casts, kept=kept)
-        return DevicePath(file, self._slots, dtype=self._casts, cached=cached, kept=kept, trace=self._options.trace)
+                return GdsPath(self._gds, direct, file, self._slots, delivery)
+        return DevicePath(file, self._slots, delivery, cached, trace=self._shared.options.trace)
 
     def _mapping(self, file: LocalFile) -> MappedFile | None:
         """Return the mapping of a file; None if it is not to be mapped, or cannot be."""
         if file not in self._mapped:
-            self._mapped[file] = map_if_possible(file, lazy=not self._populates) if self._maps_file(file) else None
+            memory_, on_host = self._shared.options.memory, self._slots is None
+            copies = memory_ == "copy" or self._shared.options.host_cache is not None
+            maps = on_host and not copies and (memory_ in ("map", "lazy") or file.on_local_filesystem)
+            self._mapped[file] = map_if_possible(file, lazy=not self._populates) if maps else None
         return self._mapped[file]
-
-    @property
-    def _maps(self) -> bool:
-        """Whether its files are mapped if that is possible."""
-        copies = self._options.memory == "copy" or self._options.host_cache is not None
-        return self._accelerator is None and not copies
-
-    def _maps_file(self, file: LocalFile) -> bool:
-        return self._maps and (self._options.memory in ("map", "lazy") or file.on_local_filesystem)
 
     @cached_property
     def _populates(self) -> bool:
         """Whether mapped files are read now: not if memory is too small to hold all their pages."""
-        if self._options.memory == "lazy":
+        if self._shared.options.memory == "lazy":
             return False
         return self._total_bytes <= SMALL_LOAD_BYTES or memory.fits(self._total_bytes)
 
@@ -352,9 +338,8 @@ def _device_loads(
     opened_files: Sequence[Source],
     selections: Sequence[Selected],
     options: LoadOptions,
-    casts: Casts | None,
+    delivery: Delivery,
     *,
-    views: bool,
     prompt: bool,
 ) -> list[DeviceLoad]:
     """Return the load of each device; all share one budget."""
@@ -362,15 +347,13 @@ def _device_loads(
         sum(_selected_bytes(header, chosen) for header, chosen in zip(opened.headers, positions, strict=True))
         for _, positions, _ in selections
     ]
+    total_bytes = sum(sizes)
     files = [file for shard, file in enumerate(opened_files) if any(chosen[shard] for _, chosen, _ in selections)]
-    resident = resident_fractions(files, sum(sizes))
-    accelerators = [_accelerator(device, options) for device, _, _ in selections]
-    if options.memory == "gds":
-        if accelerators and not any(accelerators):
-            raise DeviceError("memory='gds' reads to an accelerator", requested="cpu", expected="an accelerator")
-    num_accelerators = sum(accelerator is not None for accelerator in accelerators)
+    num_accelerators = sum(not _is_cpu(device) for device, _, _ in selections)
+    if options.memory == "gds" and selections and not num_accelerators:
+        raise DeviceError("memory='gds' reads to an accelerator", requested="cpu", expected="an accelerator")
     most_bytes = ACCELERATOR_BUDGET_BYTES if num_accelerators else DEFAULT_BUDGET_BYTES
-    budget_bytes = options.budget or memory.default_budget_bytes(sum(sizes), most_bytes=most_bytes)
+    budget_bytes = options.budget or memory.default_budget_bytes(total_bytes, most_bytes=most_bytes)
     requests = _requests(files)
     if requests is not None:
         if options.memory in ("map", "lazy") and options.disk_cache is None:  # what is not in that is streamed
@@ -378,79 +361,42 @@ def _device_loads(
         # Half of the budget for what the source holds; with accelerators each request has a slot of its size too.
         requests = requests.within(budget_bytes // 2 // (1 + num_accelerators))
         budget_bytes -= requests.buffer_bytes * (1 + num_accelerators)
-    return [
-        DeviceLoad(
-            accelerator,
-            positions,
-            selected,
-            options,
-            casts=casts,
-            num_accelerators=num_accelerators,
-            total_bytes=total_bytes,
-            budget_bytes=max(1, budget_bytes),
-            resident={
-                file: resident[file]
-                for file, chosen in zip(opened_files, positions, strict=True)
-                if chosen and isinstance(file, LocalFile)
-            },
-            views=views,
-            prompt=prompt,
-            requests=requests,
-        )
-        for (_, positions, selected), accelerator, total_bytes in zip(selections, accelerators, sizes, strict=True)
-    ]
+    shared = _Shared(
+        options=options,
+        delivery=delivery,
+        prompt=prompt,
+        num_accelerators=num_accelerators,
+        budget_bytes=max(1, budget_bytes),
+        resident={
+            file: UNKNOWN if total_bytes <= SMALL_LOAD_BYTES else resident_fraction(file)
+            for file in files
+            if isinstance(file, LocalFile)
+        },
+        requests=requests,
+    )
+    return [DeviceLoad(shared, *one, nbytes) for one, nbytes in zip(selections, sizes, strict=True)]
 
 
-def _scheduler(
-    opened: OpenCheckpoint,
-    opened_files: Sequence[Source],
-    loads: Sequence[DeviceLoad],
-    options: LoadOptions,
-    slices: Mapping[str, object],
-    deliver: Callable[[Group, LoadedGroup], None],
-    *,
-    hold: bool,
-    kept: Collection[str] | None,
-    owned: ExitStack,
-    max_workers: int | None,
-    on_blocked: Callable[[], None],
-) -> LoadScheduler:
-    """Plan the reads of each file for each device; choose the read paths."""
+_Read: TypeAlias = tuple[Source, DeviceLoad, FileSelection]
+"""A file, the device that it is read for, and what is read."""
+
+
+def _reads(opened: OpenCheckpoint, files: Sequence[Source], loads: Sequence[DeviceLoad]) -> list[_Read]:
+    """Return what is read of each file for each device.
+
+    Raises:
+        UnsupportedDtypeError: torch does not have the dtype of a tensor.
+    """
     reads = [
         (file, load, load.selection(file, header, shard))
-        for shard, (file, header) in enumerate(zip(opened_files, opened.headers, strict=True))
+        for shard, (file, header) in enumerate(zip(files, opened.headers, strict=True))
         for load in loads
         if load.positions[shard]
     ]
     for _, _, selection in reads:
         dtypes = selection.header.dtypes
         require_dtypes(dtypes if selection.is_whole else [dtypes[k] for k in selection.positions], path=opened.path)
-    plan = plan_reads([selection for _, _, selection in reads], slices)
-    cached = {} if options.host_cache is None else _held_images(options.host_cache, reads, plan)
-    try:
-        keeps = kept is None and not hold
-        paths = [load.read_path(file, cached.get(id(file)), kept=keeps) for file, load, _ in reads]
-        budget_bytes = _budget_bytes(plan, paths, loads, kept, path=opened.path)
-        num_workers = min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize)
-        executor = _executor(plan, paths, budget_bytes, options, num_workers)
-    except BaseException:
-        for one in cached.values():
-            one.release()
-        raise
-    return LoadScheduler(
-        plan,
-        paths,
-        executor,
-        deliver=lambda group, loaded: deliver(group, reads[group.selection][1].under_selected_names(loaded)),
-        hold=hold,
-        on_blocked=on_blocked,
-        budget_bytes=budget_bytes,
-        files=list({id(file): file for file, _, _ in reads}.values()),
-        owned=owned,
-        cached_files=list(cached.values()),
-        progress=progress_callback(options.progress),
-        trace=options.trace,
-    )
+    return reads
 
 
 def _executor(
@@ -465,9 +411,7 @@ def _executor(
     return PlainExecutor(paths, num_workers=max(1, min(num_workers, plan.num_reads)), trace=options.trace)
 
 
-def _held_images(
-    cache: FileCache, reads: Sequence[tuple[Source, DeviceLoad, FileSelection]], plan: ReadPlan
-) -> dict[int, CachedFile]:
+def _held_images(cache: FileCache, reads: Sequence[_Read], plan: ReadPlan) -> dict[int, CachedFile]:
     """Return holds on the images of files in a cache in memory, by the identity of the file's object."""
     files = {id(file): file for file, _, _ in reads}
     nbytes = {id(file): selection.header.data_start for file, _, selection in reads}  # of a whole file: its header too
@@ -488,30 +432,17 @@ def _budget_bytes(
     budget_bytes = loads[0].budget_bytes if loads else DEFAULT_BUDGET_BYTES
     if not all(path.is_native for path in paths):
         budget_bytes = max(1, budget_bytes - sum(load.staging_bytes for load in loads))
-    if kept is not None and not kept:
-        return budget_bytes
-    return min(budget_bytes, _budget_beside(plan, paths, kept, path=path))
-
-
-def _budget_beside(plan: ReadPlan, paths: Sequence[ReadPath], kept: Collection[str] | None, *, path: str) -> int:
-    """Return the most bytes that may be under way beside the tensors of a load that the caller keeps.
-
-    A tensor keeps the memory of its group.
-
-    Raises:
-        HostMemoryError: The tensors themselves do not fit.
-    """
     groups = plan.groups
-    if kept is not None:
+    if kept is not None:  # a tensor keeps the memory of its group
         groups = tuple(group for group in groups if any(name in kept for name in group.names))
     held = [paths[group.selection].held_bytes(group) for group in groups]
     total_bytes = sum(held)
     if total_bytes <= memory.UNCHECKED_BYTES:
-        return sys.maxsize
+        return budget_bytes
     left = memory.require(total_bytes, path=path)
     if len(groups) == len(plan.groups) and all(n in (0, group.nbytes) for n, group in zip(held, groups, strict=True)):
-        return sys.maxsize  # what is under way is the tensors' own memory
-    return max(1, left)
+        return budget_bytes  # what is under way is the tensors' own memory
+    return min(budget_bytes, max(1, left))
 
 
 def _requests(files: Sequence[Source]) -> Requests | None:
@@ -555,10 +486,14 @@ def _selected_bytes(header: Header, chosen: Sequence[int], without: Collection[s
     return sum(header.ends[k] - header.begins[k] for k in chosen if header.names[k] not in without)
 
 
+def _is_cpu(device: Target) -> bool:
+    return isinstance(device, torch.device) and device.type == "cpu"
+
+
 def _accelerator(device: Target, options: LoadOptions) -> Accelerator | None:
     if not isinstance(device, torch.device):
         return device
-    if device.type == "cpu":
+    if _is_cpu(device):
         return None
     if options.streams == "copy":
         return TorchAccelerator(device)
@@ -569,3 +504,40 @@ def _accelerator(device: Target, options: LoadOptions) -> Accelerator | None:
 def whole_pages(nbytes: int) -> int:
     """Return the size rounded down to whole pages, one page at least."""
     return max(PAGE_BYTES, nbytes // PAGE_BYTES * PAGE_BYTES)
+
+
+UNKNOWN = 0.5
+"""Resident fraction of a file if it is not known. From this fraction on the disk does not limit the rate."""
+SMALL_LOAD_BYTES = 16 << 20
+"""Up to this size a query to the kernel costs more than a read by the slower read path."""
+
+
+def resident_fraction(file: Source) -> float:
+    """Return the fraction of a file in the page cache, from 0 to 1; `UNKNOWN` if the kernel does not report it."""
+    fraction = file.resident_fraction() if isinstance(file, LocalFile) else None
+    return UNKNOWN if fraction is None else fraction
+
+
+def is_cold(fraction: float) -> bool:
+    """Return whether a file counts as cold, of which this fraction is in the page cache."""
+    return fraction < UNKNOWN
+
+
+def read_past_cache(file: Source, fraction: float) -> None:
+    """Read a cold file past the page cache, unless ranks share the host: the first one fills the cache for all."""
+    if isinstance(file, LocalFile) and is_cold(fraction) and not host_is_shared():
+        file.use_direct()
+
+
+def host_is_shared() -> bool:
+    """Return whether other ranks of this job run on this host.
+
+    `LOCAL_WORLD_SIZE`, which torchrun sets, decides. If no launcher sets it (`torch.multiprocessing.spawn`), all ranks
+    of a process group are assumed to be on one host: a query of the other ranks would be a collective operation, and a
+    load must not be one.
+    """
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local_ranks.isdecimal():
+        return int(local_ranks) > 1
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

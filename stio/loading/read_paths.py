@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from time import perf_counter
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 
@@ -24,7 +25,7 @@ from stio.device.cuda import DeviceRing, ring_of
 from stio.device.tensors import TORCH_DTYPES, Casts, GroupMemory, cast_dtype, select_and_cast, tensors_in
 from stio.errors import StioError
 from stio.format.dtypes import BITS
-from stio.loading.cache.file_image import CachedFile, FileImage
+from stio.loading.cache.entries import CachedFile, FileImage
 from stio.loading.plan import GAP, Block, Group
 from stio.runtime import memory, stats
 from stio.runtime.limits import HUGE_PAGE_BYTES, PAGE_BYTES
@@ -41,7 +42,7 @@ PIECE_BYTES = 8 << 20
 # Blocks.
 
 
-def runs(block: Block) -> Iterator[tuple[int, int, int]]:
+def contiguous(block: Block) -> Iterator[tuple[int, int, int]]:
     """Return a block's contiguous parts: offset in the file, offset in the image, length."""
     position = block.offset
     for at, length in block.scatter or ((block.at, block.nbytes),):
@@ -50,30 +51,30 @@ def runs(block: Block) -> Iterator[tuple[int, int, int]]:
         position += length
 
 
-def pieces(block: Block, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut a block into reads: lists of parts as `runs` returns them, over so many bytes of file and image at most."""
-    piece: list[tuple[int, int, int]] = []
-    for offset, at, length in runs(block):
+def reads_of(block: Block, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut a block into reads: lists of ranges as of `contiguous`, over so many bytes of file and image at most."""
+    read: list[tuple[int, int, int]] = []
+    for offset, at, length in contiguous(block):
         for start in range(0, length, most_bytes):
             nbytes = min(most_bytes, length - start)
             end, end_at = offset + start + nbytes, at + start + nbytes
-            if piece and max(end - piece[0][0], end_at - piece[0][1]) > most_bytes:
-                yield piece
-                piece = []
-            piece.append((offset + start, at + start, nbytes))
-    if piece:
-        yield piece
+            if read and max(end - read[0][0], end_at - read[0][1]) > most_bytes:
+                yield read
+                read = []
+            read.append((offset + start, at + start, nbytes))
+    if read:
+        yield read
 
 
-def read_piece(source: Source, piece: Sequence[tuple[int, int, int]], target: Region, base: int) -> None:
+def read_ranges(source: Source, read: Sequence[tuple[int, int, int]], target: Region, base: int) -> None:
     """Fill `target`, which holds the group's bytes from `base` on, in one call; gaps of the file are discarded."""
-    ends = [offset + length for offset, _, length in piece]
-    gaps = [0, *(begin - end for (begin, _, _), end in zip(piece[1:], ends, strict=False))]
+    ends = [offset + length for offset, _, length in read]
+    gaps = [0, *(begin - end for (begin, _, _), end in zip(read[1:], ends, strict=False))]
     discarded = memory.allocate(max(gaps)) if any(gaps) else target
     regions: list[Region] = []
-    for gap, (_, at, length) in zip(gaps, piece, strict=True):
+    for gap, (_, at, length) in zip(gaps, read, strict=True):
         regions += [discarded.sub(0, gap)] * (gap > 0) + [target.sub(at - base, length)]
-    source.read_into(piece[0][0], regions)
+    source.read_into(read[0][0], regions)
 
 
 # Tensors.
@@ -109,24 +110,35 @@ def _finished(
     return select_and_cast(tensors, posts, dtype, views=views)
 
 
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How the consumer of a load gets its tensors."""
+
+    casts: Casts | None = None
+    """Cast to it; see `stio.device.tensors.Casts`."""
+    views: bool = False
+    """On the CPU, selected parts are views of what was read; see `stio.device.tensors.select_and_cast`."""
+    kept: bool = False
+    """The consumer keeps the tensors, so memory that they own is not under way."""
+
+
+AS_READ = Delivery()
+
+
 class _ReadPath:
     """What read paths have in common.
 
     Args:
         source: The open file.
-        dtype: Cast to it; see `stio.device.tensors.Casts`.
+        delivery: How the consumer gets the tensors.
         cached: The file in a cache.
-        kept: The consumer keeps the tensors, so memory that they own is not under way.
     """
 
     label = "read"
 
-    def __init__(
-        self, source: Source, *, dtype: Casts | None = None, cached: CachedFile | None = None, kept: bool = False
-    ) -> None:
+    def __init__(self, source: Source, delivery: Delivery = AS_READ, cached: CachedFile | None = None) -> None:
         self._source = source
-        self._dtype = dtype
-        self._kept = kept
+        self._delivery = delivery
         self.image = None if cached is None else cached.image
         """See `stio.loading.scheduler.ReadPath`."""
         is_there = self.image is not None and self.image.holds(0, self.image.nbytes)
@@ -146,7 +158,7 @@ class _ReadPath:
 
     def budget_bytes(self, group: Group) -> int:
         """Return the size of the group's memory, if it is not what the consumer keeps."""
-        return 0 if self._kept and _is_final(group, self._dtype) else group.nbytes
+        return 0 if self._delivery.kept and _is_final(group, self._delivery.casts) else group.nbytes
 
     def held_bytes(self, group: Group) -> int:
         """Return how much host memory the tensors of a group will hold."""
@@ -157,10 +169,10 @@ class _ReadPath:
         image = self.image
         return image if image is not None and fill_image(self._source, image, block, stopped) else None
 
-    def _pieces(self, block: Block, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
+    def _reads(self, block: Block, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
         """Return the reads of a block; a request behind a network is not cut for a cancel."""
         is_requested = isinstance(self._source, RequestedSource)
-        return pieces(block, most_bytes if is_requested else min(most_bytes, PIECE_BYTES))
+        return reads_of(block, most_bytes if is_requested else min(most_bytes, PIECE_BYTES))
 
 
 class CopiedPath(_ReadPath):
@@ -168,14 +180,13 @@ class CopiedPath(_ReadPath):
 
     Args:
         source: The open file.
-        views: See `stio.device.tensors.select_and_cast`.
-        **options: See `_ReadPath`.
+        delivery: See `_ReadPath`.
+        cached: See `_ReadPath`.
     """
 
-    def __init__(self, source: Source, *, views: bool = False, **options: Any) -> None:
-        super().__init__(source, **options)
+    def __init__(self, source: Source, delivery: Delivery = AS_READ, cached: CachedFile | None = None) -> None:
+        super().__init__(source, delivery, cached)
         self._regions: dict[int, Region] = {}  # by group
-        self._views = views
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the image of each group."""
@@ -194,7 +205,7 @@ class CopiedPath(_ReadPath):
                     ranges.host_to_host(group.index, source.address, source.nbytes, region.address + at)
                 continue
             file = self.file
-            for offset, at, length in runs(block):
+            for offset, at, length in contiguous(block):
                 if group.offset >= 0 and at + length == group.nbytes:
                     length = max(length, min(region.nbytes - at, file.identity.nbytes - offset))
                 ranges.file_to_host(group.index, file.fd, file.direct_fd, offset, length, region.address + at)
@@ -208,10 +219,10 @@ class CopiedPath(_ReadPath):
                     raise Cancelled
                 memory.copy(target.sub(at, region.nbytes), region)
             return
-        for piece in self._pieces(block, sys.maxsize):
+        for read in self._reads(block, sys.maxsize):
             if stopped():
                 raise Cancelled
-            read_piece(self._source, piece, target, 0)
+            read_ranges(self._source, read, target, 0)
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the group's memory, which they own together."""
@@ -220,11 +231,11 @@ class CopiedPath(_ReadPath):
     def _tensors_over(self, group: Group, region: Region) -> LoadedGroup:
         with memory.reporting_shortage(self._source.path):
             tensors = tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets)
-            return LoadedGroup(_finished(group, tensors, self._dtype, views=self._views))
+            return LoadedGroup(_finished(group, tensors, self._delivery.casts, views=self._delivery.views))
 
     def held_bytes(self, group: Group) -> int:
         """See `_ReadPath.held_bytes`."""
-        return _held_bytes(group, self._dtype, is_mapped=False)
+        return _held_bytes(group, self._delivery.casts, is_mapped=False)
 
     def close(self) -> None:
         """Release the memory of groups that were not completed."""
@@ -236,13 +247,13 @@ class MappedPath(CopiedPath):
 
     Args:
         mapped: The mapping of the file.
+        delivery: See `_ReadPath`.
         populates: Read now; otherwise each page is read at its first access.
         cold: The disk limits the rate, so there is time to touch each page after its read.
-        **options: See `CopiedPath`.
     """
 
-    def __init__(self, mapped: MappedFile, *, populates: bool, cold: bool, **options: Any) -> None:
-        super().__init__(mapped.file, **options)
+    def __init__(self, mapped: MappedFile, delivery: Delivery = AS_READ, *, populates: bool, cold: bool) -> None:
+        super().__init__(mapped.file, delivery)
         self._mapped = mapped
         self._populates = populates
         self._cold = cold
@@ -266,7 +277,7 @@ class MappedPath(CopiedPath):
         if not self._is_mapped(group):
             super().read(group, block, stopped)
             return
-        for ((offset, _, nbytes),) in pieces(block, PIECE_BYTES) if self._populates else ():
+        for ((offset, _, nbytes),) in reads_of(block, PIECE_BYTES) if self._populates else ():
             if stopped():
                 raise Cancelled
             self._mapped.populate(offset, nbytes)
@@ -279,7 +290,7 @@ class MappedPath(CopiedPath):
 
     def held_bytes(self, group: Group) -> int:
         """See `_ReadPath.held_bytes`; pages of the mapping do not count."""
-        return _held_bytes(group, self._dtype, is_mapped=self._is_mapped(group))
+        return _held_bytes(group, self._delivery.casts, is_mapped=self._is_mapped(group))
 
     def _is_mapped(self, group: Group) -> bool:
         """Return whether a group is mapped. A mapping reads 2 MiB at a time: a smaller slice is copied instead."""
@@ -339,12 +350,21 @@ class DevicePath(_ReadPath):
     Args:
         source: The open file.
         slots: The device, and staging memory for the plain executor, for all files of the load.
+        delivery: See `_ReadPath`.
+        cached: See `_ReadPath`.
         trace: Records spans of copies by the plain executor.
-        **options: See `_ReadPath`.
     """
 
-    def __init__(self, source: Source, slots: StagingSlots, *, trace: Trace | None = None, **options: Any) -> None:
-        super().__init__(source, **options)
+    def __init__(
+        self,
+        source: Source,
+        slots: StagingSlots,
+        delivery: Delivery = AS_READ,
+        cached: CachedFile | None = None,
+        *,
+        trace: Trace | None = None,
+    ) -> None:
+        super().__init__(source, delivery, cached)
         self._slots = slots
         self._accelerator = slots.accelerator
         self._trace = trace
@@ -370,7 +390,7 @@ class DevicePath(_ReadPath):
                         ranges.host_to_device(group.index, source, nbytes, where, ring.ring)
                 continue
             file = self.file
-            for offset, at, length in runs(block):
+            for offset, at, length in contiguous(block):
                 for storage, start, low, nbytes in target.places(at, length):
                     where = storage.data_ptr() + start
                     begin, cufile = offset + low - at, self.cufile(block, nbytes)
@@ -387,18 +407,18 @@ class DevicePath(_ReadPath):
         return super().error(failure)
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
-        """Read a block into a slot piece by piece, or find it in the cache; wait for the copies."""
+        """Read a block into a slot read by read, or find it in the cache; wait for the copies."""
         target = self._memories[group.index]
         if (image := self._fill_image(block, stopped)) is not None:
             self._copy([copy for at, region in image_regions(image, block) for copy in target.copies(at, region)])
             return
         slot = self._slots.take()
-        for piece in self._pieces(block, slot.nbytes):
-            begin, end = piece[0][1], piece[-1][1] + piece[-1][2]
+        for read in self._reads(block, slot.nbytes):
+            begin, end = read[0][1], read[-1][1] + read[-1][2]
             try:
                 if stopped():
                     raise Cancelled
-                read_piece(self._source, piece, slot, begin)
+                read_ranges(self._source, read, slot, begin)
             except BaseException:
                 self._slots.give(slot)
                 raise
@@ -418,9 +438,9 @@ class DevicePath(_ReadPath):
         tensors = self._memories[group.index].tensors
         if self._ring is not None:
             self._ring.warn_if_refused()
-        if not _is_final(group, self._dtype):
+        if not _is_final(group, self._delivery.casts):
             with self._accelerator.on_stream():
-                tensors = _finished(group, tensors, self._dtype)
+                tensors = _finished(group, tensors, self._delivery.casts)
         del self._memories[group.index]
         return LoadedGroup(tensors)
 
@@ -518,7 +538,7 @@ def is_in_image(image: FileImage | None, block: Block) -> TypeGuard[FileImage]:
 
 def image_regions(image: FileImage, block: Block) -> Iterator[tuple[int, Region]]:
     """Return the image's memory of a block, each region with its offset in the group."""
-    for offset, at, length in runs(block):
+    for offset, at, length in contiguous(block):
         for region in image.regions(offset, length):
             yield at, region
             at += region.nbytes

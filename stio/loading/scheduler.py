@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 from stio import native
 from stio.device.base import LoadedGroup
 from stio.errors import StioError
-from stio.loading.cache.file_image import CachedFile, FileImage
+from stio.loading.cache.entries import CachedFile, FileImage
 from stio.loading.plan import Block, Group, ReadPlan
 from stio.runtime import stats
 from stio.runtime.limits import checked_size
-from stio.runtime.operation import Cancelled
+from stio.runtime.operation import Cancelled, Operation
 from stio.runtime.process import be_nice
 from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
 from stio.runtime.trace import Trace
@@ -214,6 +214,12 @@ class LoadScheduler:
             self._load()
             self._require_unchanged()
 
+    def run_for(self, operation: Operation[Any]) -> None:
+        """Run the load on the thread of an operation; a cancel of the operation stops it."""
+        operation.set_log_detail(self.describe)
+        operation.on_cancel(self.stop)
+        self.run()
+
     def _load(self) -> None:
         num_under_way = 0
         is_nice = False
@@ -322,19 +328,7 @@ class LoadScheduler:
         Callable from any thread; takes no lock.
         """
         promoted = set(names)
-
-        order = [group.index for group in self.plan.groups if not promoted.isdisjoint(group.names)]
-        chosen = set(order)
-
-        def reorder() -> None:
-            first = [group for group in self._waiting if group.index in chosen]
-            self._waiting = deque([*first, *(group for group in self._waiting if group.index not in chosen)])
-            self._executor.arrange(order)
-
-        self._reorderings.append(reorder)
-        self._blocked = False  # before the scheduler looks again
-        self._executor.arrange(order)  # what has begun; a thread that must be woken would come later
-        self._executor.wake()
+        self.arrange([group.index for group in self.plan.groups if not promoted.isdisjoint(group.names)])
 
     def is_blocked(self, group: Group) -> bool:
         """Return whether a group has not begun, and the first of those that have not waits for budget.
@@ -349,19 +343,20 @@ class LoadScheduler:
         self._executor.wake()
 
     def arrange(self, order: Iterable[int]) -> None:
-        """Read what is left in this order of groups; it must have the indices of all groups.
+        """Read what is left in this order of groups, given by their indices; the others follow as they were.
 
         What is left of a group that has begun is reordered too: it may be one large tensor that nothing waits for.
         Callable from any thread; takes no lock.
         """
         order = list(order)
+        rank = {index: k for k, index in enumerate(dict.fromkeys(order))}
 
         def reorder() -> None:
-            rank = {index: k for k, index in enumerate(dict.fromkeys(order))}
-            self._waiting = deque(sorted(self._waiting, key=lambda group: rank[group.index]))
+            self._waiting = deque(sorted(self._waiting, key=lambda group: rank.get(group.index, len(rank))))
             self._executor.arrange(order)
 
         self._reorderings.append(reorder)
+        self._blocked = False  # before the scheduler looks again
         self._executor.arrange(order)  # what has begun; a thread that must be woken would come later
         self._executor.wake()
 

@@ -24,7 +24,7 @@ from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
 from stio.errors import MismatchError, listed, with_article
 from stio.format.dtypes import tensor_nbytes
 from stio.loading.api import fill_from
-from stio.loading.body import collect, open_source, verify
+from stio.loading.body import collect, open_with_options, verify
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import ModuleTree
 from stio.loading.open import OpenCheckpoint
@@ -141,7 +141,7 @@ class Content:
             StioError: See `stio.load`.
         """
         self._require_module()
-        with closing(open_source(operation, source, replace(self.options, verify=False))) as opened:
+        with closing(open_with_options(operation, source, replace(self.options, verify=False))) as opened:
             return self._contents_of(opened)
 
     def load(self, operation: Operation[Any], source: SourceLike, expected: Contents) -> None:
@@ -153,7 +153,7 @@ class Content:
             StioError: See `stio.load` and `stio.load_into`.
         """
         options = self.options
-        with closing(open_source(operation, source, options)) as opened:
+        with closing(open_with_options(operation, source, options)) as opened:
             if (found := self._contents_of(opened)) != expected:
                 raise OtherContents(found)
             verify(operation, opened, options)
@@ -161,7 +161,7 @@ class Content:
                 self._tensors = collect(operation, opened, None, options)()
                 return
             target = ModuleTarget(self._module, assign=True)
-            run_blocking(fill_from(opened, target, options, on_begin=operation.on_cancel))
+            run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
         device = resolve_device(options.device)
         with _own_stream(device):
             self._move_unstored(device)
@@ -176,7 +176,9 @@ class Content:
         # The device of the target is that of its tensors.
         options = replace(self.options, device="cpu", budget_bytes=_UPDATE_BYTES)
         with _own_stream(resolve_device(self.options.device)):
-            run_blocking(fill_from(source, ModuleTarget(module), options, on_begin=operation.on_cancel))
+            run_blocking(
+                fill_from(source, ModuleTarget(module), options, on_begin=lambda load: operation.on_cancel(load.cancel))
+            )
 
     def can_replace(self) -> bool:
         """Return whether `replace` can find all tensors by their names."""

@@ -28,7 +28,7 @@ from stio.distributed import StioStorageReader
 from stio.distributed.parts import part_of
 from stio.errors import ClosedError, FormatError, MismatchError
 from stio.format.placements import Cut, local_part
-from stio.loading.parts import joined
+from stio.loading.target import joined
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),

@@ -213,9 +213,9 @@ def no_address(folder: str) -> tuple[str, str, str, float]:
 @contextmanager
 def replaced_between(path: str, *, is_state: bool = False) -> Iterator[None]:
     """Let rank 1 open a checkpoint after the others have, and replace it before that."""
-    rank, plain = dist.get_rank(), body.open_source
+    rank, plain = dist.get_rank(), body.open_with_options
 
-    def open_source(*arguments: Any, **keywords: Any) -> Any:
+    def open_with_options(*arguments: Any, **keywords: Any) -> Any:
         opened = None if rank == 1 else plain(*arguments, **keywords)
         dist.barrier()
         if rank == 1:
@@ -225,7 +225,10 @@ def replaced_between(path: str, *, is_state: bool = False) -> Iterator[None]:
         dist.barrier()
         return opened
 
-    with patched(body, "open_source", open_source), patched(dcp_reader, "open_source", open_source):
+    with (
+        patched(body, "open_with_options", open_with_options),
+        patched(dcp_reader, "open_with_options", open_with_options),
+    ):
         yield
 
 

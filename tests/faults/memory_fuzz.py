@@ -43,7 +43,7 @@ from stio.compat.safetensors import SafetensorError
 from stio.device import tensor_memory
 from stio.loading.module import ModuleTarget
 from stio.loading.nested import StateTarget
-from stio.loading.parts import PartsTarget
+from stio.loading.target import PartsTarget
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)

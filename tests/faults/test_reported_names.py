@@ -20,7 +20,7 @@ from stio.compat.safetensors import safe_open
 from stio.compat.safetensors.torch import save_file
 from stio.distributed import StioStorageWriter
 from stio.format.naming import advice_for_destination
-from stio.loading.pull import pull
+from stio.pull import pull
 from stio.storage.hub import locate
 
 FILES = {

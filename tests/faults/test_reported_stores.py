@@ -30,7 +30,7 @@ import stio
 from stio import sync
 from stio.cli.main import main
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StallTimeoutError, StioError, StorageError
-from stio.loading.pull import pull
+from stio.pull import pull
 from stio.runtime.calls import Call
 from stio.runtime.operation import Operation
 from stio.runtime.workers import WorkerPool

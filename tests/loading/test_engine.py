@@ -16,7 +16,7 @@ from support import eventually, needs_engine
 
 from stio import native
 from stio.errors import StorageError, TruncatedError
-from stio.loading.cache.file_image import CHUNK_BYTES, CachedFile, FileImage
+from stio.loading.cache.entries import CHUNK_BYTES, CachedFile, FileImage
 from stio.loading.engine import EngineExecutor
 from stio.loading.plan import GAP, Block, Group
 from stio.loading.read_paths import CopiedPath, MappedPath
@@ -68,8 +68,7 @@ def scattered(index: int, offset: int, *lengths: int) -> Group:
 def path_of(file: LocalFile, kind: str) -> ReadPath:
     if kind == "direct" and not file.use_direct():
         pytest.skip("the filesystem of the tests has no direct I/O")
-    copied = CopiedPath(file)
-    return MappedPath(MappedFile(file), copied, populates=True, cold=True) if kind == "map" else copied
+    return MappedPath(MappedFile(file), populates=True, cold=True) if kind == "map" else CopiedPath(file)
 
 
 def load(path: ReadPath, groups: Sequence[Group], **options: Any) -> dict[int, bytes]:
@@ -186,9 +185,8 @@ def test_p4_nothing_is_written_after_the_end(file: LocalFile, kind: str) -> None
         executor = EngineExecutor([path], 1000, budget_bytes=64 * MIB)
         groups = [scattered(k, k * 5 + 1, 4 * MIB, 10, 4 * MIB) for k in range(4)]
         path.begin(groups)
-        copied = path._copy if isinstance(path, MappedPath) else path
-        assert isinstance(copied, CopiedPath)
-        regions = list(copied._regions.values())
+        assert isinstance(path, CopiedPath)
+        regions = list(path._regions.values())
         executor.add(groups)
         threading.Event().wait(delay * 0.0002)
         executor.close()

@@ -1,18 +1,22 @@
-"""Nested state as the target of a load: on which device its tensors are loaded. Ranks: tests/distributed."""
+"""Nested state as the target of a load: on which device its tensors are loaded, and in which parts. Ranks: tests/distributed."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 import torch
 from accelerators import gpu
 
 from stio import sync
 from stio.device.base import resolve_device
+from stio.loading.api import fill_from
 from stio.loading.nested import StateTarget
 from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
+from stio.loading.target import LocalPart
+from stio.runtime.blocking import run_blocking
 
 
 @gpu
@@ -26,3 +30,15 @@ def test_a_tensor_for_two_devices_is_loaded_to_the_cpu(tmp_path: Path) -> None:
         target.select(opened, LoadOptions(), lambda: None)
     assert isinstance(target.device, dict)
     assert sorted(map(str, target.device.values())) == ["cpu", str(device)]
+
+
+@pytest.mark.parametrize("names", ["ab", "abc", "abd", "ae", "e"])
+def test_names_of_one_tensor_get_different_parts_of_it(tmp_path: Path, names: str) -> None:
+    w = torch.arange(12.0).reshape(6, 2)
+    rows = {"a": slice(0, 1), "b": slice(3, 6), "c": slice(0, 6), "d": slice(1, 3), "e": slice(0, 0)}
+    sync.save_state(dict.fromkeys(names, w), tmp_path / "state.safetensors")
+    state = {name: torch.zeros_like(w[rows[name]]) for name in names}
+    parts = {f"state[{name!r}]": LocalPart(state[name], (6, 2), (rows[name], slice(0, 2))) for name in names}
+    target = StateTarget(state, part_of=lambda name, _: parts[name])
+    run_blocking(fill_from(tmp_path / "state.safetensors", target, LoadOptions()))
+    assert all(torch.equal(state[name], w[rows[name]]) for name in names)

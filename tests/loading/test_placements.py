@@ -12,7 +12,7 @@ import torch
 import stio
 from stio import sync
 from stio.errors import MismatchError
-from stio.loading.placed import PlacedPart
+from stio.loading.select import PlacedPart
 from stio.testing import FakeDevice
 
 

@@ -28,7 +28,7 @@ from torch import nn
 import stio
 from stio.cli.main import main
 from stio.errors import CheckpointNotFoundError, StioError, StorageError
-from stio.loading.pull import pull
+from stio.pull import pull
 from stio.runtime.operation import Operation
 from stio.storage import hub as storage_hub
 

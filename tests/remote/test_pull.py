@@ -19,9 +19,9 @@ from servers import Fault, HttpServer, Request
 from support import run_python
 
 import stio
+from stio import pull as pulling
 from stio.cli.main import main
 from stio.format.naming import FILE_SUFFIX
-from stio.loading import pull as pulling
 from stio.runtime.operation import Operation
 from stio.storage.commit import syscalls
 from stio.testing import checkpoint_bytes
@@ -177,7 +177,7 @@ def test_kills_at_any_time(model: str, tensors: dict[str, torch.Tensor], tmp_pat
     target = tmp_path / "new" / "m"
     code = f"""
 import os, random, signal, threading, time
-from stio.loading.pull import pull
+from stio.pull import pull
 import obstore.store
 random.seed(3)
 for k in range({count(15, 200)}):

@@ -18,7 +18,7 @@ from support import require_equal
 import stio
 from stio import sync
 from stio.cli.main import main
-from stio.loading.pull import pull
+from stio.pull import pull
 from stio.testing import checkpoint_bytes, checkpoint_files
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"

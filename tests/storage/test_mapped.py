@@ -10,10 +10,8 @@ import pytest
 from support import needs_engine
 
 from stio.errors import StorageError, TruncatedError
-from stio.runtime.memory import HAVE_MMAP
 from stio.storage.local import LocalFile, MappedFile, open_file
 
-pytestmark = pytest.mark.skipif(not HAVE_MMAP, reason="no mmap on this system")
 
 DATA = random.Random(2).randbytes(3_000_001)
 

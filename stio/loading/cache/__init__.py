@@ -1,9 +1,9 @@
 """Files of checkpoints between loads: in host memory, or, those of remote stores, on this machine's disk.
 
 `host_cache.py` has the public class `HostCache`: prefetch, evict, close, and `hold` for loads with `cache=`.
-`entries.py` decides which files are held, under one lock and one budget. `file_image.py` is one file in memory:
-segments, chunks, claims, and the interfaces by which loads know both kinds of caches. A load holds each image that it
-uses until its copies are done, and then releases it. `disk_cache.py` has the public class `DiskCache`, a directory that
+`entries.py` decides which files are held, under one lock and one budget, and has one file in memory (`FileImage`) and
+the interfaces by which loads know both kinds of caches. A load holds each image that it uses until its copies are done,
+and then releases it. `disk_cache.py` has the public class `DiskCache`, a directory that
 processes share: a load gets local files in place of objects, before it is planned.
 
 Invariants: an entry is one state of one file or object; what a load uses is not removed and not changed; loads that run

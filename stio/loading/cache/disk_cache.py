@@ -21,20 +21,19 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from stio.errors import ChangedDuringReadError, StioError, StorageError
 from stio.format.naming import FILE_SUFFIX
-from stio.loading.cache.entries import CacheStats
+from stio.loading.cache.entries import CacheStats, counted, on_own_thread
 from stio.runtime import memory
 from stio.runtime.limits import checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.log import log
-from stio.runtime.operation import Operation
-from stio.runtime.process import after_fork_in_child, thread_name
+from stio.runtime.process import after_fork_in_child
 from stio.runtime.text import show_bytes
 from stio.storage.base import Identity, RequestedSource, Source
 from stio.storage.checks import OPEN_FLAGS, identity_of, stat_of
@@ -125,7 +124,7 @@ class DiskCache:
                 return [os.path.join(self.path, part.name) for part in parts]
             return []
 
-        return _on_own_thread(work)
+        return on_own_thread(work)
 
     def evict(self) -> int:
         """Remove all files that no process uses, and what killed processes left; return their size in bytes."""
@@ -137,7 +136,7 @@ class DiskCache:
                 return self._remove(chosen, dir_fd)
             return 0
 
-        return _on_own_thread(work)
+        return on_own_thread(work)
 
     # Called by loads, on threads of stio.
 
@@ -362,15 +361,9 @@ class DiskCache:
             return _scan(dir_fd)
         return []
 
-    def _count(self, hits: int = 0, misses: int = 0, evictions: int = 0) -> None:
+    def _count(self, **more: int) -> None:
         with _counting:
-            counts = self._counts
-            self._counts = replace(
-                counts,
-                hits=counts.hits + hits,
-                misses=counts.misses + misses,
-                evictions=counts.evictions + evictions,
-            )
+            self._counts = counted(self._counts, **more)
 
 
 def _make(path: str, max_bytes: int) -> DiskCache:
@@ -503,11 +496,3 @@ class _Watch:
         if now != self._last:
             self._last, self._since = now, time.monotonic()
         return time.monotonic() - self._since > STALL_SECONDS
-
-
-def _on_own_thread(work: Callable[[], T]) -> T:
-    """Call a function that takes locks on a thread of stio's, and wait for it; see `stio.runtime.locks`."""
-    if not thread_name():
-        with suppress(StorageError):  # no more threads
-            return Operation(lambda _: work(), name="evict").result()
-    return work()

@@ -12,8 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing, suppress
-from types import TracebackType
+from contextlib import closing
 from typing import Any, Self, TypeVar
 
 import torch
@@ -21,11 +20,17 @@ import torch
 from stio.device.base import current_device, resolve_device, with_current_index
 from stio.device.cuda import TorchAccelerator, has_streams
 from stio.device.pinned import is_pinned
-from stio.errors import StorageError
 from stio.format.naming import is_index
-from stio.loading.body import carry_out, fetch_all, open_source
-from stio.loading.cache.entries import CacheEntries, CacheStats, RequestedFile
-from stio.loading.cache.file_image import SEGMENT_BYTES, CachedFile, FileImage
+from stio.loading.body import fetch_all, open_with_options
+from stio.loading.cache.entries import (
+    SEGMENT_BYTES,
+    CachedFile,
+    CacheEntries,
+    CacheStats,
+    FileImage,
+    RequestedFile,
+    on_own_thread,
+)
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.prepare import prepare_prefetch
 from stio.runtime import memory
@@ -33,7 +38,7 @@ from stio.runtime.limits import Limits, checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation, start_thread
-from stio.runtime.process import after_fork_in_child, thread_name
+from stio.runtime.process import after_fork_in_child
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
 from stio.runtime.urls import is_url
@@ -193,7 +198,7 @@ class HostCache:
             Size of the evicted files, in bytes.
         """
         place = None if source is None else _place_of(source)
-        return _on_own_thread(
+        return on_own_thread(
             lambda: self._free(self._entries.evict(lambda label: place is None or _is_below(label, place)))
         )
 
@@ -202,7 +207,7 @@ class HostCache:
 
         Loads under way continue; the memory that they use is freed when they have ended.
         """
-        _on_own_thread(lambda: self._free(self._entries.close()))
+        on_own_thread(lambda: self._free(self._entries.close()))
         for known in self._operations.valuerefs():
             operation = known()
             if operation is not None:
@@ -211,17 +216,13 @@ class HostCache:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.close()
 
     def hold(self, files: Sequence[tuple[Source, int]]) -> Sequence[CachedFile | None]:
@@ -253,26 +254,18 @@ class HostCache:
 
     def _prefetch_operation(self, source: SourceLike, settings: LoadOptions) -> Operation[list[str]]:
         def body(operation: Operation[list[str]]) -> list[str]:
-            with closing(open_source(operation, source, settings)) as opened:
+            with closing(open_with_options(operation, source, settings)) as opened:
                 if settings.disk_cache is not None:
                     fetch_all(opened, settings.disk_cache, settings)
                 requested = self._requested([(file, file.identity.nbytes) for file in opened.files])
                 held = [one for one in self._entries.hold(requested, every=opened.path) if one is not None]
-                carry_out(operation, prepare_prefetch(opened, held, settings))
+                prepare_prefetch(opened, held, settings).run_for(operation)
                 return [file.path for file in opened.files]
 
         self._entries.require_open()
         operation = Operation(body, name="prefetch")
         self._operations[id(operation)] = operation
         return operation
-
-
-def _on_own_thread(work: Callable[[], T]) -> T:
-    """Call a function that takes locks on a thread of stio's, and wait for it; see `stio.runtime.locks`."""
-    if not thread_name():
-        with suppress(StorageError):  # no more threads
-            return Operation(lambda _: work(), name="evict").result()
-    return work()
 
 
 def _place_of(source: SourceLike) -> str:

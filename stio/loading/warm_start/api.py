@@ -20,12 +20,20 @@ from torch import nn
 from stio.device.base import LoadedGroup, Placement, current_streams, resolve_placement
 from stio.device.tensors import DtypeLike
 from stio.errors import ClosedError
-from stio.loading.body import gather, open_source, verify
-from stio.loading.module import LoadReport, ModuleTarget
+from stio.loading.body import gather, open_with_options, verify
+from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
-from stio.loading.warm_start.load import WarmStartLoad, record
-from stio.loading.warm_start.match import Match, in_order, place_buffers, require_supported, restore_ended
+from stio.loading.target import LoadReport
+from stio.loading.warm_start.load import (
+    Match,
+    WarmStartLoad,
+    in_order,
+    place_buffers,
+    record,
+    require_supported,
+    restore_ended,
+)
 from stio.runtime.blocking import runs_blocking
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all
@@ -219,7 +227,7 @@ class WarmStart:
         target = resolve_placement(settings.device)
         if isinstance(target, Placement):
             raise ValueError("a warm start has one device; place a module on several by load_into(..., assign=True)")
-        opened = open_source(operation, self._source, settings, strict=False)
+        opened = open_with_options(operation, self._source, settings, strict=False)
         try:
             match = Match.of(module, into, names, opened, dtype=settings.cast_dtype, strict=settings.strict)
             verify(operation, opened, settings)

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from stio.errors import ClosedError, NoSpaceError, StorageError
-from stio.loading.cache.entries import CacheEntries, CacheStats, RequestedFile
-from stio.loading.cache.file_image import CachedFile
+from stio.loading.cache.entries import CachedFile, CacheEntries, CacheStats, RequestedFile
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.storage.base import Identity

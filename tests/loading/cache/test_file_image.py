@@ -12,9 +12,9 @@ from support import eventually
 
 from stio.errors import StorageError
 from stio.loading import read_paths
-from stio.loading.cache.file_image import CHUNK_BYTES, SEGMENT_BYTES, CachedFile, FileImage
+from stio.loading.cache.entries import CHUNK_BYTES, SEGMENT_BYTES, CachedFile, FileImage
 from stio.loading.plan import GAP, Block, Group
-from stio.loading.read_paths import CopiedPath, fill_image, image_regions, runs
+from stio.loading.read_paths import CopiedPath, contiguous, fill_image, image_regions
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
@@ -68,7 +68,7 @@ class CountingSource:
 
 def read(source: CountingSource, image: FileImage, block: Block) -> bytes:
     """Return the image of a group with one block, as a load on the CPU reads it."""
-    nbytes = sum(length for _, _, length in runs(block))
+    nbytes = sum(length for _, _, length in contiguous(block))
     group = Group(
         index=0, selection=0, offset=-1, nbytes=nbytes, names=["t"], dtypes=["U8"], shapes=[(nbytes,)], offsets=[0],
         blocks=(block,), payload_bytes=nbytes,

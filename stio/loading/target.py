@@ -1,0 +1,275 @@
+"""What a load fills: memory of the caller, which is compared with the checkpoint before any tensor is read.
+
+A `LoadTarget` has the memory that each tensor of the checkpoint is copied to, whole or in part. `ModuleTarget`
+(`module.py`) gets it from a module, `StateTarget` (`nested.py`) from a nested state, `PartsTarget` from its caller. Of
+one tensor several parts may be wanted. They are read together, as one part that contains them all.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from stio.device.base import LoadedGroup
+from stio.device.tensor_memory import TargetMemory, copy_all
+from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
+from stio.errors import MismatchError, listed, printable
+from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
+from stio.loading.open import OpenCheckpoint
+from stio.loading.options import DevicesLike, LoadOptions
+
+Stored: TypeAlias = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a tensor, as in the format."""
+
+Box: TypeAlias = tuple[slice, ...]
+"""A part of a tensor: a slice with a start, a stop and a step of 1 for each dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """Names that only the module or only the checkpoint has, and buffers that no checkpoint holds."""
+
+    missing: tuple[str, ...]
+    """Names that only the module has (a tied name is not missing if the tensor is loaded under another name)."""
+    unexpected: tuple[str, ...]
+    """Names that only the checkpoint has; their data was not read, unless a load hook may use it."""
+    unfilled: tuple[str, ...] = field(default=(), compare=False)
+    """Buffers with `persistent=False`, which no checkpoint holds; the load leaves them as they are. If the module's
+    memory is new (`to_empty`), compute them anew."""
+    path: str = field(default="", compare=False, repr=False)
+    """The checkpoint, as errors name it; of a repository of the hub with its commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """Memory of this process that is a part of a tensor of the checkpoint."""
+
+    local: torch.Tensor
+    """The memory."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    index: Box
+    """Which part it is."""
+
+
+PartOf: TypeAlias = Callable[[str, torch.Tensor], LocalPart | None]
+"""Returns from its name and itself the part that a tensor of the target is; None: an ordinary tensor."""
+
+
+def no_part(name: str, tensor: torch.Tensor) -> None:
+    """Return None: the tensor is an ordinary one."""
+
+
+class Place(NamedTuple):
+    """Memory that gets a tensor of the checkpoint, or a part of it."""
+
+    name: str
+    """Its name in the target."""
+    memory: torch.Tensor
+    """The memory."""
+    part: LocalPart | None = None
+    """Which part of the tensor it gets; None: the whole."""
+    box: Box | None = None
+    """Which part of what is read it gets; None: all of it."""
+
+
+class LoadTarget(ABC):
+    """Memory that a load fills, by the name of the tensor that it gets."""
+
+    assigns = False
+    """Whether the load replaces tensors and does not copy into them."""
+
+    def __init__(self) -> None:
+        self._inference = torch.is_inference_mode_enabled()  # the thread that copies may be another one
+        self._path = ""
+        self._memory = TargetMemory("")
+        self._places: dict[str, list[Place]] = {}  # by the name that has the data
+        self.slices: dict[str, tuple[object, ...]] = {}
+        """Which part of a tensor of the checkpoint to read, by its name there, after `select`."""
+        self.kept_names: Collection[str] | None = ()
+        """Names of tensors that are kept until the end of the load, after `select`; None: all."""
+
+    @abstractmethod
+    def select(self, opened: OpenCheckpoint, options: LoadOptions, check: Callable[[], None]) -> list[str]:
+        """Compare the target with a checkpoint, before any tensor is read; return the names to read.
+
+        Args:
+            opened: The checkpoint.
+            options: Options of the load.
+            check: Called now and then; may raise to end the call.
+
+        Raises:
+            MismatchError: They differ, or memory cannot be filled.
+        """
+
+    def _begin(self, path: str) -> None:
+        """Name the checkpoint, for messages."""
+        self._path, self._memory = path, TargetMemory(path)
+
+    def _fits(self, stored: str, dtype: torch.dtype) -> bool:
+        """Return whether tensors of a dtype of the format may be copied into memory of this dtype."""
+        return not loses_values(stored, dtype)
+
+    def _add(self, name: str, tensor: torch.Tensor, part: LocalPart | None, source: str, stored: Stored) -> None:
+        """Fill memory from a tensor of the checkpoint.
+
+        Args:
+            name: Its name in the target.
+            tensor: The memory, if it is no part.
+            part: The part that is filled; None: the whole tensor.
+            source: Name of the tensor.
+            stored: Dtype and shape of the tensor.
+
+        Raises:
+            MismatchError: They do not fit, or the memory cannot be filled.
+        """
+        memory, whole = (tensor, tuple(tensor.shape)) if part is None else (part.local, part.shape)
+        shown, (dtype, shape) = printable(name), stored
+        why = why_refused(memory)
+        if not why and is_on_meta(memory):
+            why = "it is on 'meta' and has no memory to copy into; give it memory first"
+        if why := why or why_not_copied(memory, in_inference_mode=self._inference, can_assign=False):
+            raise MismatchError(f"{shown} cannot be filled: {why}", path=self._path)
+        self._memory.require(name, memory)
+        if torch_shape(dtype, shape) != whole:
+            message = f"{shown} has another shape in the checkpoint"
+            raise MismatchError(message, path=self._path, expected=list(whole), found=list(shape))
+        if not memory.is_quantized and not self._fits(dtype, memory.dtype):
+            message = f"{shown} has another dtype in the checkpoint, and a copy may lose values"
+            raise MismatchError(message, path=self._path, expected=str(memory.dtype), found=dtype)
+        self._places.setdefault(source, []).append(Place(name, memory, part))
+
+    def _join_parts(self) -> None:
+        """Determine which part of each tensor to read: one that contains all that are wanted of it."""
+        for source, places in list(self._places.items()):
+            if all(place.part is None for place in places):
+                continue
+            places = [place for place in places if place.part is None or place.memory.numel()]
+            if parts := [place.part for place in places if place.part is not None]:
+                index, boxes = joined([part.index for part in parts])
+                whole: tuple[object, ...] = whole_of(parts[0].shape)
+                if len(parts) < len(places) or index == whole:
+                    places = [place._replace(box=None if place.part is None else place.part.index) for place in places]
+                else:
+                    self.slices[source] = index
+                    places = [place._replace(box=box) for place, box in zip(places, boxes, strict=True)]
+            self._places[source] = places
+        self._places = {source: places for source, places in self._places.items() if places}
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all memory is on the CPU."""
+        return all(place.memory.device.type == "cpu" for places in self._places.values() for place in places)
+
+    @property
+    def device(self) -> DevicesLike:
+        """Where tensors are loaded to, by the name in the checkpoint: to the device of the memory, if it is on one.
+
+        Otherwise to the CPU. A copy from a device to pinned memory could be under way when the load returns. What is
+        kept goes to the CPU too: a second copy of a module might not fit on the device.
+        """
+        cpu = torch.device("cpu")
+        devices: dict[str, torch.device] = {}
+        for name, places in self._places.items():
+            first, *others = {place.memory.device for place in places}
+            devices[name] = cpu if others else first
+        devices.update(dict.fromkeys(self.kept_names or (), cpu))
+        one = set(devices.values()) or {cpu}
+        return one.pop() if len(one) == 1 else devices
+
+    def copy(self, group: LoadedGroup) -> None:
+        """Copy a group's tensors into the memory, in the order of the calling thread's stream."""
+        self._copy([(place, tensor) for name, tensor in group.take().items() for place in self._places.get(name, ())])
+
+    def _copy(self, pairs: Sequence[tuple[Place, torch.Tensor]]) -> None:
+        with torch.inference_mode() if self._inference else torch.no_grad():
+            copy_all(
+                [place.memory for place, _ in pairs],
+                [tensor if place.box is None else tensor[place.box] for place, tensor in pairs],
+                [place.name for place, _ in pairs],
+                path=self._path,
+            )
+
+    def complete(self) -> LoadReport:
+        """Complete the load, on the consumer's thread."""
+        self.discard()
+        return LoadReport((), (), path=self._path)
+
+    def discard(self) -> None:
+        """Drop the memory: after a failure its traceback may hold this object for long."""
+        self._places.clear()
+
+
+class PartsTarget(LoadTarget):
+    """Parts of tensors of a checkpoint, in memory of the caller. All of them must be in the checkpoint.
+
+    Args:
+        parts: For each part, the name in the checkpoint and the memory. A name may occur several times.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, LocalPart]]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def select(self, opened: OpenCheckpoint, options: LoadOptions, check: Callable[[], None]) -> list[str]:
+        """See `LoadTarget.select`."""
+        self._begin(opened.path)
+        stored, aliases = opened.dtypes_and_shapes(), opened.aliases
+        if missing := [name for name, _ in self._parts if aliases.get(name, name) not in stored]:
+            raise MismatchError(f"the checkpoint lacks tensors: {listed(missing)}", path=self._path)
+        for name, part in self._parts:
+            source, sizes = aliases.get(name, name), [one.stop - one.start for one in part.index]
+            if list(part.local.shape) != sizes or any(
+                one.stop > size for one, size in zip(part.index, part.shape, strict=True)
+            ):
+                message = f"the memory for a part of {printable(name)} has another shape"
+                raise MismatchError(message, path=self._path, expected=sizes, found=list(part.local.shape))
+            self._add(name, part.local, part, source, stored[source])
+        self._join_parts()
+        return list(self._places)
+
+    def _fits(self, stored: str, dtype: torch.dtype) -> bool:
+        """Return whether the dtypes are the same, or both are floating."""
+        own = TORCH_DTYPES.get(stored)
+        return own is None or own == dtype or (own.is_floating_point and dtype.is_floating_point)
+
+    def discard(self) -> None:
+        """See `LoadTarget.discard`."""
+        super().discard()
+        self._parts = ()
+
+
+def whole_of(shape: Sequence[int]) -> Box:
+    """Return the index of a whole tensor."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def joined(boxes: Sequence[Box]) -> tuple[tuple[object, ...], list[Box]]:
+    """Return the index of a part that contains all boxes, and the place of each of them in that part.
+
+    If boxes differ in one dimension only, and leave rows out, the index has a list of slices there.
+    """
+    dims = range(len(boxes[0]))
+    index: list[object] = []
+    places: list[list[slice]] = [[] for _ in boxes]
+    differing = [dim for dim in dims if len({(box[dim].start, box[dim].stop) for box in boxes}) > 1]
+    for dim in dims:
+        intervals = sorted({(box[dim].start, box[dim].stop) for box in boxes})
+        first, last = intervals[0][0], max(stop for _, stop in intervals)
+        if differing == [dim] and sum(stop - start for start, stop in intervals) < last - first:
+            begins, length = {}, 0
+            for interval in intervals:
+                begins[interval] = length
+                length += interval[1] - interval[0]
+            index.append([slice(*interval) for interval in intervals])
+        else:
+            begins = {interval: interval[0] - first for interval in intervals}
+            index.append(slice(first, last))
+        for box, place in zip(boxes, places, strict=True):
+            begin = begins[box[dim].start, box[dim].stop]
+            place.append(slice(begin, begin + box[dim].stop - box[dim].start))
+    return tuple(index), [tuple(place) for place in places]
