@@ -23,6 +23,7 @@ from stio.device.base import current_device, resolve_device, with_current_index
 from stio.device.cuda import TorchEvent, answering, has_streams
 from stio.device.tensors import DtypeLike
 from stio.errors import ClosedError, DeviceError, DeviceMemoryError, StioError, listed, printable
+from stio.loading.api import load
 from stio.loading.cache.disk_cache import DiskCache
 from stio.loading.cache.host_cache import HostCache
 from stio.loading.options import LoadOptions, SourceLike
@@ -30,6 +31,7 @@ from stio.loading.prepare import ACCELERATOR_BUDGET_BYTES
 from stio.pool.content import Content, Contents, Leftover, Make, OtherContents, free_bytes
 from stio.pool.policy import Call, Model, Policy
 from stio.pool.status import ModelStatus, PoolStats, Tier
+from stio.runtime.keywords import described_by
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation
@@ -254,6 +256,7 @@ class ModelPool:
 
     # For callers' threads.
 
+    @described_by(load)
     def add(
         self,
         name: str,
@@ -271,16 +274,13 @@ class ModelPool:
 
         Args:
             name: Its name in the pool.
-            source: See `stio.load`.
             make: Makes the module, on `meta` where that is possible; called once, on a thread of the pool. The
                 checkpoint is loaded into it as by `stio.load_into` with `assign=True`. Between two loads its tensors
                 are on `meta`. None: the model is a dictionary of tensors.
             pin: Never evict it.
-            dtype: See `stio.load`.
-            strict: See `stio.load`, and `stio.load_into`.
-            limits: See `stio.load`.
-            verify: See `stio.load`; at each load.
-            follow_symlinks: See `stio.load`.
+            strict: See `stio.load`. With `make`, module and checkpoint must hold the same names.
+            verify: See `stio.load`. This is done at each load.
+            ...: The other arguments are those of `stio.load`.
 
         Raises:
             TypeError: An argument has the wrong type.
@@ -336,12 +336,13 @@ class ModelPool:
             raise TypeError(f"priority= takes a whole number, not {priority!r}")
         return ModelUse(self, self._entry(name), priority)
 
+    @described_by(load)
     async def prefetch(self, name: str, *, progress: Progress = None) -> None:
         """Read the files of a model into host memory; see `stio.HostCache.prefetch`.
 
         Args:
             name: Name of the model.
-            progress: See `stio.load`.
+            ...: The other arguments are those of `stio.load`.
 
         Raises:
             ValueError: There is no such model, or the pool has no host memory.
@@ -355,6 +356,7 @@ class ModelPool:
         options = replace(entry.content.options, progress=progress, streams=None)
         entry.files = await self._host.prefetch_by(entry.source, options)
 
+    @described_by(load)
     async def update(self, name: str, source: SourceLike, *, make: Make | None = None) -> None:
         """Replace the weights of a model. Callers that use it keep the old ones; later callers get the new ones.
 
@@ -365,7 +367,7 @@ class ModelPool:
 
         Args:
             name: Name of the model.
-            source: The new weights; see `stio.load`.
+            source: See `stio.load`. It has the new weights.
             make: Makes the new module; None: the module stays.
 
         Raises:

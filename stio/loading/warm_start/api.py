@@ -21,6 +21,7 @@ from stio.device.base import LoadedGroup, current_streams
 from stio.device.placement import Placement, resolve_placement
 from stio.device.tensors import DtypeLike
 from stio.errors import ClosedError
+from stio.loading.api import load
 from stio.loading.body import gather, open_source, verify
 from stio.loading.module import LoadReport, ModuleTarget
 from stio.loading.open import OpenCheckpoint
@@ -28,6 +29,7 @@ from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, So
 from stio.loading.warm_start.load import WarmStartLoad, record
 from stio.loading.warm_start.match import Match, in_order, place_buffers, require_supported, restore_ended
 from stio.runtime.blocking import runs_blocking
+from stio.runtime.keywords import described_by
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import collection_paused
@@ -36,6 +38,7 @@ from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace, shown
 
 
+@described_by(load)
 def warm_start(
     module: nn.Module,
     source: SourceLike,
@@ -73,21 +76,13 @@ def warm_start(
     Args:
         module: Its parameters are on `meta`, except for those that the checkpoint does not hold. Inside the block all
             buffers are real and on the device, so the checkpoint must hold those that are on `meta`.
-        source: See `stio.load`.
         order: Names of parameters or submodules in the order in which a forward uses them. None: the module's order.
-        device: Device of the parameters, a single one; see `stio.load`.
-        dtype: Cast floating parameters to it, see `stio.load`. None: the module's dtypes.
-        memory: See `stio.load`.
-        budget_bytes: See `stio.load`.
+        device: Device of the parameters, a single one: an argument of `torch.device`, or `"auto"`.
+        dtype: Cast floating parameters to it: a dtype of torch, or its name in torch or in the format. None: the
+            module's dtypes.
         strict: Module and checkpoint must hold the same names. With False, parameters that the checkpoint lacks may
             not be used before `done()`, and are on `meta` after it.
-        limits: See `stio.load`.
-        verify: See `stio.load`.
-        follow_symlinks: See `stio.load`.
-        progress: See `stio.load`.
-        cache: See `stio.load`.
-        trace: See `stio.load`.
-        switch_interval: See `stio.load`.
+        ...: The other arguments are those of `stio.load`.
 
     Raises:
         ValueError: On entering the block: `device=` names more than one device.
