@@ -66,7 +66,7 @@ POOL_ON_DEVICE = "tests/gpu/test_pool.py::"
 
 ENGINE_C = "stio/native/engine.c"
 POLICY = "stio/pool/policy.py"
-POOL = "stio/pool/api.py"
+POOL = "stio/pool/thread.py"
 RING = "stio/native/ring.c"
 CUFILE_C = "stio/native/cufile.c"
 PINNED_C = "stio/native/pinned.c"
@@ -1331,8 +1331,8 @@ MUTANTS = (
         "memory is freed while work that uses it is queued on the device",
         POOL,
         (
-            "        _wait_for(entry.events)\n        return entry.content.evict()\n",
-            "        return entry.content.evict()\n",
+            "            _wait_for(entry.events)\n            return left or entry.content.drop()\n",
+            "            return left or entry.content.drop()\n",
         ),
         tests=POOL_ON_DEVICE + "test_memory_is_reused_behind_the_work_that_a_block_has_queued",
     ),
@@ -1349,8 +1349,8 @@ MUTANTS = (
         "memory of evicted models that is still referenced counts as free",
         POOL,
         (
-            "        self._policy.leftover_bytes = sum(one.nbytes for one in self._leftovers)\n",
-            "        self._policy.leftover_bytes = 0\n",
+            "            self.policy.leftover_bytes = sum(one.nbytes for one in self._leftovers)\n",
+            "            self.policy.leftover_bytes = 0\n",
         ),
         tests="tests/pool/test_pool.py::test_a_tensor_that_is_kept_is_named_and_counts",
     ),
@@ -1363,8 +1363,8 @@ MUTANTS = (
             "",
         ),
         (
-            "        self._is_over = True\n        self._notifier.notify()\n        return True\n",
-            "        self._value, self._error = value, error\n        self._is_over = True\n        self._notifier.notify()\n        return True\n",
+            "        self._notifier.notify()\n        return True\n",
+            "        self._value, self._error = value, error\n        self._notifier.notify()\n        return True\n",
         ),
         tests="tests/pool/test_pool.py::test_a_caller_that_leaves_while_it_gets_an_error_gives_back_nothing",
     ),

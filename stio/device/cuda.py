@@ -101,6 +101,27 @@ class TorchEvent:
             raise DeviceError(f"copying on {self._device} failed: {error}") from error
 
 
+def event_now(device: torch.device) -> TorchEvent:
+    """Return an event behind what this thread has queued on its current stream of a device.
+
+    Raises:
+        DeviceError: The device does not answer.
+    """
+    module: Any = torch.get_device_module(device)
+    with answering(device):
+        return TorchEvent(module, device, module.current_stream(device))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the memory of a device that torch can still allocate; None if the device does not report it."""
+    module: Any = torch.get_device_module(device)
+    try:
+        free = int(module.mem_get_info(device)[0])
+        return free + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+    except (AttributeError, RuntimeError):
+        return None
+
+
 @contextmanager
 def on_stream(module: Any, device: torch.device, stream: Any) -> Iterator[None]:
     """Return a context in which torch's work is queued on this stream; it creates no other device's context."""
@@ -247,7 +268,7 @@ class TorchAccelerator:
             if self._stream == self.copy_stream and needed_bytes is None:
                 TorchEvent(self._module, self.device, self._stream).synchronize()
         except torch.OutOfMemoryError as error:
-            free = self._free_bytes()
+            free = free_bytes(self.device)
             raise DeviceMemoryError(
                 f"{self.device} is out of memory; load fewer tensors, or cast with dtype=",
                 needed_bytes=needed_bytes,
@@ -259,11 +280,6 @@ class TorchAccelerator:
             if isinstance(error, StioError):
                 raise
             raise DeviceError(f"{self.device} failed: {error}") from error
-
-    def _free_bytes(self) -> int | None:
-        with suppress(AttributeError, RuntimeError):  # not every kind of device reports it
-            return int(self._module.mem_get_info(self.device)[0])
-        return None
 
 
 def bytes_of(region: Region) -> torch.Tensor:
