@@ -539,7 +539,7 @@ MUTANTS = (
     mutant(
         "a save marks the default stream",
         "a save waits for the default stream, not for the caller's current one",
-        COPYING,
+        CUDA,
         (
             "return TorchEvent(module, device, module.current_stream(device))",
             "return TorchEvent(module, device, module.default_stream(device))",

@@ -316,12 +316,9 @@ def _same(a: Region, b: Region) -> bool:
 
 def _differences(dtype_a: str, a: Region, dtype_b: str, b: Region, tolerance: float | None) -> Difference:
     module: Any = import_module("stio.cli.numbers")  # it imports numpy, which equal checkpoints do not need
-    found: Difference
     if dtype_a == dtype_b:
-        found = module.differences(dtype_a, a.tobytes(), b.tobytes(), tolerance)
-    else:
-        found = module.cast_differences(dtype_a, a.tobytes(), dtype_b, b.tobytes(), tolerance)
-    return found
+        return Difference(*module.differences(dtype_a, a.tobytes(), b.tobytes(), tolerance))
+    return Difference(*module.cast_differences(dtype_a, a.tobytes(), dtype_b, b.tobytes(), tolerance))
 
 
 # The text of the result.

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from functools import cache
 from math import isfinite
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stio.cli.diff import Difference
 from stio.format.dtypes import BITS
 
 Array = NDArray[Any]
+
+Found: TypeAlias = tuple[int, float | int | None, int]
+"""The fields of a `Difference` of `cli/diff.py`: values that differ, the largest distance, NaNs on one side only."""
 
 _CHUNK_BYTES = 3 << 16
 """Bytes that become numbers at once; the numbers take 20 MB at most. A whole number of values of each dtype."""
@@ -51,7 +53,7 @@ _QUIET = np.errstate(invalid="ignore", over="ignore")
 """No warnings for subtracted infinities and cast signalling NaNs: the code below handles both."""
 
 
-def differences(dtype: str, a: bytes, b: bytes, tolerance: float | None = None) -> Difference:
+def differences(dtype: str, a: bytes, b: bytes, tolerance: float | None = None) -> Found:
     """Compare two pieces of memory of the same length that hold whole values of one dtype.
 
     Args:
@@ -60,18 +62,18 @@ def differences(dtype: str, a: bytes, b: bytes, tolerance: float | None = None) 
         b: The other side.
         tolerance: Values differ if they are further apart, or one of them is NaN; None: if their bits differ.
     """
-    found = Difference()
+    found: list[Found] = []
     for start in range(0, len(a), _CHUNK_BYTES):
         codes_a, codes_b = (_codes(dtype, side[start : start + _CHUNK_BYTES]) for side in (a, b))
         differing = codes_a != codes_b
         count = int(np.count_nonzero(differing))
         if count:
-            found = found.merge(_compared(dtype, codes_a, codes_b, differing, count, tolerance))
-    return found
+            found.append(_compared(dtype, codes_a, codes_b, differing, count, tolerance))
+    return _together(found)
 
 
 @_QUIET
-def cast_differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float | None = None) -> Difference:
+def cast_differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float | None = None) -> Found:
     """Compare two pieces of memory that hold as many whole values of two floating dtypes, as float64.
 
     Args:
@@ -82,7 +84,7 @@ def cast_differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: 
         tolerance: Values differ if they are further apart, or one of them is NaN; None: if they are further apart than
             rounding to the narrower dtype can move them.
     """
-    found = Difference()
+    found: list[Found] = []
     bytes_a, bytes_b = (_CHUNK_VALUES * BITS[dtype] // 8 for dtype in (dtype_a, dtype_b))
     for k in range(-(-len(a) // bytes_a)):
         values_a = numbers(dtype_a, _codes(dtype_a, a[k * bytes_a : (k + 1) * bytes_a]))
@@ -96,8 +98,13 @@ def cast_differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: 
         else:
             allowed = tolerance
         num_differing = int(np.count_nonzero(gaps > allowed)) + num_nan
-        found = found.merge(Difference(num_differing, float(gaps.max()) if gaps.size else None, num_nan))
-    return found
+        found.append((num_differing, float(gaps.max()) if gaps.size else None, num_nan))
+    return _together(found)
+
+
+def _together(pieces: list[Found]) -> Found:
+    largest = max((distance for _, distance, _ in pieces if distance is not None), default=None)
+    return sum(count for count, *_ in pieces), largest, sum(num_nan for *_, num_nan in pieces)
 
 
 def _rounding(dtype_a: str, dtype_b: str, sizes: Array) -> Array:
@@ -163,7 +170,7 @@ def _table(dtype: str) -> Array:
 @_QUIET
 def _compared(
     dtype: str, codes_a: Array, codes_b: Array, differing: Array, num_differing: int, tolerance: float | None
-) -> Difference:
+) -> Found:
     """Return the difference of two arrays of values, of which `num_differing` have other bits: those of the mask."""
     a, b = numbers(dtype, codes_a), numbers(dtype, codes_b)
     if a.dtype.kind in "iu":
@@ -172,7 +179,7 @@ def _compared(
         gaps: Array = larger - smaller
         if tolerance is not None:
             num_differing = 0 if tolerance >= 2**64 else int(np.count_nonzero(gaps > np.uint64(int(tolerance))))
-        return Difference(num_differing, int(gaps.max()))
+        return num_differing, int(gaps.max()), 0
     distances: Array = np.abs(a - b)
     largest = float(distances.max())
     num_nan = 0
@@ -182,11 +189,11 @@ def _compared(
         num_nan = int(np.count_nonzero(nan_a != nan_b))
         distances = _distances(a, b)[differing & ~(nan_a | nan_b)]
         if not distances.size:
-            return Difference(num_differing if tolerance is None else num_nan, None, num_nan)
+            return num_differing if tolerance is None else num_nan, None, num_nan
         largest = float(distances.max())
     if tolerance is not None:
         num_differing = int(np.count_nonzero(distances > tolerance)) + num_nan
-    return Difference(num_differing, largest, num_nan)
+    return num_differing, largest, num_nan
 
 
 def _distances(a: Array, b: Array) -> Array:

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from stio.compat.safetensors._errors import SafetensorError, saving
-from stio.compat.safetensors._serialize import TensorSpec
+from stio.compat.safetensors._specs import TensorSpec
 from stio.device.tensors import tensors_in
 from stio.format.sharding import TensorSource
 from stio.runtime.blocking import run_blocking

@@ -15,14 +15,7 @@ import torch
 from stio.compat.safetensors._errors import SafetensorError, reading, saving
 from stio.compat.safetensors._file import copied
 from stio.compat.safetensors._open import path_of, safe_open
-from stio.compat.safetensors._serialize import (
-    checked_metadata,
-    checked_name,
-    header_for,
-    new_bytes,
-    parsed,
-    unknown_dtype,
-)
+from stio.compat.safetensors._serialize import header_for, new_bytes, parsed
 from stio.compat.safetensors._shared import (
     end_ptr,
     find_shared_tensors,
@@ -31,6 +24,7 @@ from stio.compat.safetensors._shared import (
     storage_ptr,
     storage_size,
 )
+from stio.compat.safetensors._specs import checked_metadata, checked_name, unknown_dtype
 from stio.compat.safetensors._tensors import Tensors, require_torch_dtypes
 from stio.compat.safetensors._write import write_tensors
 from stio.device.copy_out import copy_out
