@@ -186,10 +186,10 @@ class PoolThread:
         return None if device is None or device.type == "cpu" or not has_streams(device) else event_now(device)
 
     def _drain(self) -> None:
-        while self._inbox:
+        while True:
             try:
                 what = self._inbox.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:  # empty; not asked before, since another thread may be faster
                 return
             what()
 
