@@ -101,7 +101,7 @@ def _accelerator_of(tensor: object) -> torch.device | None:
 
 
 def copy_out(copies: Sequence[Copy], ready: Readiness | None = None) -> None:
-    """Copy bytes of tensors into host memory. Blocks, mostly without the GIL; callable from any thread.
+    """Copy bytes of tensors into host memory. Blocks; callable from any thread.
 
     A copy takes the bytes `[start, start + region.nbytes)` that the tensor would have if it were contiguous, with its
     conjugation and negation carried out. The copies of one device are queued together on the stream of saves, and
@@ -164,7 +164,7 @@ def copy_pieces(
 ) -> list[Any]:
     """Copy bytes of many tensors into one block of host memory, as `copy_out` does.
 
-    Whole tensors on devices are copied by a few calls, since each call releases the GIL.
+    Whole tensors on devices are copied by a few calls (`torch_private`).
 
     Args:
         sources: The tensors.

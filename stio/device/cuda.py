@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from stio.device.pinned import PinnedAllocator
-from stio.device.torch_private import copy_each, new_storages
+from stio.device.torch_private import copy_each
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
@@ -84,7 +84,7 @@ class TorchEvent:
             return bool(self.event.query())
 
     def synchronize(self) -> None:
-        """Block this thread, without the GIL, until everything before the event has been done.
+        """Block this thread until everything before the event has been done.
 
         Raises:
             DeviceError: A copy failed.
@@ -110,6 +110,12 @@ def event_now(device: torch.device) -> TorchEvent:
     module: Any = torch.get_device_module(device)
     with answering(device):
         return TorchEvent(module, device, module.current_stream(device))
+
+
+def new_storages(sizes: Sequence[int], device: torch.device) -> list[torch.UntypedStorage]:
+    """Return new storages of these sizes on a device, allocated under the current stream."""
+    make: Any = torch.UntypedStorage
+    return [make(size, device=device) for size in sizes]
 
 
 def free_bytes(device: torch.device) -> int | None:

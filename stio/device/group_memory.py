@@ -1,7 +1,6 @@
 """The device memory of one group of tensors: a storage of exactly its bytes for each tensor.
 
-So each tensor is an allocation of its own: it is freed alone, and a user's `record_stream` protects it. Storages and
-tensors are made by calls that keep the GIL (`stio.device.torch_private`).
+So each tensor is an allocation of its own: it is freed alone, and a user's `record_stream` protects it.
 """
 
 from __future__ import annotations

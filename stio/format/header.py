@@ -94,7 +94,7 @@ def parse_header(
 ) -> Header:
     """Parse and check the JSON of a header.
 
-    Other threads get the interpreter's lock every millisecond or two, whatever the size (see `gil_slices.py`).
+    Other threads run every millisecond or two, whatever the size (`gil_slices.py`).
 
     Args:
         raw: The JSON, exactly the bytes that the prefix counts.
@@ -481,7 +481,7 @@ class Header:
         )
 
     def clear(self) -> None:
-        """Release the rows, a slice at a time: freed at once, 100,000 of them hold the interpreter's lock for 8 ms."""
+        """Release the rows, a slice at a time (`gil_slices.py`): freed at once, 100,000 of them take 8 ms."""
         for column in (self.shapes, self.begins, self.ends, self.dtypes, self.names):
             while column:
                 del column[-ROWS:]

@@ -92,7 +92,7 @@ class Leftover:
             time.sleep(_POLL_SECONDS)
             num_polls += 1
             if num_polls == _POLLS_BEFORE_COLLECTION:
-                gc.collect()  # tensors in cycles; it holds the interpreter's lock
+                gc.collect()  # tensors in cycles
             left = left.now()
         return left
 
