@@ -27,9 +27,10 @@ import numpy as np
 from benchmarks import files, meters, pagecache, runner
 from benchmarks.child import Spec
 from benchmarks.contestants import check_safetensors, fsync
-from benchmarks.report import Bound, Runs, count_cell, faster, plain, ratio
+from benchmarks.report import count_cell, faster, plain, ratio
+from benchmarks.runs import Bound, Record, Runs
 from benchmarks.save import make_tensors
-from benchmarks.suite import Case, Columns, Entry, Measure, Record, Settings, Suite
+from benchmarks.suite import Case, Columns, Entry, Measure, Settings, Suite
 
 OFFICIAL, OURS = "safetensors", "stio.compat.safetensors"
 ROWS = 8192

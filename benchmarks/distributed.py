@@ -22,8 +22,9 @@ from typing import Any
 
 from benchmarks import files, meters, pagecache, runner
 from benchmarks.child import Spec
-from benchmarks.report import Bound, Runs, cost, count_cell, median_cell, plain, seconds
-from benchmarks.suite import Case, Columns, Entry, Measure, Record, Settings, Suite
+from benchmarks.report import cost, count_cell, median_cell, plain, seconds
+from benchmarks.runs import Bound, Record, Runs
+from benchmarks.suite import Case, Columns, Entry, Measure, Settings, Suite
 
 NUM_RANKS = 2
 SIDE = 2048

@@ -21,8 +21,9 @@ from typing import Any
 from benchmarks import files, meters, pagecache, runner
 from benchmarks.child import Spec
 from benchmarks.contestants import fsync
-from benchmarks.report import Bound, Runs, cost, count_cell, difference, plain, seconds
-from benchmarks.suite import Case, Columns, Entry, Measure, Record, Settings, Suite
+from benchmarks.report import cost, count_cell, difference, plain, seconds
+from benchmarks.runs import Bound, Record, Runs
+from benchmarks.suite import Case, Columns, Entry, Measure, Settings, Suite
 
 _SIDES = (Entry("stio"), Entry("official"))
 _MODEL = "model.safetensors"

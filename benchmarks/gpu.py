@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks import gpu_results, gpu_run, machine, report
 from benchmarks.gpu_child import SAFETENSORS, NoDevice, Options, Stage
-from benchmarks.suite import Record
+from benchmarks.runs import Record
 
 HERE = Path(__file__).resolve().parent
 FEWEST_SECONDS = 30.0

@@ -20,7 +20,8 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.suite import Case, Record
+from benchmarks.runs import Record
+from benchmarks.suite import Case
 
 NO_DEVICE_STATUS = 3
 SAFETENSORS = "STIO_BENCH_SAFETENSORS"

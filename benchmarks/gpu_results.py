@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.suite import Record, Suite
+from benchmarks.runs import Record
+from benchmarks.suite import Suite
 
 FILE_NAME = "results.jsonl"
 FEWEST_ROUNDS = 3

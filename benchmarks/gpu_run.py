@@ -24,7 +24,8 @@ from pathlib import Path
 
 from benchmarks import gpu_results, machine
 from benchmarks.gpu_child import NO_DEVICE_STATUS, NoDevice, Options, Stage
-from benchmarks.suite import Case, Entry, Record
+from benchmarks.runs import Record
+from benchmarks.suite import Case, Entry
 
 LOG_NAME = "log.txt"
 TIME_OVER = "the stage's time was over"

@@ -16,19 +16,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu_child import Stage
-from benchmarks.report import (
-    Bound,
-    Measured,
-    NoFigure,
-    Runs,
-    cost,
-    count_cell,
-    faster,
-    median_cell,
-    plain,
-    seconds,
-    show,
-)
+from benchmarks.report import cost, count_cell, faster, median_cell, plain, seconds
+from benchmarks.runs import Bound, Measured, NoFigure, Runs, show
 from benchmarks.suite import Case, Columns, Entry, Panel, Suite
 
 WORK = "benchmarks.gpu_tasks"

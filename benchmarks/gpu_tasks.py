@@ -31,7 +31,8 @@ from benchmarks.gpu_child import Absent, Options
 from benchmarks.gpu_contestants import Tensors, finished, prepared, shards_of
 from benchmarks.gpu_decoder import Decoder, make_decoder
 from benchmarks.gpu_stages import PRIME_BYTES
-from benchmarks.suite import Case, Entry, Record
+from benchmarks.runs import Record
+from benchmarks.suite import Case, Entry
 
 _SHARD_BYTES = 5_000_000_000
 _FREE_BYTES_KEPT = 4_000_000_000

@@ -20,9 +20,6 @@ from benchmarks.child import Spec
 from benchmarks.contestants import LOADERS, Loader, WholeFile, import_stio
 from benchmarks.report import (
     MEMORY_COLUMNS,
-    Bound,
-    Measured,
-    Runs,
     beat_columns,
     cost,
     count_cell,
@@ -34,7 +31,8 @@ from benchmarks.report import (
     plain,
     seconds,
 )
-from benchmarks.suite import MEBI, Case, Columns, Entry, Measure, Panel, Record, Settings, Suite
+from benchmarks.runs import Bound, Measured, Record, Runs
+from benchmarks.suite import MEBI, Case, Columns, Entry, Measure, Panel, Settings, Suite
 
 CAP_BYTES_PER_SECOND = 800_000_000
 LOOP_READ_AHEAD_KB = 128

@@ -8,7 +8,8 @@ from typing import Literal
 
 from benchmarks import gpu_results, load, report, save
 from benchmarks.runner import HERE
-from benchmarks.suite import Panel, Record, Suite
+from benchmarks.runs import Record, Runs
+from benchmarks.suite import Panel, Suite
 from stio.runtime import svg
 
 _LABELS = {"raw": "limit of the disk", "safetensors-fsync": "safetensors, then fsync"}
@@ -74,7 +75,7 @@ def charts() -> dict[str, str]:
 
 def _panel(chosen: Chosen) -> svg.Panel:
     records = report.read_records(HERE / "results" / chosen.results)
-    runs = report.Runs(record for record in records if record.get("entry") in chosen.entries)
+    runs = Runs(record for record in records if record.get("entry") in chosen.entries)
     suite = replace(chosen.suite, labels={**chosen.suite.labels, **_LABELS})
     rates = report.rates_of(Panel(chosen.case, "seconds", chosen.text), suite, runs)
     return svg.Panel(chosen.title, rates, [f"{chosen.text}; bar: median, line: all rounds"])

@@ -25,7 +25,8 @@ from pathlib import Path
 from benchmarks import cgroups, machine, pagecache, report
 from benchmarks.child import Spec
 from benchmarks.files import Layout
-from benchmarks.suite import Case, Entry, Record, Settings, Suite
+from benchmarks.runs import Record
+from benchmarks.suite import Case, Entry, Settings, Suite
 
 HERE = Path(__file__).resolve().parent
 PRIME_BYTES, QUICK_PRIME_BYTES = 4_000_000_000, 1_000_000_000

@@ -19,8 +19,6 @@ from benchmarks.contestants import SAVERS, Save, Tensors, Times, opened
 from benchmarks.load import BLOCKING_STEP_SECONDS, SMALL_BUDGET_BYTES
 from benchmarks.report import (
     MEMORY_COLUMNS,
-    Bound,
-    Runs,
     beat_columns,
     cost,
     count_cell,
@@ -31,7 +29,8 @@ from benchmarks.report import (
     plain,
     seconds,
 )
-from benchmarks.suite import MEBI, Case, Columns, Entry, Measure, Panel, Record, Settings, Suite
+from benchmarks.runs import Bound, Record, Runs
+from benchmarks.suite import MEBI, Case, Columns, Entry, Measure, Panel, Settings, Suite
 
 BUDGET_BYTES = 512 * MEBI
 SLACK_BYTES = 64_000_000

@@ -30,8 +30,9 @@ import httpx
 from benchmarks import files, meters, pagecache, runner
 from benchmarks.child import Spec
 from benchmarks.files import ITEM_BYTES, Layout, TensorShape
-from benchmarks.report import Bound, Measured, NoFigure, Runs, cost, count_cell, median_cell, plain, seconds
-from benchmarks.suite import Case, Columns, Entry, Measure, Record, Settings, Suite
+from benchmarks.report import cost, count_cell, median_cell, plain, seconds
+from benchmarks.runs import Bound, Measured, NoFigure, Record, Runs
+from benchmarks.suite import Case, Columns, Entry, Measure, Settings, Suite
 
 NAMES = ("a.safetensors", "b.safetensors")
 """The two files that are swapped."""

@@ -6,15 +6,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.files import Layout
-
-if TYPE_CHECKING:
-    from benchmarks.report import Bound, Runs
+from benchmarks.runs import Bound, Record, Runs
 
 MEBI = 1 << 20
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,20 @@
-"""Hooks of mkdocs: the link to the code, files of the benchmarks, outputs, charts, search."""
+"""Hooks of mkdocs: link to the code, files of the benchmarks, outputs, charts, search, keywords."""
 
 from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from stio.runtime.keywords import completed
 
 _LOOKED_UP = ("reference/", "faults.md", "benchmarks.md", "tables.md", "threat-model.md")
 """Pages to look something up. The search shows those first that explain."""
@@ -73,3 +77,51 @@ def _fit(drawing: re.Match[str]) -> str:
     num_columns = max(map(len, unescape(re.sub(r"<[^>]*>", "", drawing[1])).splitlines()))
     kind = "highlight wide" if num_columns > _COLUMNS else "highlight"
     return drawing[0].replace("highlight", kind, 1)
+
+
+class Keywords(griffe.Extension):
+    """Does with the sources what decorators of keywords do at the import."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Complete the docstrings and signatures of a package that was read."""
+        done: set[str] = set()
+        for described in _functions_and_classes(pkg):
+            _complete(described, done)
+
+
+def _functions_and_classes(owner: griffe.Object) -> Iterator[griffe.Function | griffe.Class]:
+    for member in owner.members.values():
+        if isinstance(member, griffe.Function | griffe.Class):
+            yield member
+        if isinstance(member, griffe.Module | griffe.Class):
+            yield from _functions_and_classes(member)
+
+
+def _complete(described: griffe.Function | griffe.Class, done: set[str]) -> None:
+    if described.path in done:
+        return
+    done.add(described.path)
+    for decorator in described.decorators:
+        if decorator.callable_path == "stio.sync._takes_what":
+            (source,) = _arguments(described, decorator)
+            described.parameters = source.parameters
+        elif decorator.callable_path == "stio.runtime.keywords.described_by":
+            sources = _arguments(described, decorator)
+            for source in sources:
+                _complete(source, done)  # its docstring may be completed by that of another one
+            texts = [source.docstring.value for source in sources]
+            names = [one.name for one in described.parameters]
+            described.docstring.value = completed(described.docstring.value, names, texts)
+
+
+def _arguments(
+    described: griffe.Object, decorator: griffe.Decorator
+) -> list[griffe.Function | griffe.Class]:
+    """Return the functions and classes that a decorator is called with: names of the module."""
+    found = []
+    for argument in decorator.value.arguments:
+        name, *rest = str(argument).split(".")
+        found.append(
+            described.modules_collection[".".join([described.module.resolve(name), *rest])]
+        )
+    return [one.final_target if isinstance(one, griffe.Alias) else one for one in found]

@@ -16,6 +16,7 @@ Start with `loading/` or `saving/`.
 from __future__ import annotations
 
 import sys
+import warnings
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -189,5 +190,12 @@ if not TYPE_CHECKING:  # or a checker would take a name that is mistyped for one
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
+
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    warnings.warn(
+        "this Python runs without the GIL, and stio has not been tested there; PYTHON_GIL=1 turns the GIL on",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 _import_names("stio.errors")  # cheap, and every error has the name stio.X from the first time that it is raised

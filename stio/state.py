@@ -17,11 +17,13 @@ from stio.device.tensors import DtypeLike
 from stio.errors import FormatError, printable
 from stio.format.shared import SharedPolicy
 from stio.format.state_tree import HOST_KINDS, Reference, Tree
+from stio.loading.api import load
 from stio.loading.body import gather, reading_operation
 from stio.loading.nested import read_nested
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.runtime.hashing import HashName
+from stio.runtime.keywords import described_by
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused
@@ -33,6 +35,7 @@ from stio.saving.options import DEFAULT_PATTERN, CommitStep, DestinationLike, Du
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 
+@described_by(save)
 async def save_state(
     state: object,
     destination: DestinationLike,
@@ -69,20 +72,7 @@ async def save_state(
 
     Args:
         state: The state. It must not change before this function returns; a `Saver` returns earlier.
-        destination: See `stio.save`.
-        budget_bytes: See `stio.save`.
-        max_shard_size: See `stio.save`.
-        metadata: See `stio.save`.
-        filename_pattern: See `stio.save`.
-        shared: See `stio.save`.
-        shard_names: See `stio.save`.
-        commit: See `stio.save`.
-        durability: See `stio.save`.
-        hash: See `stio.save`.
-        lock_timeout: See `stio.save`.
-        progress: See `stio.save`.
-        trace: See `stio.save`.
-        switch_interval: See `stio.save`.
+        ...: The other arguments are those of `stio.save`.
 
     Raises:
         TypeError: A value or a key has another type; the message has its path in the state. Nothing was written.
@@ -110,6 +100,7 @@ async def save_state(
     )
 
 
+@described_by(load)
 async def load_state(
     source: SourceLike,
     *,
@@ -131,20 +122,10 @@ async def load_state(
     Nothing in the file is executed. The whole tree is checked before any tensor is read. A cancel ends the load.
 
     Args:
-        source: See `stio.load`.
-        device: See `stio.load`.
-        dtype: See `stio.load`.
         memory: See `stio.load`. The default is `"copy"`: training writes in place, and with a mapping the first write
             to each page costs a page fault.
-        budget_bytes: See `stio.load`.
-        strict: See `stio.load`.
-        limits: See `stio.load`; they apply to the tree too.
-        verify: See `stio.load`.
-        follow_symlinks: See `stio.load`.
-        progress: See `stio.load`.
-        cache: See `stio.load`.
-        trace: See `stio.load`.
-        switch_interval: See `stio.load`.
+        limits: See `stio.load`. They apply to the tree too.
+        ...: The other arguments are those of `stio.load`.
 
     Returns:
         The state, with its types and its order. A tensor that occurs several times is one tensor. The caller owns

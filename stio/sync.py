@@ -10,7 +10,6 @@ notebook, but it blocks that loop. Outside notebooks the first such call warns.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -29,19 +28,10 @@ import stio.loading.warm_start.api as warm
 import stio.pool.api as pools
 import stio.saving.api as saving
 import stio.state as state
-from stio.format.shared import SharedPolicy
-from stio.loading.cache.disk_cache import DiskCache
-from stio.loading.options import SourceLike
 from stio.loading.plan import Names
 from stio.loading.select import PlacementsLike
 from stio.runtime.blocking import in_event_loop, run_blocking
-from stio.runtime.hashing import HashName
-from stio.runtime.limits import Limits
-from stio.runtime.progress import Progress
-from stio.runtime.trace import Trace
-from stio.saving.options import DEFAULT_PATTERN, CommitStep, Durability, ShardNames
 from stio.saving.pending import PendingSave
-from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 __all__ = [
     "Checkpoint",
@@ -113,6 +103,19 @@ def _same_method(method: Callable[Concatenate[A, P], T]) -> Callable[Concatenate
 
     twin.__module__ = __name__
     return twin
+
+
+def _takes_what(made: Callable[P, A]) -> Callable[[Callable[[Any, A], None]], Callable[Concatenate[Any, P], None]]:
+    """Return a decorator of an `__init__` that gets an asynchronous object: it takes the arguments of its class."""
+
+    def decorate(init: Callable[[Any, A], None]) -> Callable[Concatenate[Any, P], None]:
+        @functools.wraps(made.__init__)
+        def twin(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            init(self, made(*args, **kwargs))
+
+        return twin
+
+    return decorate
 
 
 def _twin_of(function: Callable[P, A], twin_class: Callable[[A], T]) -> Callable[P, T]:
@@ -218,51 +221,21 @@ class Stream(_Twin, Iterator[tuple[str, torch.Tensor]]):
         return pair  # type: ignore[no-any-return]  # `_twin` is untyped
 
 
+_prefetch = _blocking(host_cache.HostCache.prefetch)
+
+
 class HostCache(host_cache.HostCache):
     """Holds files of checkpoints in host memory; the blocking twin of `stio.HostCache`. Each load accepts both."""
 
-    def prefetch(  # type: ignore[override]  # it blocks here
-        self,
-        source: SourceLike,
-        *,
-        strict: bool = True,
-        limits: Limits | None = None,
-        follow_symlinks: bool = False,
-        progress: Progress = None,
-        trace: Trace | None = None,
-    ) -> None:
-        """Read all files of a checkpoint into the cache; see `stio.HostCache.prefetch`."""
-        _warn_under_a_loop()
-        run_blocking(
-            super().prefetch(
-                source, strict=strict, limits=limits, follow_symlinks=follow_symlinks, progress=progress, trace=trace
-            )
-        )
+    prefetch = _prefetch  # type: ignore[assignment]  # it blocks here
 
 
 class ModelPool(_Twin):
     """Serves more models than a device holds; the blocking twin of `stio.ModelPool`. Threads may share one."""
 
-    def __init__(
-        self,
-        *,
-        device: str | int | torch.device = "auto",
-        device_bytes: int | str,
-        host_bytes: int | str = 0,
-        disk: DiskCache | None = None,
-        max_hold_seconds: float = 1.0,
-        max_loads: int = 1,
-        trace: Trace | None = None,
-    ) -> None:
-        self._twin = pools.ModelPool(
-            device=device,
-            device_bytes=device_bytes,
-            host_bytes=host_bytes,
-            disk=disk,
-            max_hold_seconds=max_hold_seconds,
-            max_loads=max_loads,
-            trace=trace,
-        )
+    @_takes_what(pools.ModelPool)
+    def __init__(self, pool: pools.ModelPool) -> None:
+        self._twin = pool
 
     add = _same_method(pools.ModelPool.add)
     prefetch = _blocking_method(pools.ModelPool.prefetch)
@@ -296,46 +269,9 @@ class WarmStart(_Twin):
 class Saver(_Twin):
     """Saves that block the caller only for the snapshot; the blocking twin of `stio.Saver`."""
 
-    def __init__(
-        self,
-        *,
-        keep_last: int | None = None,
-        adopt: str | os.PathLike[str] | None = None,
-        max_pending: int = 1,
-        when_full: saving.WhenFull = "wait",
-        budget_bytes: int | str | None = None,
-        max_shard_size: int | str | None = None,
-        metadata: Mapping[str, str] | None = None,
-        filename_pattern: str = DEFAULT_PATTERN,
-        shared: SharedPolicy = "dedupe",
-        shard_names: ShardNames = "auto",
-        commit: CommitStep = "index",
-        durability: Durability = "full",
-        hash: HashName | None = None,
-        lock_timeout: float = LOCK_TIMEOUT_SECONDS,
-        progress: Progress = None,
-        trace: Trace | None = None,
-        switch_interval: float | None = None,
-    ) -> None:
-        self._twin = saving.Saver(
-            keep_last=keep_last,
-            adopt=adopt,
-            max_pending=max_pending,
-            when_full=when_full,
-            budget_bytes=budget_bytes,
-            max_shard_size=max_shard_size,
-            metadata=metadata,
-            filename_pattern=filename_pattern,
-            shared=shared,
-            shard_names=shard_names,
-            commit=commit,
-            durability=durability,
-            hash=hash,
-            lock_timeout=lock_timeout,
-            progress=progress,
-            trace=trace,
-            switch_interval=switch_interval,
-        )
+    @_takes_what(saving.Saver)
+    def __init__(self, saver: saving.Saver) -> None:
+        self._twin = saver
 
     save = _blocking_method(saving.Saver.save)
     save_state = _blocking_method(saving.Saver.save_state)
@@ -350,11 +286,11 @@ class Saver(_Twin):
 def _saver_of(saver_class: type[saving.Saver]) -> type[Saver]:
     """Return the blocking twin of a class of savers."""
 
-    def make(self: Saver, **keywords: Any) -> None:
-        self._twin = saver_class(**keywords)
+    @_takes_what(saver_class)
+    def make(self: Saver, saver: saving.Saver) -> None:
+        self._twin = saver
 
-    members = {"__doc__": saver_class.__doc__, "__init__": functools.wraps(saver_class.__init__)(make)}
-    twin: type[Saver] = type(saver_class.__name__, (Saver,), members)
+    twin: type[Saver] = type(saver_class.__name__, (Saver,), {"__doc__": saver_class.__doc__, "__init__": make})
     return twin
 
 

@@ -66,7 +66,7 @@ POOL_ON_DEVICE = "tests/gpu/test_pool.py::"
 
 ENGINE_C = "stio/native/engine.c"
 POLICY = "stio/pool/policy.py"
-POOL = "stio/pool/api.py"
+POOL = "stio/pool/thread.py"
 RING = "stio/native/ring.c"
 CUFILE_C = "stio/native/cufile.c"
 PINNED_C = "stio/native/pinned.c"
@@ -538,7 +538,7 @@ MUTANTS = (
     mutant(
         "a save marks the default stream",
         "a save waits for the default stream, not for the caller's current one",
-        COPYING,
+        CUDA,
         (
             "return TorchEvent(module, device, module.current_stream(device))",
             "return TorchEvent(module, device, module.default_stream(device))",
@@ -1330,8 +1330,8 @@ MUTANTS = (
         "memory is freed while work that uses it is queued on the device",
         POOL,
         (
-            "        _wait_for(entry.events)\n        return entry.content.evict()\n",
-            "        return entry.content.evict()\n",
+            "            _wait_for(entry.events)\n            return left or entry.content.drop()\n",
+            "            return left or entry.content.drop()\n",
         ),
         tests=POOL_ON_DEVICE + "test_memory_is_reused_behind_the_work_that_a_block_has_queued",
     ),
@@ -1348,8 +1348,8 @@ MUTANTS = (
         "memory of evicted models that is still referenced counts as free",
         POOL,
         (
-            "        self._policy.leftover_bytes = sum(one.nbytes for one in self._leftovers)\n",
-            "        self._policy.leftover_bytes = 0\n",
+            "            self.policy.leftover_bytes = sum(one.nbytes for one in self._leftovers)\n",
+            "            self.policy.leftover_bytes = 0\n",
         ),
         tests="tests/pool/test_pool.py::test_a_tensor_that_is_kept_is_named_and_counts",
     ),
@@ -1362,8 +1362,8 @@ MUTANTS = (
             "",
         ),
         (
-            "        self._is_over = True\n        self._notifier.notify()\n        return True\n",
-            "        self._value, self._error = value, error\n        self._is_over = True\n        self._notifier.notify()\n        return True\n",
+            "        self._notifier.notify()\n        return True\n",
+            "        self._value, self._error = value, error\n        self._notifier.notify()\n        return True\n",
         ),
         tests="tests/pool/test_pool.py::test_a_caller_that_leaves_while_it_gets_an_error_gives_back_nothing",
     ),

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from benchmarks.child import Spec
 from benchmarks.runner import run_cases, run_child
-from benchmarks.suite import Case, Columns, Entry, Record, Settings, Suite
+from benchmarks.runs import Record
+from benchmarks.suite import Case, Columns, Entry, Settings, Suite
 
 SETTINGS = Settings(directory=Path(), size_bytes=1, prime_bytes=1, rounds=3, quick=False)
 

@@ -128,6 +128,17 @@ def test_a_pickled_error_opens_in_a_process_that_has_nothing_imported() -> None:
     assert run(f"import pickle; print(type(pickle.loads({data!r})))") == "<class 'stio.TruncatedError'>"
 
 
+@pytest.mark.parametrize(("gil", "num_warnings"), [("lambda: False", 1), ("lambda: True", 0), ("", 0)])
+def test_a_python_without_the_gil_gets_one_warning(gil: str, num_warnings: int) -> None:
+    patch = f"sys._is_gil_enabled = {gil}" if gil else "vars(sys).pop('_is_gil_enabled', None)"
+    code = (
+        f"import sys, warnings; {patch}; caught = warnings.catch_warnings(record=True); seen = caught.__enter__();"
+        "warnings.simplefilter('always'); import stio, stio.errors; stio.Trace, stio.Limits;"
+        "print([(type(one.message).__name__, 'without the GIL' in str(one.message), one.filename) for one in seen])"
+    )
+    assert run(code) == str([("RuntimeWarning", True, "<string>")] * num_warnings)
+
+
 def test_version_is_the_installed_one() -> None:
     code = "import importlib.metadata as m; (entry,) = m.entry_points(group='console_scripts', name='stio')"
     assert run(f"{code}; print(entry.dist.version)") == stio.__version__

@@ -1,11 +1,14 @@
-"""Keywords are spelled out in public signatures: the same names, defaults and order as in the options, and documented."""
+"""Keywords are spelled out in public signatures: the same names, defaults and order as in the options, and described."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import torch
 import stio
 import stio.distributed
 import stio.sync
+from stio.runtime.keywords import described_by, descriptions
 
 LOADS = ["load", "load_into", "open", "warm_start", "load_state"]
 SAVES = ["save", "save_state"]
@@ -58,9 +62,6 @@ def test_saves_of_many_ranks_take_what_others_take() -> None:
         found = defaults(one)
         assert {key: value for key, value in found.items() if key not in RANKS} == defaults(other)
         assert found.keys() >= RANKS
-        keywords = list(inspect.signature(one).parameters)
-        text = inspect.getdoc(one) or ""
-        assert [key for key in keywords if not re.search(rf"^    {key}: \S", text, re.M)] == []
     twins = stio.sync.distributed
     assert defaults(twins.Saver) == defaults(many.Saver) and defaults(twins.save) == defaults(many.save)
     assert issubclass(many.Saver, stio.Saver) and issubclass(twins.Saver, stio.sync.Saver)
@@ -73,12 +74,107 @@ def test_a_savers_saves_inherit_what_is_not_given(method: Callable[..., Any]) ->
     assert set(map(repr, found.values())) == {"<the saver's own>"}
 
 
-@pytest.mark.parametrize("name", [*LOADS, *SAVES, "convert"])
-def test_every_keyword_is_explained(name: str) -> None:
-    function = getattr(stio, name)
+DESCRIBED = [
+    *(f"stio.{name}" for name in [*LOADS, *SAVES, "convert", "Saver", "Saver.save", "Saver.save_state", "ModelPool"]),
+    *(f"stio.Checkpoint.{name}" for name in ("load", "read", "stream", "load_into")),
+    *(f"stio.ModelPool.{name}" for name in ("add", "use", "prefetch", "update")),
+    *("stio.HostCache", "stio.HostCache.prefetch", "stio.DiskCache"),
+    *(f"stio.distributed.{name}" for name in ("load_into", "save", "Saver", "StioStorageReader", "StioStorageWriter")),
+]
+ROOT = Path(__file__).parents[1]
+
+
+def found_by(path: str) -> Any:
+    found: Any = stio
+    for name in path.split(".")[1:]:
+        found = getattr(found, name)
+    return found
+
+
+def undescribed(function: Callable[..., Any], text: str) -> list[str]:
+    """Return the parameters that a docstring does not describe; a reference to another page is no description."""
+    known = descriptions(text)
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    return [name for name in names if re.fullmatch(r"(See `[\w.]+`\.)?", known.get(name, ""))]
+
+
+@pytest.mark.parametrize("path", DESCRIBED)
+def test_every_keyword_is_described(path: str) -> None:
+    function = found_by(path)
     text = inspect.getdoc(function) or ""
-    missing = [key for key in inspect.signature(function).parameters if not re.search(rf"^    {key}: \S", text, re.M)]
-    assert missing == []
+    assert undescribed(function, text) == []
+    assert not any(
+        name == "..." or described.startswith("See `stio.") for name, described in descriptions(text).items()
+    )
+
+
+def test_a_keyword_without_a_description_is_found() -> None:
+    def function(first: int, second: int, third: int) -> None:
+        """Do nothing.
+
+        Args:
+            first: A number.
+            second: See `stio.load`.
+        """
+
+    assert undescribed(function, inspect.getdoc(function) or "") == ["second", "third"]
+
+
+def test_descriptions_are_taken_over() -> None:
+    def first(source: str, *, strict: bool = True, trace: object = None) -> None:
+        """Load.
+
+        Args:
+            source: A file,
+                or a directory.
+            strict: All names.
+            trace: A trace.
+
+        Returns:
+            Nothing.
+        """
+
+    @described_by(first)
+    def second(module: object, source: str, *, strict: bool = True, trace: object = None) -> None:
+        """Load more.
+
+        Args:
+            module: The target.
+            strict: See `stio.first`. Also of the module.
+            ...: The other arguments are those of `stio.first`.
+
+        Raises:
+            ValueError: It is wrong.
+        """
+
+    assert inspect.getdoc(second) == (
+        "Load more.\n\nArgs:\n    module: The target.\n    source: A file,\n        or a directory.\n"
+        "    strict: All names.\n        Also of the module.\n    trace: A trace.\n\n"
+        "Raises:\n    ValueError: It is wrong."
+    )
+
+
+def test_without_docstrings_nothing_is_described() -> None:
+    code = (
+        "import stio.sync, stio.distributed; print(stio.load_into.__doc__, stio.sync.Saver.__doc__, stio.Saver.__doc__)"
+    )
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.returncode) == ("None None None\n", 0), done.stderr
+
+
+def test_the_site_describes_what_help_describes() -> None:
+    """The site reads sources only."""
+    griffe = pytest.importorskip("griffe")
+    pytest.importorskip("mkdocs")
+    extensions = griffe.load_extensions(f"{ROOT / 'docs' / 'hooks.py'}:Keywords")
+    package = griffe.load("stio", extensions=extensions, search_paths=[ROOT])
+    for path in DESCRIBED:
+        described = found_by(path)
+        public = package[f"{described.__module__}.{described.__qualname__}".removeprefix("stio.")]
+        assert public.docstring.value == inspect.getdoc(described), path
+    for name in ("ModelPool", "Saver"):
+        expected = list(inspect.signature(getattr(stio, name)).parameters)
+        assert [one.name for one in package["sync"][name].parameters] == ["self", *expected]
 
 
 @pytest.mark.parametrize("name", [*LOADS, *SAVES, "convert"])

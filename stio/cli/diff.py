@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from importlib import import_module
+from itertools import starmap
 from math import isfinite, prod
 from typing import Any, NamedTuple
 
@@ -292,12 +293,12 @@ def _compare_values(
             a = _read_piece(pair.file_a, pair.a, start, pair.values_in_piece, memory_a)
             b = _read_piece(pair.file_b, pair.b, start, pair.values_in_piece, memory_b)
             if pair.is_cast or not _same(a, b):
-                numbers: Any = import_module(
-                    "stio.cli.numbers"
-                )  # it imports numpy, which equal checkpoints do not need
+                numbers: Any = import_module("stio.cli.numbers")  # it imports numpy: equal checkpoints do not need that
                 found = numbers.differences(pair.a.dtype, a.tobytes(), pair.b.dtype, b.tobytes(), tolerance)
                 with pool.changed:
-                    pair.difference = found if pair.difference is None else pair.difference.merge(found)
+                    pair.difference = reduce(
+                        Difference.merge, starmap(Difference, found), pair.difference or Difference()
+                    )
             progress(a.nbytes, total_bytes)
 
     pool.run(work, NUM_WORKERS)

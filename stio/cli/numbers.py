@@ -8,15 +8,17 @@ Packed values are unpacked from the lowest bit of the first byte on, as torch an
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stio.cli.diff import Difference
 from stio.format.dtypes import BITS
 
 Array = NDArray[Any]
+
+Found: TypeAlias = tuple[int, float | int | None, int]
+"""The fields of a `Difference` of `cli/diff.py`: values that differ, the largest distance, NaNs on one side only."""
 
 _CHUNK_VALUES = 1 << 16
 """Values of a side that become numbers at once; the numbers take some megabytes."""
@@ -47,8 +49,8 @@ _QUIET = np.errstate(invalid="ignore", over="ignore")
 """No warnings for subtracted infinities and cast signalling NaNs: the code below handles both."""
 
 
-def differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float | None = None) -> Difference:
-    """Compare two pieces of memory that hold as many whole values of one dtype, or of two floating ones.
+def differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float | None = None) -> list[Found]:
+    """Compare two pieces of memory that hold as many whole values of one dtype, or of two floating ones, part by part.
 
     Args:
         dtype_a: Name in the format of the dtype of `a`.
@@ -58,7 +60,7 @@ def differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float
         tolerance: Values differ if they are further apart, or one of them is NaN. None: if their bits differ; of two
             dtypes, if they are further apart than rounding to the narrower one can move them.
     """
-    found = Difference()
+    found: list[Found] = []
     bytes_a, bytes_b = (_CHUNK_VALUES * BITS[dtype] // 8 for dtype in (dtype_a, dtype_b))
     for k in range(-(-len(a) // bytes_a)):
         codes_a = _codes(dtype_a, a[k * bytes_a : (k + 1) * bytes_a])
@@ -67,7 +69,7 @@ def differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float
             differing = codes_a != codes_b
             codes_a, codes_b = codes_a[differing], codes_b[differing]
         if codes_a.size:
-            found = found.merge(_compared(dtype_a, codes_a, dtype_b, codes_b, tolerance))
+            found.append(_compared(dtype_a, codes_a, dtype_b, codes_b, tolerance))
     return found
 
 
@@ -132,7 +134,7 @@ def _table(dtype: str) -> Array:
 
 
 @_QUIET
-def _compared(dtype_a: str, codes_a: Array, dtype_b: str, codes_b: Array, tolerance: float | None) -> Difference:
+def _compared(dtype_a: str, codes_a: Array, dtype_b: str, codes_b: Array, tolerance: float | None) -> Found:
     """Return the difference of two arrays of values; if they are of one dtype, each pair has other bits."""
     a, b = numbers(dtype_a, codes_a), numbers(dtype_b, codes_b)
     if a.dtype.kind in "iu":
@@ -140,20 +142,20 @@ def _compared(dtype_a: str, codes_a: Array, dtype_b: str, codes_b: Array, tolera
         larger, smaller = (pick(a, b).astype(wide).view(np.uint64) for pick in (np.maximum, np.minimum))
         gaps: Array = larger - smaller
         if tolerance is None:
-            return Difference(len(a), int(gaps.max()))
+            return len(a), int(gaps.max()), 0
         beyond = 0 if tolerance >= 2**64 else int(np.count_nonzero(gaps > np.uint64(int(tolerance))))
-        return Difference(beyond, int(gaps.max()))
+        return beyond, int(gaps.max()), 0
     nan_a, nan_b = np.isnan(a), np.isnan(b)
     num_nan = int(np.count_nonzero(nan_a != nan_b))
     both = ~(nan_a | nan_b)
     gaps = _distances(a[both], b[both])
     largest = float(gaps.max()) if gaps.size else None
     if tolerance is None and dtype_a == dtype_b:
-        return Difference(len(a), largest, num_nan)
+        return len(a), largest, num_nan
     allowed: Any = tolerance
     if tolerance is None:
         allowed = _rounding(dtype_a, dtype_b, np.maximum(np.abs(a[both]), np.abs(b[both])))
-    return Difference(int(np.count_nonzero(gaps > allowed)) + num_nan, largest, num_nan)
+    return int(np.count_nonzero(gaps > allowed)) + num_nan, largest, num_nan
 
 
 def _distances(a: Array, b: Array) -> Array:

@@ -20,12 +20,14 @@ from stio.errors import ClosedError, printable
 from stio.format.naming import FILE_SUFFIX
 from stio.format.sharding import TensorSource
 from stio.runtime.hashing import HashName
+from stio.runtime.keywords import described_by
 from stio.runtime.limits import checked_size
 from stio.runtime.memory import default_budget_bytes
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.trace import shown
 from stio.runtime.urls import is_url
+from stio.saving.api import save
 from stio.saving.options import Durability, SaveOptions, SaveResult, absolute_destination
 from stio.saving.pending import PendingSave
 from stio.saving.plan import WritePlan, plan_writes
@@ -38,6 +40,7 @@ _CASTS = {dtype for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_poi
 """Floating dtypes that torch can cast to. It cannot cast to packed pairs (F4)."""
 
 
+@described_by(save)
 async def convert(
     source: PathLike,
     destination: PathLike,
@@ -63,19 +66,15 @@ async def convert(
         source: A safetensors file, index or directory; a file of `torch.save` (read with `weights_only=True`); an
             index of such files (`pytorch_model.bin.index.json`), or a directory with one of these. The keys of a nested
             state of OLMo are joined by dots; one with values other than tensors raises an error.
-        destination: See `stio.save`: a path that ends in `.safetensors` is one file, any other path is a directory.
-        max_shard_size: See `stio.save`.
         dtype: Cast floating tensors to it: a torch dtype, or its name in torch or in the format. None: no cast.
         metadata: Text to store in addition to that of the source. For equal keys this text is stored.
-        progress: See `stio.load`.
-        budget_bytes: Most bytes of memory, see `stio.load`, 512 MiB by default: half is staging memory of the save, a
-            quarter holds tensors read ahead. A single row that is larger than an eighth of it needs memory in addition.
-        durability: See `stio.save`.
-        hash: See `stio.save`.
-        lock_timeout: See `stio.save`.
+        budget_bytes: Most bytes of memory: a number, or text such as `"2GB"`. None: 512 MiB. Half is staging memory of
+            the save, a quarter holds tensors read ahead. A single row that is larger than an eighth of it needs memory
+            in addition.
         key: Key of the tensors in a pickle that holds other values too, such as `"state_dict"`; or a path of keys, such
             as `"model.state_dict"` or `("model", "state_dict")`. The number of an item of a list is a key.
         trust_pickle: Unpickle any object. **This executes code that the author of the file chose.**
+        ...: The other arguments are those of `stio.save`.
 
     Returns:
         Files, sizes and times of the save. The new checkpoint survives a power cut.

@@ -55,7 +55,7 @@ class Accelerator(Protocol):
     def allocate(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
         """Return new storages of these sizes on the device, for copies that are queued later.
 
-        One call for many storages: each call may wait for the GIL, and queues an event.
+        One call for many storages: each call queues an event.
 
         Raises:
             DeviceMemoryError: The device is full; nothing stays allocated.

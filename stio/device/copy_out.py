@@ -17,7 +17,7 @@ import torch
 
 from stio import native
 from stio.device.base import Event
-from stio.device.cuda import TorchEvent, answering, bytes_of, has_streams, on_stream, save_stream
+from stio.device.cuda import TorchEvent, answering, bytes_of, event_now, has_streams, on_stream, save_stream
 from stio.device.pinned import PinnedAllocator
 from stio.device.tensor_memory import require_data
 from stio.device.tensors import PLAIN
@@ -73,13 +73,13 @@ class Readiness:
                 continue
             device = _accelerator_of(tensor)
             if device is not None and device not in found:
-                found[device] = _event_now(device)
+                found[device] = event_now(device)
         return cls(found)
 
     def event(self, device: torch.device) -> Event:
         """Return the event behind which the tensors on a device may be read."""
         known = self._events.get(device)
-        return _event_now(device) if known is None else known  # made after `now`, on this thread
+        return event_now(device) if known is None else known  # made after `now`, on this thread
 
     def staging_allocator(self) -> Callable[[int], Region]:
         """Return an allocator of staging memory for copies of the tensors: pinned where one of them is on a device.
@@ -87,13 +87,6 @@ class Readiness:
         Allocators are equal if memory of one serves for the other.
         """
         return next(map(PinnedAllocator, self._events), memory.allocate)
-
-
-def _event_now(device: torch.device) -> Event:
-    """Return an event behind what this thread has queued on its current stream of a device."""
-    module: Any = torch.get_device_module(device)
-    with answering(device):
-        return TorchEvent(module, device, module.current_stream(device))
 
 
 def _accelerator_of(tensor: object) -> torch.device | None:
@@ -108,7 +101,7 @@ def _accelerator_of(tensor: object) -> torch.device | None:
 
 
 def copy_out(copies: Sequence[Copy], ready: Readiness | None = None) -> None:
-    """Copy bytes of tensors into host memory. Blocks, mostly without the GIL; callable from any thread.
+    """Copy bytes of tensors into host memory. Blocks; callable from any thread.
 
     A copy takes the bytes `[start, start + region.nbytes)` that the tensor would have if it were contiguous, with its
     conjugation and negation carried out. The copies of one device are queued together on the stream of saves, and
@@ -171,7 +164,7 @@ def copy_pieces(
 ) -> list[Any]:
     """Copy bytes of many tensors into one block of host memory, as `copy_out` does.
 
-    Whole tensors on devices are copied by a few calls, since each call releases the GIL.
+    Whole tensors on devices are copied by a few calls (`torch_private`).
 
     Args:
         sources: The tensors.

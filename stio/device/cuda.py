@@ -26,7 +26,7 @@ import torch
 
 from stio import native
 from stio.device.pinned import PinnedAllocator, drivers, node_of
-from stio.device.torch_private import copy_each, new_storages
+from stio.device.torch_private import copy_each
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.runtime import stats
 from stio.runtime.locks import new_lock
@@ -87,7 +87,7 @@ class TorchEvent:
             return bool(self.event.query())
 
     def synchronize(self) -> None:
-        """Block this thread, without the GIL, until everything before the event has been done.
+        """Block this thread until everything before the event has been done.
 
         Raises:
             DeviceError: A copy failed.
@@ -102,6 +102,33 @@ class TorchEvent:
                 yield
         except RuntimeError as error:
             raise DeviceError(f"copying on {self._device} failed: {error}") from error
+
+
+def event_now(device: torch.device) -> TorchEvent:
+    """Return an event behind what this thread has queued on its current stream of a device.
+
+    Raises:
+        DeviceError: The device does not answer.
+    """
+    module: Any = torch.get_device_module(device)
+    with answering(device):
+        return TorchEvent(module, device, module.current_stream(device))
+
+
+def new_storages(sizes: Sequence[int], device: torch.device) -> list[torch.UntypedStorage]:
+    """Return new storages of these sizes on a device, allocated under the current stream."""
+    make: Any = torch.UntypedStorage
+    return [make(size, device=device) for size in sizes]
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the memory of a device that torch can still allocate; None if the device does not report it."""
+    module: Any = torch.get_device_module(device)
+    try:
+        free = int(module.mem_get_info(device)[0])
+        return free + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+    except (AttributeError, RuntimeError):
+        return None
 
 
 @contextmanager
@@ -241,7 +268,7 @@ class TorchAccelerator:
             if self._stream == self.copy_stream and needed_bytes is None:
                 TorchEvent(self._module, self.device, self._stream).synchronize()
         except torch.OutOfMemoryError as error:
-            free = self._free_bytes()
+            free = free_bytes(self.device)
             raise DeviceMemoryError(
                 f"{self.device} is out of memory; load fewer tensors, or cast with dtype=",
                 needed_bytes=needed_bytes,
@@ -253,11 +280,6 @@ class TorchAccelerator:
             if isinstance(error, StioError):
                 raise
             raise DeviceError(f"{self.device} failed: {error}") from error
-
-    def _free_bytes(self) -> int | None:
-        with suppress(AttributeError, RuntimeError):  # not every kind of device reports it
-            return int(self._module.mem_get_info(self.device)[0])
-        return None
 
 
 def bytes_of(region: Region) -> torch.Tensor:

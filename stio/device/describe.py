@@ -1,7 +1,6 @@
 """Describes tensors that are to be saved, for the plan of a save, and refuses those that cannot be saved.
 
-For each tensor, only calls of torch that hold the GIL are made: to acquire it again costs up to 5 ms beside a busy
-Python thread. `copy_out` copies the bytes later.
+For each tensor, only calls of torch that keep the GIL are made (`torch_private`). `copy_out` copies the bytes later.
 """
 
 from __future__ import annotations

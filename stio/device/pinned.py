@@ -133,7 +133,7 @@ class PinnedAllocator:
         """Whether it has allocated plain memory."""
 
     def __call__(self, nbytes: int) -> Region:
-        """Return new memory. Callable from any thread; blocks without the GIL while memory is pinned.
+        """Return new memory. Callable from any thread; blocks while memory is pinned.
 
         Raises:
             HostMemoryError: There is no memory either.

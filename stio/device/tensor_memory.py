@@ -185,7 +185,7 @@ class ShortStorageError(Exception):
 
 
 def extent_of(tensor: torch.Tensor) -> Extent:
-    """Return where a dense tensor is in its storage; holds the GIL.
+    """Return where a dense tensor is in its storage.
 
     Raises:
         ShortStorageError: The storage does not have all of its bytes.
@@ -352,8 +352,8 @@ def copy_all(
 ) -> None:
     """Copy tensors into others of the same shapes, in order; on a device in the order of the current stream.
 
-    One call for all plain ones: a call for each tensor may wait for the GIL each time. A subclass of `torch.Tensor`
-    that overrides torch's functions has a copy of its own, which only the call for one tensor reaches.
+    One call for all plain ones (`torch_private`). A subclass of `torch.Tensor` that overrides torch's functions has a
+    copy of its own, which only the call for one tensor reaches.
 
     Args:
         targets: Tensors of the caller; nothing is copied unless all of them have their memory.

@@ -1,6 +1,10 @@
 """The private names of torch that loads and saves use, each with the reason why no public name does the same.
 
 A new release of torch is checked against this module first. Names that only warm starts need are in their package.
+
+Most of them keep the GIL, or do in one call what public names do in one call a tensor. A call that releases the GIL
+needs it again when it ends, which takes up to a switch interval (5 ms) beside a busy Python thread. The deallocation of
+a tensor, and so of a view, releases it too.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ def copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor], 
       one as memory.
     - BOOL and packed F4, and what is not contiguous, are copied as integers of the same size.
 
-    To copy all tensors as integers would do, but creating a view and freeing it release the GIL.
+    To copy all tensors as integers would do, but needs two views a tensor.
     """
     pairs = [_pair_to_copy(*pair) for pair in zip(targets, sources, strict=True)]
     if not pairs:
@@ -96,18 +100,11 @@ def _pair_to_copy(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Ten
     return target.view(integer), source.view(integer)
 
 
-def new_storages(sizes: Sequence[int], device: torch.device) -> list[torch.UntypedStorage]:
-    """Return new storages of these sizes on a device, allocated under the current stream; holds the GIL."""
-    make: Any = torch.UntypedStorage
-    return [make(size, device=device) for size in sizes]
-
-
 def over_storages(wanted: Iterable[tuple[torch.UntypedStorage, torch.dtype, Sequence[int]]]) -> list[torch.Tensor]:
-    """Return a tensor over each storage, of this dtype and shape, contiguous and from its first byte; holds the GIL.
+    """Return a tensor over each storage, of this dtype and shape, contiguous and from its first byte.
 
-    `torch.empty` and `Tensor.set_` release the GIL, and so does the deallocation of a tensor. Beside a busy Python
-    thread 212 tensors took 0.3 to 0.7 s by those, 20 to 50 ms if a temporary tensor is freed between two of them, and
-    1.2 ms as here (two cores).
+    Beside a busy Python thread 212 tensors took 0.3 to 0.7 s by `torch.empty` and `Tensor.set_`, 20 to 50 ms if a
+    temporary tensor is freed between two of them, and 1.2 ms as here (two cores).
     """
     flats = []
     shapes = []
@@ -148,9 +145,9 @@ _known_traits: dict[int, Traits] = {}
 
 
 def traits_of(tensor: torch.Tensor) -> Traits:
-    """Return the traits of a tensor by one call, which holds the GIL.
+    """Return the traits of a tensor by one call.
 
-    Some of the public calls release it, and together they take twice as long. There are few different sets of keys.
+    Some of the public calls release the GIL, and all take twice as long. There are few different sets of keys.
     """
     keys = torch._C._dispatch_keys(tensor).raw_repr()
     found = _known_traits.get(keys)

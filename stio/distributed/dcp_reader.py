@@ -37,13 +37,14 @@ from stio.distributed.parts import part_of
 from stio.distributed.same_checkpoint import describe_opened, require_same
 from stio.errors import ClosedError, MismatchError, StioError, printable
 from stio.format.state_tree import HOST_KINDS, STATE_KEY, Reference
-from stio.loading.api import fill_from
+from stio.loading.api import fill_from, load
 from stio.loading.body import open_with_options, verify
 from stio.loading.nested import read_nested
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
 from stio.loading.target import LocalPart, PartsTarget
 from stio.runtime.blocking import run_blocking
+from stio.runtime.keywords import described_by
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
@@ -53,6 +54,7 @@ from stio.runtime.urls import is_url
 _Key = str | int
 
 
+@described_by(load)
 class StioStorageReader(StorageReader):
     """Reads checkpoints of stio and of the Hugging Face hub in `torch.distributed.checkpoint.load`.
 
@@ -68,16 +70,9 @@ class StioStorageReader(StorageReader):
     the place that the placements give is read.
 
     Args:
-        path: See `source` of `stio.load`. `checkpoint_id=` of `dcp.load` replaces it.
-        memory: See `stio.load`.
-        budget_bytes: See `stio.load`.
-        limits: See `stio.load`.
-        verify: See `stio.load`; each rank reads all files for that.
-        follow_symlinks: See `stio.load`.
-        progress: See `stio.load`.
-        cache: See `stio.load`.
-        trace: See `stio.load`.
-        switch_interval: See `stio.load`.
+        path: What `stio.load` takes as its `source`. `checkpoint_id=` of `dcp.load` replaces it.
+        verify: See `stio.load`. Each rank reads all files for that.
+        ...: The other arguments are those of `stio.load`.
     """
 
     def __init__(

@@ -50,6 +50,7 @@ from stio.errors import ClosedError, SaveInProgressError, printable
 from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
 from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import HashName, new_hasher
+from stio.runtime.keywords import described_by
 from stio.runtime.limits import checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.log import log
@@ -57,6 +58,7 @@ from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace, traced
+from stio.saving.api import save
 from stio.saving.options import (
     DEFAULT_PATTERN,
     CommitStep,
@@ -75,6 +77,7 @@ from stio.storage.commit.file_writer import LocalFileWriter
 from stio.storage.commit.transaction import Invitation, LocalTransaction, begin_local
 
 
+@described_by(save)
 class StioStorageWriter(StorageWriter):
     """Writes what `torch.distributed.checkpoint.save` and `async_save` save, as safetensors files.
 
@@ -90,21 +93,13 @@ class StioStorageWriter(StorageWriter):
     of them and the old checkpoint remains. A writer may be used for one save after the other.
 
     Args:
-        path: A path on a filesystem that all ranks share; see `stio.save`. None: the `checkpoint_id` of the call.
+        path: A path on a filesystem that all ranks share. None: the `checkpoint_id` of the call.
         budget_bytes: Most bytes of staging memory of a rank. None: 512 MiB.
-        max_shard_size: See `stio.save`.
-        metadata: See `stio.save`.
-        filename_pattern: See `stio.save`.
-        shard_names: See `stio.save`.
-        commit: See `stio.save`.
-        durability: See `stio.save`.
         hash: See `stio.save`. The files are read again for that, each by one rank.
-        lock_timeout: See `stio.save`.
-        progress: See `stio.save`; of the bytes of this rank.
-        trace: See `stio.save`.
-        switch_interval: See `stio.save`.
+        progress: See `stio.save`. It counts the bytes of this rank.
         process_group: The ranks that save: the same as of `dcp.save`.
         rank_timeout: Seconds without a sign of life of a rank, after which the save fails on all others.
+        ...: The other arguments are those of `stio.save`.
 
     Raises:
         TypeError: A value is of the wrong type.

@@ -12,19 +12,21 @@ from stio.distributed.broadcast import Broadcast, fill_shared
 from stio.distributed.parts import part_of
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.same_checkpoint import describe_opened, require_same
-from stio.loading.api import fill_from
+from stio.loading.api import fill_from, load
 from stio.loading.body import Target
 from stio.loading.module import ModuleTarget
 from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
 from stio.loading.target import LoadReport
+from stio.runtime.keywords import described_by
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
 
 
+@described_by(load)
 async def load_into(
     target: object,
     source: SourceLike,
@@ -62,24 +64,17 @@ async def load_into(
     Args:
         target: A module; or a state of dictionaries, lists and tuples with `DTensor`s, tensors and plain values. It is
             changed in place, and after an error or a cancel some tensors have new values.
-        source: See `stio.load`.
-        memory: See `stio.load`.
-        budget_bytes: See `stio.load`.
         strict: Module and checkpoint must hold the same names, and a state the same keys. Otherwise what both have is
             loaded; sequences must have the same lengths in any case.
-        limits: See `stio.load`.
-        verify: See `stio.load`; each rank reads all files for that.
-        follow_symlinks: See `stio.load`.
-        progress: See `stio.load`; it counts what this rank reads.
-        cache: See `stio.load`.
-        trace: See `stio.load`.
-        switch_interval: See `stio.load`.
+        verify: See `stio.load`. Each rank reads all files for that.
+        progress: See `stio.load`. It counts what this rank reads.
         broadcast: Whether of tensors that several ranks need each rank reads a part and sends it to the others, so that
             no byte is read twice: replicated tensors, copies of HSDP, parts of inner dimensions. `"auto"`: if the
             source is behind a network and most ranks need most of these tensors; not with a `DiskCache`. Files of this
             machine are read faster by each rank. All ranks must pass the same. Has no effect on a nested state.
         process_group: The ranks that call this. None: all ranks of the default group.
         rank_timeout: Seconds without a sign of life of a rank, after which the load fails on all others.
+        ...: The other arguments are those of `stio.load`.
 
     Returns:
         The names that are missing or unexpected (of a state: paths such as `state['step']`); both are empty with

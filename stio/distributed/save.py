@@ -22,6 +22,7 @@ from stio.distributed.shared_objects import SaveToStore, is_store
 from stio.distributed.shared_save import ShardedSave
 from stio.format.shared import UNDECLARED, SharedPolicy
 from stio.runtime.hashing import HashName
+from stio.runtime.keywords import described_by
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
 from stio.saving import api
@@ -43,6 +44,7 @@ from stio.saving.tensors import tensors_of
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 
+@described_by(api.save)
 async def save(
     module_or_state: object,
     destination: DestinationLike,
@@ -82,23 +84,16 @@ async def save(
             name, saved as by `stio.save`; or nested state, saved as by `stio.save_state`, such as that of
             `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`. Tensors are `DTensor`s or plain ones. It
             must not change before this function returns; a `Saver` returns earlier.
-        destination: A path on a filesystem that all ranks share, or a URL or `RemoteRoot` of a store; see `stio.save`.
+        destination: See `stio.save`. A path is on a filesystem that all ranks share; a `RemoteRoot` of a store is
+            accepted too.
         budget_bytes: Most bytes of staging memory of a rank; to a store, also of its uploads and of what is sent. None:
             512 MiB.
         max_shard_size: See `stio.save`. To a store all ranks upload if there are as many files as ranks.
-        metadata: See `stio.save`.
-        filename_pattern: See `stio.save`.
-        shared: See `stio.save`.
-        shard_names: See `stio.save`.
-        commit: See `stio.save`.
-        durability: See `stio.save`.
         hash: See `stio.save`. Files of a path are read again for that, each by one rank.
-        lock_timeout: See `stio.save`.
-        progress: See `stio.save`; of the bytes of this rank.
-        trace: See `stio.save`.
-        switch_interval: See `stio.save`.
+        progress: See `stio.save`. It counts the bytes of this rank.
         process_group: The ranks that call this. None: all ranks of the default group.
         rank_timeout: Seconds without a sign of life of a rank, after which the save fails on all others.
+        ...: The other arguments are those of `stio.save`.
 
     Returns:
         What was saved; the same on all ranks but for the times. With `durability="full"` it survives a power cut.
@@ -132,6 +127,7 @@ async def save(
     return await pending.complete()
 
 
+@described_by(api.Saver, save)
 class Saver(api.Saver):
     """Saves what is sharded over ranks, with callers that wait only for the snapshot of what they hold.
 
@@ -144,25 +140,9 @@ class Saver(api.Saver):
     `stio.distributed.save` takes; `save_state` saves nested state, also where it is a flat mapping.
 
     Args:
-        keep_last: See `stio.Saver`; the first rank deletes.
-        adopt: See `stio.Saver`.
-        max_pending: See `stio.Saver`.
-        when_full: See `stio.Saver`.
-        budget_bytes: Most bytes of staging memory of a rank; see `stio.Saver`.
-        max_shard_size: Default for `save`; see `stio.save`.
-        metadata: Default for `save`; see `stio.save`.
-        filename_pattern: Default for `save`; see `stio.save`.
-        shared: Default for `save`; see `stio.save`.
-        shard_names: Default for `save`; see `stio.save`.
-        commit: Default for `save`; see `stio.save`.
-        durability: Default for `save`; see `stio.save`.
-        hash: Default for `save`; see `stio.distributed.save`.
-        lock_timeout: Default for `save`; see `stio.save`.
-        progress: Default for `save`; see `stio.save`.
-        trace: Default for `save`; see `stio.save`.
-        switch_interval: Default for `save`; see `stio.save`.
-        process_group: See `stio.distributed.save`.
-        rank_timeout: See `stio.distributed.save`.
+        keep_last: See `stio.Saver`. The first rank deletes.
+        budget_bytes: See `stio.Saver`. Each rank has a budget of its own.
+        ...: The other arguments are those of `stio.Saver` and `stio.distributed.save`.
     """
 
     def __init__(

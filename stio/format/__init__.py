@@ -2,7 +2,7 @@
 
 Everything here is pure: no input or output, no torch, no device. The caller reads and writes; these modules parse,
 check, split, name and build. Input is untrusted. A malformed file raises a `StioError` with path, offset, expected and
-found, in bounded time and memory, and no C call holds the interpreter's lock for long (`gil_slices`).
+found, in bounded time and memory, and no C call blocks other threads for long (`gil_slices`).
 
 Reading: `header` turns the start of a file into a `Header` of checked columns; `index` turns an index into a
 `ShardIndex` of safe names; `manifest` reads digests; all use the strict `json_scanner`. `slicing` turns an index such

@@ -2,7 +2,7 @@
 
 It accepts what RFC 8259 and the format's reference reader accept, and nothing more. Python's `json` is not enough
 for untrusted text: it recurses, accepts lone surrogates and NaN, fails on integers of more than 4300 digits with
-an error of its own, and holds the interpreter's lock for a whole document. Here nothing recurses, no C call gets
+an error of its own, and decodes a document in one call (`gil_slices.py`). Here nothing recurses, no C call gets
 more than `WINDOW_BYTES` of the text, and every error has the offset of its byte.
 
 The fast path is `decode_members`: msgspec decodes many members in one call. It accepts repeated keys, which

@@ -88,7 +88,7 @@ def split_into_shards(sizes: Iterable[tuple[str, int, Hashable | None]], max_sha
 def build_index(weight_map: Mapping[str, str], total_bytes: int, metadata: Mapping[str, str]) -> bytes:
     """Return the bytes of an index, as the hub writes it by `json.dump(indent=2)`.
 
-    Composed line by line, so that 100,000 tensors do not hold the interpreter's lock in one call.
+    Composed line by line (`gil_slices.py`).
 
     Args:
         weight_map: Shard of each tensor, in the order to be written.

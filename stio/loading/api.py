@@ -40,6 +40,7 @@ from stio.loading.plan import Names
 from stio.loading.select import PlacementsLike, checked_placements, plain_names, reusable_names, shards_of
 from stio.loading.target import LoadReport
 from stio.runtime.blocking import runs_blocking
+from stio.runtime.keywords import described_by
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import switch_interval as shortened
@@ -144,6 +145,7 @@ async def load(
     return take()
 
 
+@described_by(load)
 async def load_into(
     module: nn.Module,
     source: SourceLike,
@@ -171,20 +173,10 @@ async def load_into(
         module: The target. The result is that of its `load_state_dict`; load hooks run. Modules for which that is not
             possible are refused before anything is changed, so are tensors whose memory was freed, shrunk or is
             read-only. Do not free or shrink memory during the load.
-        source: See `stio.load`.
         assign: Replace the module's tensors (they may be on `meta`) instead of copying into them.
-        device: Device of the new tensors, with `assign=True` only; see `stio.load`.
-        dtype: See `stio.load`.
-        memory: See `stio.load`.
-        budget_bytes: See `stio.load`.
+        device: See `stio.load`. It is the device of the new tensors, with `assign=True` only.
         strict: Module and checkpoint must hold the same names.
-        limits: See `stio.load`.
-        verify: See `stio.load`.
-        follow_symlinks: See `stio.load`.
-        progress: See `stio.load`.
-        cache: See `stio.load`.
-        trace: See `stio.load`.
-        switch_interval: See `stio.load`.
+        ...: The other arguments are those of `stio.load`.
 
     Returns:
         A report: the names that are missing or unexpected (both are empty with `strict=True`), and the buffers that no
@@ -254,6 +246,7 @@ async def fill_from(
     return target.complete()
 
 
+@described_by(load)
 def open(
     source: SourceLike,
     *,
@@ -273,19 +266,10 @@ def open(
     """Return a checkpoint to be opened by `async with`. Nothing is read before the block is entered.
 
     Args:
-        source: See `stio.load`.
-        device: Device of its tensors; see `stio.load`.
-        dtype: See `stio.load`.
-        memory: See `stio.load`.
-        budget_bytes: Most bytes between storage and the consumer, for each operation on it; see `stio.load`.
+        budget_bytes: See `stio.load`. Each operation on the checkpoint has a budget of its own.
         strict: Index and shards, and a module and the checkpoint, must hold the same names.
-        limits: See `stio.load`.
         verify: Hash all files on entering the block and compare them with the manifest; raises as `stio.load` does.
-        follow_symlinks: See `stio.load`.
-        progress: See `stio.load`.
-        cache: See `stio.load`.
-        trace: See `stio.load`.
-        switch_interval: See `stio.load`.
+        ...: The other arguments are those of `stio.load`.
 
     Returns:
         The checkpoint; it can be entered once.
@@ -412,6 +396,7 @@ class Checkpoint:
         operations = [one for known in self._operations.valuerefs() if (one := known()) is not None]
         await close_all(operations, (lambda: None) if opened is None else opened.discard, may_wait=may_wait)
 
+    @described_by(load)
     async def load(
         self,
         names: Names | None = None,
@@ -422,9 +407,7 @@ class Checkpoint:
         """Load tensors; see `stio.load`.
 
         Args:
-            names: See `stio.load`.
-            slices: See `stio.load`.
-            placements: See `stio.load`.
+            ...: The other arguments are those of `stio.load`.
 
         Returns:
             See `stio.load`.
@@ -460,6 +443,7 @@ class Checkpoint:
         """Return the options, with the calling thread's current streams."""
         return replace(self._options, streams=None)
 
+    @described_by(load)
     def stream(
         self,
         names: Names | None = None,
@@ -470,9 +454,7 @@ class Checkpoint:
         """Return a stream of the tensors as they become ready, within the budget; see `Stream`.
 
         Args:
-            names: See `stio.load`.
-            slices: See `stio.load`.
-            placements: See `stio.load`.
+            ...: The other arguments are those of `stio.load`.
         """
         opened, options, placed = self._now, self._options_here(), checked_placements(placements)
 
@@ -484,13 +466,13 @@ class Checkpoint:
         self._own(queue.operation)
         return Stream(queue)
 
+    @described_by(load_into)
     async def load_into(self, module: nn.Module, *, strict: bool | None = None, assign: bool = False) -> LoadReport:
         """Load into a module; see `stio.load_into`.
 
         Args:
-            module: See `stio.load_into`.
             strict: See `stio.load_into`. None: the value of `stio.open`.
-            assign: See `stio.load_into`.
+            ...: The other arguments are those of `stio.load_into`.
 
         Returns:
             See `stio.load_into`.

@@ -21,16 +21,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
 from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
-from stio.errors import MismatchError, listed, with_article
+from stio.errors import listed, with_article
 from stio.format.dtypes import tensor_nbytes
+from stio.format.state_tree import STATE_KEY
 from stio.loading.api import fill_from
 from stio.loading.body import collect, open_with_options, verify
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import ModuleTree
+from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions, SourceLike
 from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
+from stio.runtime.progress import ProgressEvent
 
 _UPDATE_BYTES = 64 << 20
 """Budget of an update in place. A larger tensor is on the way alone."""
@@ -55,17 +58,10 @@ class Contents:
     """Dtype and shape of each tensor, as in the format."""
     update_bytes: int
     """Bytes of the device that an update in place needs on the way."""
+    can_replace: bool
+    """Whether its tensors can be copied into those that are there."""
     files: Sequence[str]
     """Paths of its files."""
-
-
-class OtherContents(Exception):
-    """A checkpoint holds something else than when its headers were read before."""
-
-    def __init__(self, contents: Contents) -> None:
-        super().__init__("the files of a model have changed")
-        self.contents = contents
-        """What it holds now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +92,7 @@ class Leftover:
             time.sleep(_POLL_SECONDS)
             num_polls += 1
             if num_polls == _POLLS_BEFORE_COLLECTION:
-                gc.collect()  # tensors in cycles; it holds the interpreter's lock
+                gc.collect()  # tensors in cycles
             left = left.now()
         return left
 
@@ -120,18 +116,19 @@ class Content:
     def __init__(self, name: str, make: Make | None, options: LoadOptions) -> None:
         self._name = name
         self._make = make
-        self.options = options
+        self.options = replace(options, progress=self._count)
         """See above."""
+        self.progress = 0.0
+        """How much of its load is done, from 0 to 1."""
         self._module: nn.Module | None = None
         self._tensors: dict[str, torch.Tensor] = {}
+
+    def _count(self, event: ProgressEvent) -> None:
+        self.progress = event.done_bytes / event.total_bytes if event.total_bytes else 1.0
 
     def value(self) -> Any:
         """Return what a user gets: the module, or a new dictionary of the tensors."""
         return dict(self._tensors) if self._module is None else self._module
-
-    def with_module(self, make: Make) -> Content:
-        """Return the content of the same model with another module."""
-        return Content(self._name, make, self.options)
 
     def measure(self, operation: Operation[Any], source: SourceLike) -> Contents:
         """Read the headers of a checkpoint; make the module, if it is not made yet.
@@ -140,31 +137,39 @@ class Content:
             TypeError: `make` returned something else than a module.
             StioError: See `stio.load`.
         """
-        self._require_module()
+        if self._make is not None and self._module is None:
+            made = self._make()
+            if not isinstance(made, nn.Module):
+                raise TypeError(f"make= of {self._name!r} returned {with_article(type(made).__name__)}, not a module")
+            self._module = made
         with closing(open_with_options(operation, source, replace(self.options, verify=False))) as opened:
             return self._contents_of(opened)
 
-    def load(self, operation: Operation[Any], source: SourceLike, expected: Contents) -> None:
+    def load(self, operation: Operation[Any], source: SourceLike, expected: Contents) -> Contents:
         """Load all tensors; they are there for every stream.
 
+        Returns:
+            What the checkpoint holds. Nothing is loaded if that is not what was expected.
+
         Raises:
-            OtherContents: The checkpoint holds something else than expected; nothing was loaded.
             ClosedError: The operation was cancelled.
             StioError: See `stio.load` and `stio.load_into`.
         """
         options = self.options
         with closing(open_with_options(operation, source, options)) as opened:
+            self.progress = 0.0
             if (found := self._contents_of(opened)) != expected:
-                raise OtherContents(found)
+                return found
             verify(operation, opened, options)
             if self._module is None:
                 self._tensors = collect(operation, opened, None, options)()
-                return
+                return found
             target = ModuleTarget(self._module, assign=True)
             run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
         device = resolve_device(options.device)
         with _own_stream(device):
             self._move_unstored(device)
+        return found
 
     def replace(self, operation: Operation[Any], source: SourceLike) -> None:
         """Copy the tensors of another checkpoint into those that are there; shapes and dtypes are equal.
@@ -172,22 +177,11 @@ class Content:
         Raises:
             StioError: See `load`. Some tensors have new values then.
         """
-        module = _module_of(self._tensors) if self._module is None else self._module
+        target = StateTarget(self._tensors) if self._module is None else ModuleTarget(self._module)
         # The device of the target is that of its tensors.
         options = replace(self.options, device="cpu", budget_bytes=_UPDATE_BYTES)
         with _own_stream(resolve_device(self.options.device)):
-            run_blocking(
-                fill_from(source, ModuleTarget(module), options, on_begin=lambda load: operation.on_cancel(load.cancel))
-            )
-
-    def can_replace(self) -> bool:
-        """Return whether `replace` can find all tensors by their names."""
-        return self._module is not None or not _is_nested(self._tensors)
-
-    def evict(self) -> Leftover | None:
-        """Remove the tensors from the device; return what is still referenced a second later."""
-        left = self.drop()
-        return None if left is None else left.later()
+            run_blocking(fill_from(source, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
 
     def drop(self) -> Leftover | None:
         """Remove the tensors from the device; return what is still referenced."""
@@ -214,49 +208,29 @@ class Content:
             self._move_unstored(torch.device("cpu"))
         return storages
 
-    def _require_module(self) -> None:
-        if self._make is None or self._module is not None:
-            return
-        made = self._make()
-        if not isinstance(made, nn.Module):
-            raise TypeError(f"make= of {self._name!r} returned {with_article(type(made).__name__)}, not a module")
-        self._module = made
-
     def _contents_of(self, opened: OpenCheckpoint) -> Contents:
         found = opened.dtypes_and_shapes()
         require_dtypes([dtype for dtype, _ in found.values()], path=opened.path)
-        nbytes = sum(map(self._bytes_of, found.values())) + self._unstored_bytes() + self._cast_bytes(found)
-        if resolve_device(self.options.device).type != "cpu":
-            nbytes += _BLOCK_BYTES  # for a moment, when torch puts a tensor over a storage
-        stored = [tensor_nbytes(*pair) for pair in found.values()]
-        on_the_way = min(sum(stored), max(_UPDATE_BYTES, max(stored, default=0)))
-        blocks = _BLOCK_BYTES * len(stored)
-        return Contents(nbytes, found, on_the_way + blocks, [file.path for file in opened.files])
-
-    def _bytes_of(self, described: tuple[str, tuple[int, ...]]) -> int:
-        """Return the bytes of a tensor on the device."""
-        dtype, shape = described
-        stored, wanted = TORCH_DTYPES[dtype], self.options.cast_dtype
-        nbytes = tensor_nbytes(dtype, shape)
-        if wanted is not None and stored.is_floating_point and wanted != stored:
-            nbytes = wanted.itemsize * torch.Size(torch_shape(dtype, shape)).numel()
-        return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
-
-    def _cast_bytes(self, found: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:
-        """Return the bytes of a load under way that are not its result: what is cast."""
         wanted = self.options.cast_dtype
-        sizes = [
-            tensor_nbytes(*pair)
-            for pair in found.values()
-            if wanted is not None and TORCH_DTYPES[pair[0]].is_floating_point and TORCH_DTYPES[pair[0]] != wanted
-        ]
-        # A group is at least one tensor, and groups under way are within the budget.
-        return min(sum(sizes), (self.options.budget or 0) + max(sizes, default=0))
-
-    def _unstored_bytes(self) -> int:
-        if self._module is None:
-            return 0
-        return sum(-(-one.nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for one in _unstored(self._module).values())
+        stored = [tensor_nbytes(*pair) for pair in found.values()]
+        made, cast = [], [0]
+        for (dtype, shape), nbytes in zip(found.values(), stored, strict=True):
+            is_cast = TORCH_DTYPES[dtype].is_floating_point and TORCH_DTYPES[dtype] != wanted
+            if wanted is not None and is_cast:
+                cast.append(nbytes)
+                made.append(wanted.itemsize * torch.Size(torch_shape(dtype, shape)).numel())
+            else:
+                made.append(nbytes)
+        if self._module is not None:
+            made += [one.nbytes for one in _unstored(self._module).values()]
+        total = sum(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for nbytes in made)
+        # What is cast is there twice. A group is at least one tensor, and groups under way are within the budget.
+        total += min(sum(cast), (self.options.budget or 0) + max(cast))
+        if resolve_device(self.options.device).type != "cpu":
+            total += _BLOCK_BYTES  # for a moment, when torch puts a tensor over a storage
+        on_the_way = min(sum(stored), max(_UPDATE_BYTES, max(stored, default=0))) + _BLOCK_BYTES * len(stored)
+        can_replace = self._module is not None or STATE_KEY not in opened.metadata
+        return Contents(total, found, on_the_way, can_replace, [file.path for file in opened.files])
 
     def _move_unstored(self, device: torch.device) -> None:
         """Move the buffers that no checkpoint holds (`persistent=False`), except those without data."""
@@ -300,33 +274,6 @@ def _on_meta(old: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _is_nested(names: Iterable[str]) -> bool:
-    """Return whether a name is a part of the path of another one, so that no module has both."""
-    names = set(names)
-    paths = {name[:at] for name in names for at, one in enumerate(name) if one == "."}
-    return bool(names & paths) or any("" in name.split(".") for name in names)
-
-
-def _module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    """Return a module that has these tensors as buffers, for a load into them.
-
-    Raises:
-        MismatchError: A name cannot be one of a module.
-    """
-    root = nn.Module()
-    for name, tensor in tensors.items():
-        *path, leaf = name.split(".")
-        owner = root
-        for part in path:
-            if part not in owner._modules:
-                owner._modules[part] = nn.Module()
-            owner = owner._modules[part]  # type: ignore[assignment]
-        if hasattr(owner, leaf):
-            raise MismatchError("a module has no tensor of this name, so it cannot be updated in place", found=name)
-        owner.register_buffer(leaf, tensor)
-    return root
-
-
 def _holder_of(storage: StorageWeakRef) -> str | None:
     """Return what refers to a tensor over a storage, in words."""
     for one in gc.get_objects():
@@ -337,26 +284,10 @@ def _holder_of(storage: StorageWeakRef) -> str | None:
         except (RuntimeError, NotImplementedError):  # sparse, or a subclass without a storage
             continue
         if is_over:
-            holders = [
-                holder
-                for holder in gc.get_referrers(one)
-                if not (isinstance(holder, FrameType) and holder.f_code is _holder_of.__code__)
-            ]
-            holders = [holder for holder in holders if holder is not globals()]
-            if not holders:
-                return "a variable of a function that runs"
-            first = holders[0]
-            if isinstance(first, FrameType):
-                return f"a variable of {first.f_code.co_qualname}"
-            return with_article(type(first).__name__)
+            for holder in gc.get_referrers(one):
+                if not isinstance(holder, FrameType):
+                    return with_article(type(holder).__name__)
+                if holder.f_code is not _holder_of.__code__:
+                    return f"a variable of {holder.f_code.co_qualname}"
+            return "a variable of a function that runs"
     return None
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return the memory of a device that torch can still allocate; None if the device does not report it."""
-    module: Any = torch.get_device_module(device)
-    try:
-        free = int(module.mem_get_info(device)[0])
-        return free + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
-    except (AttributeError, RuntimeError):
-        return None

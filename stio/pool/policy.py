@@ -11,9 +11,8 @@ model serves many callers between two swaps, and each wait ends if each use ends
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 State = Literal["absent", "measuring", "loading", "resident", "evicting", "updating"]
 """What happens to a model. `"measuring"`: its size is being read. `"updating"`: its weights are being replaced."""
@@ -25,8 +24,8 @@ class Call:
 
     called: float
     """Time of the call, in seconds."""
-    rank: float
-    """Smaller is earlier."""
+    priority: int = 0
+    """See above."""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,14 +43,9 @@ class Model:
     used: float = 0.0
     """Time of its last use."""
     calls: list[Call] = field(default_factory=list)
-    """Callers that wait for it."""
+    """Callers that wait for it. The owner adds them, and removes those that wait no longer."""
     wants_update: bool = False
     """Its weights are to be replaced as soon as it has no users."""
-
-    @property
-    def rank(self) -> float:
-        """Rank of its first caller."""
-        return min(call.rank for call in self.calls)
 
     @property
     def held_bytes(self) -> int:
@@ -59,27 +53,30 @@ class Model:
         return 0 if self.state in ("absent", "measuring") else self.nbytes or 0
 
 
+M = TypeVar("M", bound=Model)
+
+
 @dataclass(slots=True)
-class Decision:
+class Decision(Generic[M]):
     """What the owner does next. The states of the models are set already."""
 
-    grant: list[tuple[Model, list[Call]]] = field(default_factory=list)
+    grant: list[tuple[M, list[Call]]] = field(default_factory=list)
     """Callers that get their model. They count as its users."""
-    measure: list[Model] = field(default_factory=list)
+    measure: list[M] = field(default_factory=list)
     """Models whose size is to be read; see `Policy.measured` and `Policy.failed`."""
-    load: list[Model] = field(default_factory=list)
+    load: list[M] = field(default_factory=list)
     """Models to load; see `Policy.loaded` and `Policy.failed`."""
-    evict: list[Model] = field(default_factory=list)
+    evict: list[M] = field(default_factory=list)
     """Models to remove from the device; see `Policy.evicted`."""
-    cancel: list[Model] = field(default_factory=list)
+    cancel: list[M] = field(default_factory=list)
     """Models under way that nobody waits for any more."""
-    refuse: list[Model] = field(default_factory=list)
+    refuse: list[M] = field(default_factory=list)
     """Models that do not fit, whatever is evicted."""
-    update: list[Model] = field(default_factory=list)
+    update: list[M] = field(default_factory=list)
     """Models whose weights can be replaced now; see `Policy.updated`."""
 
 
-class Policy:
+class Policy(Generic[M]):
     """The models of a pool.
 
     Args:
@@ -93,7 +90,7 @@ class Policy:
         """See above."""
         self._hold_seconds = hold_seconds
         self._max_loads = max_loads
-        self.models: list[Model] = []
+        self.models: list[M] = []
         """All models."""
         self.leftover_bytes = 0
         """Memory of evicted models that is not free, since tensors are still referenced. Set by the owner."""
@@ -104,16 +101,6 @@ class Policy:
         return sum(model.held_bytes for model in self.models) + self.leftover_bytes
 
     # What happened.
-
-    def call(self, model: Model, now: float, priority: int = 0) -> Call:
-        """Add a caller."""
-        call = Call(now, now - priority * self._hold_seconds)
-        model.calls.append(call)
-        return call
-
-    def withdraw(self, model: Model, call: Call) -> None:
-        """Remove a caller that waits no longer."""
-        model.calls.remove(call)
 
     def release(self, model: Model, now: float) -> None:
         """Remove a user."""
@@ -152,14 +139,14 @@ class Policy:
 
     # What to do.
 
-    def decide(self, now: float, limit: int | None = None) -> Decision:
+    def decide(self, now: float, limit: int | None = None) -> Decision[M]:
         """Return what to do next.
 
         Args:
             now: The time, in seconds.
             limit: Most bytes of the device for now; None: `device_bytes`.
         """
-        decision = Decision()
+        decision: Decision[M] = Decision()
         limit = self.device_bytes if limit is None else min(limit, self.device_bytes)
         closed = self._make_room(now, limit, decision)
         for model in self.models:
@@ -174,7 +161,7 @@ class Policy:
                 decision.grant.append((model, self._grant(model, now)))
         return decision
 
-    def _make_room(self, now: float, limit: int, decision: Decision) -> list[Model]:
+    def _make_room(self, now: float, limit: int, decision: Decision[M]) -> list[M]:
         """Decide on loads and evictions, the first caller's first; return models that get no further users now."""
         free = limit - self.held_bytes
         coming = sum(model.held_bytes for model in self.models if model.state == "evicting")
@@ -185,7 +172,7 @@ class Policy:
                 model.state = "measuring"
                 decision.measure.append(model)
                 continue
-            if model.nbytes > limit - self._fixed_bytes():
+            if model.nbytes > limit - self.fixed_bytes:
                 decision.refuse.append(model)
                 continue
             if num_loads == self._max_loads:  # until then all other models can be used
@@ -205,7 +192,7 @@ class Policy:
             if victims is None and not is_due:
                 may_evict = False  # models that fit beside it are loaded meanwhile
                 continue
-            closed: list[Model] = []
+            closed: list[M] = []
             if victims is None:
                 victims = idle
                 missing -= sum(one.held_bytes for one in idle)
@@ -222,18 +209,21 @@ class Policy:
             num_loads += 1
         return []
 
-    def _waited_for(self) -> Iterator[Model]:
+    def _waited_for(self) -> list[M]:
         """Return the models that are not on the device and have callers, the first caller's first."""
         waiting = [model for model in self.models if model.calls and model.state == "absent" and not model.wants_update]
-        return iter(sorted(waiting, key=lambda model: model.rank))
+        return sorted(
+            waiting, key=lambda model: min(one.called - one.priority * self._hold_seconds for one in model.calls)
+        )
 
-    def _evictable(self) -> list[Model]:
+    def _evictable(self) -> list[M]:
         """Return the models that may be evicted when they have no users: without callers, least recently used first."""
         found = [one for one in self.models if one.state == "resident" and not one.pinned and not one.wants_update]
         return sorted(found, key=lambda one: (bool(one.calls), one.used))
 
-    def _fixed_bytes(self) -> int:
-        """Return how many bytes no eviction makes free."""
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the device that no eviction makes free."""
         return self.leftover_bytes + sum(model.held_bytes for model in self.models if model.pinned)
 
     def _grant(self, model: Model, now: float) -> list[Call]:
@@ -243,7 +233,7 @@ class Policy:
         return calls
 
 
-def _enough(models: list[Model], nbytes: int) -> list[Model] | None:
+def _enough(models: list[M], nbytes: int) -> list[M] | None:
     """Return the first of the models that have so many bytes; None if all of them have fewer."""
     found = []
     for model in models:

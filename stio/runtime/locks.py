@@ -7,7 +7,8 @@ handlers) is called while the thread holds none of these locks.
 between any two steps, call stio again, and wait for a thread of stio. If the interrupted thread held a lock that the
 other one needs, both would wait for ever. So callers' threads (all code that runs before the first wait of a public
 function, a cancel, a finaliser, `stio.stats()`) change shared state by steps that the interpreter does not interrupt:
-one assignment, `append` and `pop` of a list, `setdefault` and `pop` of a dict. They wake threads by `Condition.wake`,
+one assignment, `append` and `pop` of a list, `setdefault` and `pop` of a dict (ARCHITECTURE.md, "Without the GIL", says
+which of these arguments hold there). They wake threads by `Condition.wake`,
 which needs no lock. Locks are for stio's own threads. A `Saver` has one for callers' threads, which no thread of stio
 takes; it is re-entrant.
 

@@ -30,7 +30,7 @@ from stio.runtime.control_groups import address_space_left, available_bytes, roo
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, HUGE_PAGE_BYTES
 
 _SHORT_BYTES = 1 << 20
-"""A copy shorter than this keeps the GIL: it takes 80 microseconds at most, and to acquire the GIL again up to 5 ms."""
+"""A copy shorter than this keeps the GIL (see `quick_libc`): it takes 80 microseconds at most."""
 
 UNCHECKED_BYTES = 16 << 20
 """Up to this size the memory that is left is not examined: that takes 50 microseconds."""

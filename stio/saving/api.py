@@ -23,6 +23,7 @@ from stio.format.shared import SharedPolicy
 from stio.runtime import memory
 from stio.runtime.blocking import runs_blocking
 from stio.runtime.hashing import HashName
+from stio.runtime.keywords import described_by
 from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
@@ -123,6 +124,7 @@ async def save(
     return await PendingSave(tensors, destination, options, budget_bytes=budget_bytes).complete()
 
 
+@described_by(save)
 class Saver:
     """Saves with a caller that waits only for the snapshot: writing and committing continue in the background.
 
@@ -133,7 +135,8 @@ class Saver:
 
     The failure of a save that was not awaited is raised by the next `save`, or on leaving the block. Leaving the block
     waits for the saves that are under way, also after an exception; after a cancel it rolls them back, except one whose
-    commit has begun. Staging memory is reused, and returned to the system at the end.
+    commit has begun. Staging memory is reused, and returned to the system at the end. Keywords of a save that are given
+    to the saver are defaults, which a save may replace.
 
     Args:
         keep_last: Number of steps to keep; None: all. Older steps of this saver are deleted once this many newer ones
@@ -149,22 +152,11 @@ class Saver:
             runs saved stays.
         max_pending: Most saves under way at one time. Each holds its own snapshot.
         when_full: What `save` does when so many are under way: wait for the oldest, or raise `SaveInProgressError`.
-        budget_bytes: Most bytes of staging memory, see `stio.save`. None: as many as the snapshots take, so that a save
-            is staged at the speed of memory. Of tensors on a device staging memory is pinned, which cannot be swapped:
-            None then means at most half of the host's memory that is free. A snapshot that is larger is written while
-            it is staged, and `save` returns when its last part was copied.
-        max_shard_size: Default for `save`; see `stio.save`.
-        metadata: Default for `save`; see `stio.save`.
-        filename_pattern: Default for `save`; see `stio.save`.
-        shared: Default for `save`; see `stio.save`.
-        shard_names: Default for `save`; see `stio.save`.
-        commit: Default for `save`; see `stio.save`.
-        durability: Default for `save`; see `stio.save`.
-        hash: Default for `save`; see `stio.save`.
-        lock_timeout: Default for `save`; see `stio.save`.
-        progress: Default for `save`; see `stio.save`.
-        trace: Default for `save`; see `stio.save`.
-        switch_interval: Default for `save`; see `stio.save`.
+        budget_bytes: Most bytes of staging memory: a number, or text such as `"2GB"`. None: as many as the snapshots
+            take, so that a save is staged at the speed of memory. Of tensors on a device staging memory is pinned,
+            which cannot be swapped: None then means at most half of the host's memory that is free. A snapshot that is
+            larger is written while it is staged, and `save` returns when its last part was copied.
+        ...: The other arguments are those of `stio.save`.
     """
 
     def __init__(
@@ -218,6 +210,7 @@ class Saver:
         """Saves under way, the oldest first."""
         return tuple(save for save in self._saves.copy() if save.started and not save.done())
 
+    @described_by(save)
     async def save(
         self,
         tensors: TensorsLike,
@@ -238,23 +231,12 @@ class Saver:
     ) -> PendingSave:
         """Begin a save; return once its snapshot is complete, and the tensors may change.
 
-        A cancel of this call rolls the save back, unless its commit has begun.
+        A cancel of this call rolls the save back, unless its commit has begun. Keywords that are not given have the
+        values of the saver.
 
         Args:
             tensors: See `stio.save`. Do not free or shrink their memory before this call has returned.
-            destination: See `stio.save`.
-            max_shard_size: See `stio.save`; by default the saver's own.
-            metadata: See `stio.save`; by default the saver's own.
-            filename_pattern: See `stio.save`; by default the saver's own.
-            shared: See `stio.save`; by default the saver's own.
-            shard_names: See `stio.save`; by default the saver's own.
-            commit: See `stio.save`; by default the saver's own.
-            durability: See `stio.save`; by default the saver's own.
-            hash: See `stio.save`; by default the saver's own.
-            lock_timeout: See `stio.save`; by default the saver's own.
-            progress: See `stio.save`; by default the saver's own.
-            trace: See `stio.save`; by default the saver's own.
-            switch_interval: See `stio.save`; by default the saver's own.
+            ...: The other arguments are those of `stio.save`.
 
         Raises:
             SaveInProgressError: As many saves as allowed are under way, and `when_full="error"`; or a thread of a save
@@ -265,6 +247,7 @@ class Saver:
         make_options = partial(self._options.with_changes, **options_in(locals()))
         return await self._save(tensors, destination, make_options)
 
+    @described_by(save)
     async def save_state(
         self,
         state: object,
@@ -285,21 +268,11 @@ class Saver:
     ) -> PendingSave:
         """Begin to save nested state; return once its snapshot is complete, and all of it may change.
 
+        Keywords that are not given have the values of the saver.
+
         Args:
-            state: See `stio.save_state`.
-            destination: See `stio.save`.
-            max_shard_size: See `stio.save`; by default the saver's own.
-            metadata: See `stio.save`; by default the saver's own.
-            filename_pattern: See `stio.save`; by default the saver's own.
-            shared: See `stio.save`; by default the saver's own.
-            shard_names: See `stio.save`; by default the saver's own.
-            commit: See `stio.save`; by default the saver's own.
-            durability: See `stio.save`; by default the saver's own.
-            hash: See `stio.save`; by default the saver's own.
-            lock_timeout: See `stio.save`; by default the saver's own.
-            progress: See `stio.save`; by default the saver's own.
-            trace: See `stio.save`; by default the saver's own.
-            switch_interval: See `stio.save`; by default the saver's own.
+            state: The nested state; see `stio.save_state`.
+            ...: The other arguments are those of `stio.save`.
 
         Raises:
             StioError: See `save`.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
+from itertools import starmap
 
 import numpy as np
 import pytest
@@ -30,7 +32,9 @@ INTEGERS = {
 
 
 def differences(dtype: str, a: bytes, b: bytes, tolerance: float | None = None) -> Difference:
-    return cli_numbers.differences(dtype, a, dtype, b, tolerance)
+    return reduce(
+        Difference.merge, starmap(Difference, cli_numbers.differences(dtype, a, dtype, b, tolerance)), Difference()
+    )
 
 
 def data(values: torch.Tensor) -> bytes:

@@ -43,7 +43,8 @@ class History:
         return model
 
     def call(self, model: Model, use: float, *, priority: int = 0, leaves_after: float | None = None) -> Call:
-        call = self.policy.call(model, self.now, priority)
+        call = Call(self.now, priority)
+        model.calls.append(call)
         self.uses[call] = use
         if leaves_after is not None:
             self.at(leaves_after, lambda: self.leave(model, call))
@@ -51,7 +52,7 @@ class History:
 
     def leave(self, model: Model, call: Call) -> None:
         if call in model.calls:
-            self.policy.withdraw(model, call)
+            model.calls.remove(call)
             self.outcomes[call] = "left"
 
     def granted(self, model: Model, calls: list[Call]) -> None:
@@ -201,7 +202,7 @@ def test_room_is_made_for_as_many_models_as_are_loaded_at_one_time() -> None:
     new = [Model("c", nbytes=50), Model("d", nbytes=50), Model("e")]
     policy.models += old + new
     for model in new:
-        policy.call(model, 0.0)
+        model.calls.append(Call(0.0))
     decision = policy.decide(0.1)
     assert decision.evict == [old[0]] and decision.measure == [new[2]]
     assert not policy.decide(0.2).evict
@@ -219,8 +220,8 @@ def test_a_model_with_callers_is_evicted_after_those_without() -> None:
     idle = Model("idle", nbytes=50, state="resident", used=2.0)
     new = Model("new", nbytes=50)
     policy.models += [wanted, idle, new]
-    policy.call(new, 0.0)
-    policy.call(wanted, 5.0)
+    new.calls.append(Call(0.0))
+    wanted.calls.append(Call(5.0))
     decision = policy.decide(5.0)
     assert decision.evict == [idle]
     assert [model for model, _ in decision.grant] == [wanted]
@@ -241,11 +242,11 @@ def test_a_load_that_nobody_waits_for_is_cancelled() -> None:
     policy = Policy(100, hold_seconds=1.0, max_loads=1)
     model = Model("a", nbytes=10)
     policy.models.append(model)
-    first, second = policy.call(model, 0.0), policy.call(model, 0.0)
+    first, second = model.calls = [Call(0.0), Call(0.0)]
     assert policy.decide(0.0).load == [model]
-    policy.withdraw(model, first)
+    model.calls.remove(first)
     assert not policy.decide(0.1).cancel
-    policy.withdraw(model, second)
+    model.calls.remove(second)
     assert policy.decide(0.2).cancel == [model]
     assert policy.failed(model) == []
 
@@ -254,7 +255,7 @@ def test_a_smaller_limit_evicts_and_refuses() -> None:
     policy = Policy(100, hold_seconds=1.0, max_loads=1)
     a, b = Model("a", nbytes=40, state="resident"), Model("b", nbytes=40)
     policy.models += [a, b]
-    policy.call(b, 0.0)
+    b.calls.append(Call(0.0))
     assert policy.decide(0.0, 60).evict == [a]
     policy.evicted(a)
     assert policy.decide(0.0, 30).refuse == [b]
@@ -268,7 +269,7 @@ def test_an_update_waits_for_users_and_callers_wait_for_it() -> None:
     policy = Policy(100, hold_seconds=1.0, max_loads=1)
     model = Model("a", nbytes=40, state="resident", num_users=1, wants_update=True)
     policy.models.append(model)
-    policy.call(model, 0.0)
+    model.calls.append(Call(0.0))
     decision = policy.decide(0.0)
     assert not decision.grant and not decision.update
     policy.release(model, 1.0)

@@ -356,7 +356,7 @@ async def test_callers_in_a_block_keep_the_old_weights(files: list[Path]) -> Non
 
         async with pool.use("0") as tensors:
             tasks.start_soon(update)
-            assert await eventually_async(lambda: pool._entries["0"].model.wants_update)
+            assert await eventually_async(lambda: pool._entries["0"].wants_update)
             tasks.start_soon(use)
             await anyio.sleep(0.1)
             assert value_of(tensors) == 0.0 and not later
@@ -506,22 +506,30 @@ async def test_a_use_that_was_interrupted_before_its_block_ends(files: list[Path
 
 
 def test_a_caller_that_leaves_while_it_gets_an_error_gives_back_nothing() -> None:
-    from stio.pool import api
+    from stio.pool.thread import Caller
 
     left: list[bool] = []
+
+    class Thread:
+        left = None
+
+        def post(self, what: object, caller: Caller, is_served: bool) -> None:
+            left.append(is_served)
 
     class Racing(dict[str, str]):
         def setdefault(self, key: str, value: str) -> str:  # type: ignore[override]
             found = super().setdefault(key, value)
             if value == "served":
-                caller.leave(left.append)  # between the decision and what follows it
+                caller.leave()  # between the decision and what follows it
             return found
 
-    caller = api._Caller()
+    thread: Any = Thread()
+    entry: Any = None
+    caller = Caller(thread, entry)
     caller._decided = Racing()
     caller.end(error=ValueError("no load"))
     assert left == []
-    caller = api._Caller()
+    caller = Caller(thread, entry)
     caller._decided = Racing()
     caller.end({"w": 1})
     assert left == [True] and caller.take() is None
@@ -536,7 +544,7 @@ async def test_an_error_of_the_pool_s_own_thread_reaches_its_callers(
         def fail(*_: Any) -> Any:
             raise RuntimeError("this is a mistake")
 
-        monkeypatch.setattr(pool._policy, "decide", fail)
+        monkeypatch.setattr(pool._thread.policy, "decide", fail)
         with pytest.raises(RuntimeError, match="this is a mistake"):
             async with pool.use("0"):
                 pass

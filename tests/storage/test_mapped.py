@@ -12,7 +12,6 @@ from support import needs_engine
 from stio.errors import StorageError, TruncatedError
 from stio.storage.local import LocalFile, MappedFile, open_file
 
-
 DATA = random.Random(2).randbytes(3_000_001)
 
 

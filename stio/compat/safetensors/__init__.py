@@ -5,7 +5,7 @@ Reading runs in the caller's thread. It maps the file and copies nothing, or rea
 
 `_open` has `safe_open`; `_file` has the open file, the base class of a framework, and the check of indices; `_arrays`
 (numpy), `_tensors` (torch) and `_accelerator` (torch on a device) are the frameworks. `_prefetch` reads declared
-tensors in the background, `_serialize` has raw tensors without torch, `torch` the saves and shared memory, `_errors`
+tensors in the background, `_specs` and `_serialize` have raw tensors without torch, `torch` the saves and shared memory, `_errors`
 the original's errors, `_installed` the objects of `stio.compat.install`. `numpy` works without torch, and only a load
 to a device and a prefetch import stio's loads.
 """
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from stio.compat.safetensors._errors import SafetensorError
 from stio.compat.safetensors._open import PySafeSlice, TensorMeta, _safe_open_handle, safe_open
-from stio.compat.safetensors._serialize import TensorSpec, deserialize, serialize, serialize_file
+from stio.compat.safetensors._serialize import deserialize, serialize, serialize_file
+from stio.compat.safetensors._specs import TensorSpec
 
 if TYPE_CHECKING:
     from stio.compat.safetensors._prefetch import PrefetchLoader as PrefetchLoader

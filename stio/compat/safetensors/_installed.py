@@ -20,6 +20,7 @@ from stio.compat.safetensors import _open, _serialize
 from stio.compat.safetensors import numpy as numpy_names
 from stio.compat.safetensors import torch as torch_names
 from stio.compat.safetensors._errors import SafetensorError
+from stio.compat.safetensors._specs import TensorSpec
 from stio.format.dtypes import LIBRARY_NAMES
 
 originals: dict[str, Any] = {}
@@ -148,24 +149,20 @@ def _specs(tensor_dict: Any, buffers: list[Any]) -> Any:
     return specs
 
 
-def _spec_of_dict(name: str, value: dict[str, Any], buffers: list[Any]) -> _serialize.TensorSpec:
+def _spec_of_dict(name: str, value: dict[str, Any], buffers: list[Any]) -> TensorSpec:
     missing = [key for key in ("dtype", "shape", "data") if key not in value]
     if missing:
         raise SafetensorError(f"Missing `{missing[0]}` in tensor {name!r}")
     buffer = np.frombuffer(value["data"], np.uint8)
     buffers.append(buffer)
-    return _serialize.TensorSpec(
-        dtype=value["dtype"], shape=value["shape"], data_ptr=buffer.ctypes.data, data_len=buffer.nbytes
-    )
+    return TensorSpec(dtype=value["dtype"], shape=value["shape"], data_ptr=buffer.ctypes.data, data_len=buffer.nbytes)
 
 
-def _spec_of_original(value: Any) -> _serialize.TensorSpec:
+def _spec_of_original(value: Any) -> TensorSpec:
     shape = list(value.shape)
     if value.dtype == "F4" and shape:
         shape[-1] //= 2  # the constructor takes pairs
-    return _serialize.TensorSpec(
-        dtype=LIBRARY_NAMES[value.dtype], shape=shape, data_ptr=value.data_ptr, data_len=value.data_len
-    )
+    return TensorSpec(dtype=LIBRARY_NAMES[value.dtype], shape=shape, data_ptr=value.data_ptr, data_len=value.data_len)
 
 
 def _own(function: Callable[..., Any], module: str) -> Any:

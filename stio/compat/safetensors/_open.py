@@ -57,8 +57,9 @@ def _framework(name: object, device: str | int) -> Callable[[], Framework]:
         raise SafetensorError(f"framework {name} is not supported here: open the file for 'np', and convert")
     if kind == "numpy":
         return lambda: Arrays(device)
-    module, kind = ("_tensors", "Tensors") if device == "cpu" else ("_accelerator", "AcceleratorTensors")
-    return lambda: cast(Framework, getattr(import_module(f"stio.compat.safetensors.{module}"), kind)(device))
+    if device == "cpu":
+        return lambda: cast(Framework, import_module("stio.compat.safetensors._tensors").Tensors(device))
+    return lambda: cast(Framework, import_module("stio.compat.safetensors._accelerator").AcceleratorTensors(device))
 
 
 def is_left_to_original(framework: object) -> bool:

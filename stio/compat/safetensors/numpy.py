@@ -14,7 +14,8 @@ import numpy as np
 
 from stio.compat.safetensors._arrays import NUMPY_TYPES, numpy_dtype
 from stio.compat.safetensors._open import safe_open
-from stio.compat.safetensors._serialize import TensorSpec, deserialize, serialize, serialize_file
+from stio.compat.safetensors._serialize import deserialize, serialize, serialize_file
+from stio.compat.safetensors._specs import TensorSpec
 
 __all__ = ["load", "load_file", "save", "save_file"]
 

@@ -27,15 +27,8 @@ import torch
 from stio.compat.safetensors._errors import SafetensorError, reading, saving
 from stio.compat.safetensors._file import copied
 from stio.compat.safetensors._open import path_of, safe_open
-from stio.compat.safetensors._serialize import (
-    TensorSpec,
-    checked_metadata,
-    checked_name,
-    header_for,
-    new_bytes,
-    parsed,
-    unknown_dtype,
-)
+from stio.compat.safetensors._serialize import header_for, new_bytes, parsed
+from stio.compat.safetensors._specs import TensorSpec, checked_metadata, checked_name, unknown_dtype
 from stio.compat.safetensors._tensors import Tensors
 from stio.device.copy_out import copy_out
 from stio.device.describe import describe_tensors

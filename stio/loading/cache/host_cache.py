@@ -21,6 +21,7 @@ from stio.device.base import current_device, resolve_device, with_current_index
 from stio.device.cuda import TorchAccelerator, has_streams
 from stio.device.pinned import is_pinned
 from stio.format.naming import is_index
+from stio.loading.api import load
 from stio.loading.body import fetch_all, open_with_options
 from stio.loading.cache.entries import (
     SEGMENT_BYTES,
@@ -34,6 +35,7 @@ from stio.loading.cache.entries import (
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.prepare import prepare_prefetch
 from stio.runtime import memory
+from stio.runtime.keywords import described_by
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
@@ -142,6 +144,7 @@ class HostCache:
         # By id: a `WeakSet` cannot be listed while another thread adds to it.
         self._operations: weakref.WeakValueDictionary[int, Operation[Any]] = weakref.WeakValueDictionary()
 
+    @described_by(load)
     async def prefetch(
         self,
         source: SourceLike,
@@ -155,12 +158,7 @@ class HostCache:
         """Read all files of a checkpoint into the cache. After a cancel the parts that were read stay in the cache.
 
         Args:
-            source: See `stio.load`.
-            strict: See `stio.load`.
-            limits: See `stio.load`.
-            follow_symlinks: See `stio.load`.
-            progress: See `stio.load`.
-            trace: See `stio.load`.
+            ...: The other arguments are those of `stio.load`.
 
         Raises:
             NoSpaceError: The checkpoint is larger than the budget, or than the part that loads under way do not use.

@@ -20,8 +20,9 @@ from torch import nn
 from stio.device.base import LoadedGroup, Placement, current_streams, resolve_placement
 from stio.device.tensors import DtypeLike
 from stio.errors import ClosedError
+from stio.loading.api import load
 from stio.loading.body import gather, open_with_options, verify
-from stio.loading.module import ModuleTarget
+from stio.loading.module import LoadReport, ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.target import LoadReport
@@ -35,6 +36,7 @@ from stio.loading.warm_start.load import (
     restore_ended,
 )
 from stio.runtime.blocking import runs_blocking
+from stio.runtime.keywords import described_by
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import collection_paused
@@ -43,6 +45,7 @@ from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace, shown
 
 
+@described_by(load)
 def warm_start(
     module: nn.Module,
     source: SourceLike,
@@ -80,21 +83,13 @@ def warm_start(
     Args:
         module: Its parameters are on `meta`, except for those that the checkpoint does not hold. Inside the block all
             buffers are real and on the device, so the checkpoint must hold those that are on `meta`.
-        source: See `stio.load`.
         order: Names of parameters or submodules in the order in which a forward uses them. None: the module's order.
-        device: Device of the parameters, a single one; see `stio.load`.
-        dtype: Cast floating parameters to it, see `stio.load`. None: the module's dtypes.
-        memory: See `stio.load`.
-        budget_bytes: See `stio.load`.
+        device: Device of the parameters, a single one: an argument of `torch.device`, or `"auto"`.
+        dtype: Cast floating parameters to it: a dtype of torch, or its name in torch or in the format. None: the
+            module's dtypes.
         strict: Module and checkpoint must hold the same names. With False, parameters that the checkpoint lacks may
             not be used before `done()`, and are on `meta` after it.
-        limits: See `stio.load`.
-        verify: See `stio.load`.
-        follow_symlinks: See `stio.load`.
-        progress: See `stio.load`.
-        cache: See `stio.load`.
-        trace: See `stio.load`.
-        switch_interval: See `stio.load`.
+        ...: The other arguments are those of `stio.load`.
 
     Raises:
         ValueError: On entering the block: `device=` names more than one device.
