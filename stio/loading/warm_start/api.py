@@ -22,7 +22,7 @@ from stio.device.tensors import DtypeLike
 from stio.errors import ClosedError
 from stio.loading.api import load
 from stio.loading.body import gather, open_with_options, verify
-from stio.loading.module import LoadReport, ModuleTarget
+from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.target import LoadReport
