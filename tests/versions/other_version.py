@@ -17,9 +17,6 @@ from typing import Any
 
 Answer = dict[str, Any]
 
-directories: dict[str, int] = {}
-"""Directories whose lock is held, with their descriptors."""
-
 files: dict[str, int] = {}
 """Directories whose lock file is locked, with the descriptors of those files."""
 
@@ -37,21 +34,11 @@ def try_lock(fd: int) -> bool:
     return True
 
 
-def take_directory(path: str) -> Answer:
-    """Take the lock that a save holds while it publishes, and a clean-up while it finishes or undoes a save."""
-    # 2. In 0.1.0.dev0 it is on the directory itself: no lock file, nothing is left behind. Of a checkpoint's directory
-    #    that is there it is that directory; of a single file the one that holds it. A first save into a directory that
-    #    is not there takes none: its commit is a rename that fails where something has the name (RENAME_NOREPLACE).
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    if not try_lock(fd):
-        os.close(fd)
-        return {"taken": False}
-    directories[path] = fd
-    return {"taken": True}
-
-
 def take_lock_file(path: str) -> Answer:
-    """Take the lock that versions after 0.1.0.dev0 hold in the same cases."""
+    """Take the lock that a save holds while it publishes, and a clean-up while it finishes or undoes a save."""
+    # 2. Of a checkpoint's directory that is there it is that directory's; of a single file that of the one that holds
+    #    it. A first save into a directory that is not there takes none: its commit is a rename that fails where
+    #    something has the name (RENAME_NOREPLACE).
     # It is on the file `.stio-lock` in that directory, whose maker writes into it which process it is. The owner removes
     # the file before it releases the lock, so the next one checks that the name is still that of the locked file.
     name = os.path.join(path, ".stio-lock")
@@ -67,11 +54,6 @@ def take_lock_file(path: str) -> Answer:
 def drop_lock_file(path: str) -> Answer:
     os.unlink(os.path.join(path, ".stio-lock"))
     os.close(files.pop(path))
-    return {}
-
-
-def drop_directory(path: str) -> Answer:
-    os.close(directories.pop(path))
     return {}
 
 
@@ -109,22 +91,14 @@ def try_staging(path: str) -> Answer:
         os.close(fd)
 
 
-def try_directory(path: str) -> Answer:
-    """Ask for the lock of a directory; let it go at once."""
-    answer = take_directory(path)
-    if answer["taken"]:
-        drop_directory(path)
-    return answer
-
-
 def publish(path: str, files: dict[str, str]) -> Answer:
     """Put files into a directory as a save does: all under the directory's lock, the last one is the commit."""
     # 7. Each file is renamed into its place; the index comes last.
-    answer = take_directory(path)
+    answer = take_lock_file(path)
     if answer["taken"]:
         for name, source in files.items():
             os.rename(source, os.path.join(path, name))
-        drop_directory(path)
+        drop_lock_file(path)
     return answer
 
 
@@ -135,7 +109,7 @@ def make_directory(path: str, source: str) -> Answer:
 
 
 def drop_all() -> Answer:
-    for held in (directories, files, locks):
+    for held in (files, locks):
         while held:
             os.close(held.popitem()[1])
     return {}
@@ -146,14 +120,11 @@ def main() -> None:
     calls: dict[str, Callable[..., Answer]] = {
         call.__name__: call
         for call in (
-            take_directory,
-            drop_directory,
             take_lock_file,
             drop_lock_file,
             drop_all,
             stage,
             try_staging,
-            try_directory,
             publish,
             make_directory,
         )

@@ -185,31 +185,19 @@ class Saving:
             raise self.error
 
 
-# The other version holds a lock: the directory's own as 0.1.0.dev0 does, or the lock file.
+# The other version holds the lock of the directory.
 
 
-LOCKS = ["directory", "lock_file"]
-
-
-@pytest.mark.parametrize("lock", LOCKS)
-def test_a_save_waits_while_another_version_publishes(place: Place, other: OtherVersion, lock: str) -> None:
+def test_a_save_waits_while_another_version_publishes(place: Place, other: OtherVersion) -> None:
     """It changes nothing that is seen and loses nothing; then it goes on."""
     before = listing(place.root)
-    assert other(f"take_{lock}", path=place.home)["taken"]
+    assert other("take_lock_file", path=place.home)["taken"]
     saving = Saving(place.path, place.keywords)
     assert eventually(lambda: bool(place.staging()))
     assert not eventually(saving.done, A_WHILE), f"it did not wait: {saving.error!r}"
     assert [name for name in listing(place.root) if "/.stio-" not in f"/{name}"] == before
     assert found_by("load", place.path) == describe_tensors(tensors_of(OLD))
-    other(f"drop_{lock}", path=place.home)
-    saving.result()
-    place.require(NEW)
-
-
-def test_the_lock_of_the_directory_itself_is_waited_for_shortly(place: Place, other: OtherVersion) -> None:
-    """A user who may only read can hold it for ever. What stands there is compared in any case."""
-    assert other("take_directory", path=place.home)["taken"]
-    saving = Saving(place.path, place.keywords)
+    other("drop_lock_file", path=place.home)
     saving.result()
     place.require(NEW)
 
@@ -228,18 +216,17 @@ def test_a_save_that_has_waited_a_minute_refuses(
     place.require(OLD)
 
 
-@pytest.mark.parametrize("lock", LOCKS)
-def test_the_command_waits_while_another_version_publishes(tmp_path: Path, other: OtherVersion, lock: str) -> None:
+def test_the_command_waits_while_another_version_publishes(tmp_path: Path, other: OtherVersion) -> None:
     root = unpack(archive.FILES / NEWEST / "files-one-replaced.tar.xz", tmp_path)
     before = listing(root)
-    assert other(f"take_{lock}", path=root / "model")["taken"]
-    before += ["model/.stio-lock"] if lock == "lock_file" else []
+    assert other("take_lock_file", path=root / "model")["taken"]
+    before += ["model/.stio-lock"]
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(look.collect(root / "model", root)), daemon=True)
     thread.start()
     assert not eventually(lambda: bool(found), A_WHILE)
     assert listing(root) == sorted(before)
-    other(f"drop_{lock}", path=root / "model")
+    other("drop_lock_file", path=root / "model")
     thread.join(BOUND)
     assert found == [{"finished": ["model/.stio-b000000001"]}]
 
@@ -303,7 +290,7 @@ def test_another_version_finds_a_save_under_way_taken(place: Place, other: Other
     with held_while_staging(place.path, place.keywords) as saving:
         (staging,) = place.staging()
         require_owned(staging, other)
-        assert other("try_directory", path=place.home)["taken"]
+        assert not (Path(place.home) / ".stio-lock").exists()
     saving.result()
     place.require(NEW)
 
@@ -344,18 +331,17 @@ def stopped_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], thre
 
 
 def test_another_version_finds_a_commit_taken(place: Place, other: OtherVersion, stopped_at: Any) -> None:
-    """While files are renamed both locks are held."""
+    """While files are renamed."""
     reached = stopped_at(place.last)
     saving = Saving(place.path, place.keywords)
     assert reached.wait(BOUND), "the commit's rename goes by another function of os; let this test stop that one"
     (staging,) = place.staging()
     require_owned(staging, other)
-    assert not other("try_directory", path=place.home)["taken"]
     assert not other("take_lock_file", path=place.home)["taken"]
     stopped_at.go_on()
     saving.result()
     place.require(NEW)
-    assert other("try_directory", path=place.home)["taken"], "it is given back"
+    assert not (Path(place.home) / ".stio-lock").exists(), "it is given back"
 
 
 def form(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """Lock files, and the lock of a directory that saves and recovery change: held while they change it, and only then.
 
 A lock file (`FileLock`) is locked by `flock`. Its owner removes it before it releases the lock, so a file that a crash
-left is free: the next owner of the lock takes and removes it. `stio pull` and `DiskCache` have such files too.
+left is free: the next owner of the lock takes and removes it. `stio pull` and `DiskCache` have such files too. The
+lock of a staging directory is one that stays.
 
 The lock of a directory is the file `.stio-lock` in it. Its mode, or its access control list, follows from the
 directory's: the users that may write the directory may open the file. Other users cannot hold the lock. In a sticky
@@ -160,10 +161,11 @@ class FileLock:
     Args:
         name: Name of the lock file.
         dir_fd: Its directory; the caller keeps it open.
+        stays: The file is removed with its directory. Then it may be needed where there are no locks: it has the owner.
     """
 
-    def __init__(self, name: str, dir_fd: int) -> None:
-        self.name, self._dir_fd = name, dir_fd
+    def __init__(self, name: str, dir_fd: int, *, stays: bool = False) -> None:
+        self.name, self._dir_fd, self._stays = name, dir_fd, stays
         self._fd = -1
         self.owner: str | None = None
         """Description of the process that holds it, as far as it is known."""
@@ -181,10 +183,10 @@ class FileLock:
         taken: bool | None = False
         try:
             taken = calls.try_lock(fd)
-            if taken is None:
+            if taken is None and not self._stays:
                 calls.unlink(self.name, dir_fd=self._dir_fd)  # it has no use where there are no locks
                 raise NoLocksError("the filesystem has no locks")
-            if taken and is_same(self._dir_fd, self.name, fd):
+            if taken is not False and is_same(self._dir_fd, self.name, fd):
                 self._fd = fd
                 with suppress(OSError):  # it is for messages only
                     calls.write_bytes(fd, owner_record().ljust(_OWNER_BYTES), 0)
@@ -208,7 +210,7 @@ class FileLock:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             with suppress(OSError):
-                if is_same(self._dir_fd, self.name, fd):
+                if not self._stays and is_same(self._dir_fd, self.name, fd):
                     calls.unlink(self.name, dir_fd=self._dir_fd)
             calls.unlock(fd)
             calls.close(fd)

@@ -12,6 +12,7 @@ import errno
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 
 from stio.errors import CommitUncertainError, ConcurrentSaveError, StorageError
 from stio.storage.base import Identity, Note
@@ -45,38 +46,30 @@ _UNREADABLE = (
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
 
 
+@dataclass(kw_only=True)
 class Publication:
-    """The commit of one transaction. Its files are complete and durable, and it holds the lock that the plan needs.
+    """The commit of one transaction. Its files are complete and durable, and it holds the lock that the plan needs."""
 
-    Args:
-        target: The destination.
-        home_fd: `target.home`, open; owned by the transaction.
-        staging: The staging directory with the new files.
-        plan: Their names, the files that they replace, and the step that commits.
-        durable: Whether anything is synced.
-        parents: The parents of the destination that were made for this save.
-        lock: Holds that lock; closed early where a directory is replaced.
-    """
-
-    def __init__(
-        self,
-        target: SaveTarget,
-        home_fd: int,
-        staging: StagingDirectory,
-        plan: CommitPlan,
-        *,
-        durable: bool,
-        parents: Mapping[str, DirectoryIdentity],
-        lock: ExitStack,
-    ) -> None:
-        self._target, self._home_fd, self._staging, self._plan = target, home_fd, staging, plan
-        self._durable, self._parents, self._lock = durable, parents, lock
-        self.written = WrittenFiles()
-        """What was published."""
-        self.needs_recovery = False
-        """Whether the staging directory must stay: recovery reads it."""
-        self.cleanup_error: OSError | None = None
-        """Why cleaning up failed after the commit, or after a commit that failed."""
+    target: SaveTarget
+    """The destination."""
+    home_fd: int
+    """`target.home`, open; owned by the transaction."""
+    staging: StagingDirectory
+    """The staging directory with the new files."""
+    plan: CommitPlan
+    """Their names, the files that they replace, and the step that commits."""
+    durable: bool
+    """Whether anything is synced."""
+    parents: Mapping[str, DirectoryIdentity]
+    """The parents of the destination that were made for this save."""
+    lock: ExitStack
+    """Holds that lock; closed early where a directory is replaced."""
+    written: WrittenFiles = field(default_factory=WrittenFiles)
+    """What was published."""
+    needs_recovery: bool = False
+    """Whether the staging directory must stay: recovery reads it."""
+    cleanup_error: OSError | None = None
+    """Why cleaning up failed after the commit, or after a commit that failed."""
 
     def publish(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Publish the files by the step of the plan; see `Transaction.commit`.
@@ -86,27 +79,27 @@ class Publication:
             CommitUncertainError: See `LocalTransaction.commit`.
             OSError: The operating system reported an error; the old checkpoint is unchanged.
         """
-        if self._plan.commit == "directory":
+        if self.plan.commit == "directory":
             self._publish_directory(index, notes)
-        elif self._plan.commit == "replacement":
+        elif self.plan.commit == "replacement":
             self._replace_directory()
         else:
             self._publish_files(index, notes)
 
     def _publish_directory(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Write index and notes into a fresh directory, and rename it."""
-        files_fd, name = self._staging.files_fd, self._target.name
-        for file, data in ((self._plan.index, index), *((note.name, note.after) for note in notes)):
+        files_fd, name = self.staging.files_fd, self.target.name
+        for file, data in ((self.plan.index, index), *((note.name, note.after) for note in notes)):
             if file is not None and data is not None:
-                write_small(files_fd, file, data, durable=self._durable)
+                write_small(files_fd, file, data, durable=self.durable)
         self._sync(files_fd)
         written = self._surveyed()
         try:
-            calls.rename_new(FILES_NAME, name, source_fd=self._staging.fd, target_fd=self._home_fd, is_directory=True)
+            calls.rename_new(FILES_NAME, name, source_fd=self.staging.fd, target_fd=self.home_fd, is_directory=True)
         except OSError as error:
             if error.errno in _TAKEN:
                 raise self._conflict() from error
-            if is_same(self._home_fd, name, files_fd):
+            if is_same(self.home_fd, name, files_fd):
                 raise self._uncertain("the system reported an error for a rename that it did", error) from error
             raise
         self.written = written
@@ -114,7 +107,7 @@ class Publication:
 
     def _replace_directory(self) -> None:
         """Rename a directory, whose files are durable; it replaces a directory of the same name."""
-        home_fd, name = self._home_fd, self._target.name
+        home_fd, name = self.home_fd, self.target.name
         written = self._surveyed()
         with ExitStack() as stack:
             aside = None
@@ -122,21 +115,21 @@ class Publication:
                 aside = stack.enter_context(aside_directory(home_fd))
                 calls.rename(name, name, source_fd=home_fd, target_fd=aside.fd)
             try:
-                calls.rename(FILES_NAME, name, source_fd=self._staging.fd, target_fd=home_fd)
+                calls.rename(FILES_NAME, name, source_fd=self.staging.fd, target_fd=home_fd)
             except OSError:
                 if aside is not None:
                     with suppress(OSError):  # recovery puts it back
-                        put_back(home_fd, self._target.home, aside)
+                        put_back(home_fd, self.target.home, aside)
                 raise
             self.written = written
-            self._lock.close()
+            self.lock.close()
             self._confirm()
             if aside is not None:
                 self._remove_replaced(aside)
 
     def _remove_replaced(self, aside: Aside) -> None:
         """Delete what a save has written in the directory that was replaced; keep the rest."""
-        home_fd, home = self._home_fd, self._target.home
+        home_fd, home = self.home_fd, self.target.home
         where = os.path.join(home, aside.name)
         try:
             put_back(home_fd, home, aside, lambda name: merge_replaced(where, aside.fd, home_fd, name))
@@ -148,7 +141,7 @@ class Publication:
         self._require_unchanged()
         try:
             record = self._record(index, notes)
-            files = {name: identity_at(self._staging.files_fd, name) for name in (*record.moves, record.last)}
+            files = {name: identity_at(self.staging.files_fd, name) for name in (*record.moves, record.last)}
         except OSError as error:
             self._withdraw(error)
             raise
@@ -159,10 +152,10 @@ class Publication:
             self.needs_recovery = _needs_record(record)
             self._confirm()
         try:
-            clean_up(self._home_fd, self._staging.fd, record, durable=self._durable)
+            clean_up(self.home_fd, self.staging.fd, record, durable=self.durable)
             self.needs_recovery = False
         except OSError as error:
-            if has_old_index(self._home_fd, record):
+            if has_old_index(self.home_fd, record):
                 raise self._uncertain(_SHADOWED, error) from error
             self.cleanup_error = error
         with suppress(OSError):  # retention does not delete what is not described
@@ -170,30 +163,30 @@ class Publication:
 
     def _require_unchanged(self) -> None:
         """Require that the destination is as planned. Called under the lock, and also where locks do not exist."""
-        existing = self._plan.existing
+        existing = self.plan.existing
         if existing.index is not None:
-            index = read_small(self._home_fd, existing.index, MAX_INDEX_BYTES)
+            index = read_small(self.home_fd, existing.index, MAX_INDEX_BYTES)
             if digest_of(index) != existing.index_sha256:
                 raise self._conflict()
-        for name in dict.fromkeys((*existing.files, *self._plan.shards)):
-            if identity_at(self._home_fd, name) != existing.files.get(name):
+        for name in dict.fromkeys((*existing.files, *self.plan.shards)):
+            if identity_at(self.home_fd, name) != existing.files.get(name):
                 raise self._conflict()
 
     def _record(self, index: bytes | None, notes: Sequence[Note]) -> JournalRecord:
         """Write index and notes into the staging directory, and the journal's record of the commit."""
-        plan, staging, shards = self._plan, self._staging, self._plan.shards
+        plan, staging, shards = self.plan, self.staging, self.plan.shards
         assert plan.commit != "directory" and plan.commit != "replacement"
         moves, last = (shards, plan.index) if plan.index is not None else ((), shards[0])
         if plan.index is not None:
             assert index is not None
             write_small(
-                staging.files_fd, plan.index, index, attributes=plan.existing.index_attributes, durable=self._durable
+                staging.files_fd, plan.index, index, attributes=plan.existing.index_attributes, durable=self.durable
             )
         record = JournalRecord(
             version=1,
             save_id=staging.save_id,
             commit=plan.commit,
-            notes=stage_notes(self._home_fd, staging.fd, notes, durable=self._durable),
+            notes=stage_notes(self.home_fd, staging.fd, notes, durable=self.durable),
             last=last,
             last_stamp=self._stamp(last),
             last_sha256=digest_of(index),
@@ -208,35 +201,35 @@ class Publication:
         if record.commit == "files":
             self._sync(staging.files_fd)  # this record is the commit: all that it names must be durable
         if _needs_record(record):
-            write_record(staging.fd, record, durable=self._durable)
-            self._sync(self._home_fd)  # the staging directory's own name
+            write_record(staging.fd, record, durable=self.durable)
+            self._sync(self.home_fd)  # the staging directory's own name
         return record
 
     def _surveyed(self) -> WrittenFiles:
         """Return what the rename of the staged directory will publish."""
-        found = survey(self._staging.files_fd, self._target.real)
-        parents = {self._target.home: directory_identity(self._home_fd), **self._parents}
-        return WrittenFiles(found.files, {**found.directories, **parents}, found.made | self._parents.keys())
+        found = survey(self.staging.files_fd, self.target.real)
+        parents = {self.target.home: directory_identity(self.home_fd), **self.parents}
+        return WrittenFiles(found.files, {**found.directories, **parents}, found.made | self.parents.keys())
 
     def _written(self, files: Mapping[str, Identity | None], notes: Sequence[Note]) -> WrittenFiles:
         """Return what was published in a directory that existed: files that were staged, and notes."""
-        home, found = self._target.home, dict(files)
+        home, found = self.target.home, dict(files)
         for note in notes:
-            identity = identity_at(self._home_fd, note.name)
-            if note.after is not None and read_small(self._home_fd, note.name, MAX_NOTE_BYTES) == note.after:
+            identity = identity_at(self.home_fd, note.name)
+            if note.after is not None and read_small(self.home_fd, note.name, MAX_NOTE_BYTES) == note.after:
                 found[note.name] = identity
         return WrittenFiles(
             {os.path.join(home, name): identity for name, identity in found.items() if identity is not None},
-            {home: directory_identity(self._home_fd), **self._parents},
-            self._parents.keys(),
+            {home: directory_identity(self.home_fd), **self.parents},
+            self.parents.keys(),
         )
 
     def _stamp(self, name: str) -> Stamp:
-        stamp = stamp_of(self._staging.files_fd, name)
+        stamp = stamp_of(self.staging.files_fd, name)
         if stamp is None:
             raise StorageError(
                 "a new file was removed from the staging directory during the save; save again",
-                path=self._target.path,
+                path=self.target.path,
                 errno=errno.ENOENT,
                 expected=name,
             )
@@ -244,9 +237,9 @@ class Publication:
 
     def _rename_files(self, record: JournalRecord) -> None:
         """Make the changes that are visible before the commit, then the commit; undo them if it fails."""
-        files_fd, home_fd = self._staging.files_fd, self._home_fd
+        files_fd, home_fd = self.staging.files_fd, self.home_fd
         try:
-            apply_notes(home_fd, self._staging.fd, record.notes, "before")
+            apply_notes(home_fd, self.staging.fd, record.notes, "before")
             for name in record.moves:
                 try:
                     calls.rename_new(name, name, source_fd=files_fd, target_fd=home_fd)
@@ -261,10 +254,10 @@ class Publication:
 
     def _replace_files(self, record: JournalRecord) -> None:
         """Replace the old files one by one; the record is the commit."""
-        staging = self._staging
+        staging = self.staging
         self.needs_recovery = True
         try:
-            replace_files(self._home_fd, staging.fd, staging.files_fd, record, durable=self._durable)
+            replace_files(self.home_fd, staging.fd, staging.files_fd, record, durable=self.durable)
         except OSError as error:
             if self._are_all_staged(record):
                 self._undo(record)  # nothing was replaced yet
@@ -275,7 +268,7 @@ class Publication:
 
     def _are_all_staged(self, record: JournalRecord) -> bool:
         """Return whether all new files are still in the staging directory; False if that cannot be read."""
-        files_fd = self._staging.files_fd
+        files_fd = self.staging.files_fd
         try:
             return all(stamp_of(files_fd, name) is not None for name in (*record.moves, record.last))
         except OSError:
@@ -289,23 +282,23 @@ class Publication:
         """
         self.needs_recovery = True
         try:
-            committed = record.commit != "files" and is_committed(self._home_fd, record)
+            committed = record.commit != "files" and is_committed(self.home_fd, record)
         except OSError as error:
             raise self._uncertain(_UNREADABLE, error) from error
         if committed:
             raise self._uncertain("the system reported an error for a rename that it did")
         try:
-            roll_back(self._home_fd, self._staging.fd, record, durable=self._durable)
+            roll_back(self.home_fd, self.staging.fd, record, durable=self.durable)
             self.needs_recovery = False
         except OSError as error:
             self.cleanup_error = error
 
     def _withdraw(self, error: OSError) -> None:
         """Remove a record that is the commit, so that no recovery completes a save that has failed."""
-        if self._plan.commit == "files":
+        if self.plan.commit == "files":
             self.needs_recovery = True
             try:
-                remove_record(self._staging.fd, durable=self._durable)
+                remove_record(self.staging.fd, durable=self.durable)
                 self.needs_recovery = False
             except OSError:
                 raise self._uncertain(_INTERRUPTED, error) from error
@@ -313,25 +306,25 @@ class Publication:
     def _confirm(self) -> None:
         """Make the commit durable."""
         try:
-            self._sync(self._home_fd)
+            self._sync(self.home_fd)
         except OSError as error:
             raise self._uncertain("syncing the directory failed after the commit", error) from error
 
     def _sync(self, directory_fd: int) -> None:
-        if self._durable:
+        if self.durable:
             calls.sync_directory(directory_fd)
 
     # Errors.
 
     def _uncertain(self, message: str, error: OSError | None = None) -> CommitUncertainError:
         reason = f": {os.strerror(error.errno)}" if error is not None and error.errno else ""
-        return CommitUncertainError(message + reason, path=self._target.path, errno=error.errno if error else None)
+        return CommitUncertainError(message + reason, path=self.target.path, errno=error.errno if error else None)
 
     def _conflict(self) -> ConcurrentSaveError:
         return ConcurrentSaveError(
             "another save, or another program, changed the destination while this save was under way; this one was "
             "rolled back",
-            path=self._target.path,
+            path=self.target.path,
         )
 
 

@@ -16,13 +16,13 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple, Self
 
 from stio.errors import printable
 from stio.runtime.log import log
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.directory_lock import is_same, owner_record
+from stio.storage.commit.directory_lock import FileLock, is_same
 from stio.storage.commit.files import closing
 
 STAGING_PREFIX = ".stio-"
@@ -46,15 +46,12 @@ class StagingDirectory:
         save_id: End of its name.
         fd: The directory itself.
         files_fd: The directory in it for the new files.
-        lock_fd: The file whose lock is held.
+        lock: The lock, held.
     """
 
-    def __init__(self, home_fd: int, save_id: str, *, fd: int, files_fd: int, lock_fd: int) -> None:
-        self._home_fd = home_fd
-        self.save_id = save_id
-        self.fd = fd
-        self.files_fd = files_fd
-        self._lock_fd = lock_fd
+    def __init__(self, home_fd: int, save_id: str, *, fd: int, files_fd: int, lock: FileLock) -> None:
+        self._home_fd, self.save_id = home_fd, save_id
+        self.fd, self.files_fd, self._lock = fd, files_fd, lock
 
     @classmethod
     def create(cls, home_fd: int, save_id: str) -> Self | None:
@@ -75,25 +72,25 @@ class StagingDirectory:
             calls.make_directory(name, dir_fd=home_fd, mode=0o700)
         except FileExistsError:
             return None
-        fds: list[int] = []
-        try:
-            fds.append(fd := calls.open_directory(name, dir_fd=home_fd))
-            fds.append(lock := calls.open_file(LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=fd))
-            if calls.try_lock(lock) is not False and is_same(home_fd, name, fd):
-                calls.write_bytes(lock, owner_record(), 0)
-                calls.make_directory(FILES_NAME, dir_fd=fd)
-                fds.append(files := calls.open_directory(FILES_NAME, dir_fd=fd))
-                created = cls(home_fd, save_id, fd=fd, files_fd=files, lock_fd=lock)
-                fds.clear()
-                return created
-        except (FileExistsError, FileNotFoundError):
-            pass
-        except BaseException:
-            _close_all(fds)  # first: some filesystems keep the names of open files
-            calls.remove_tree(name, dir_fd=home_fd)
-            raise
-        finally:
-            _close_all(fds)
+        with ExitStack() as stack:
+            try:
+                fd = calls.open_directory(name, dir_fd=home_fd)
+                stack.callback(calls.close, fd)
+                lock = FileLock(LOCK_NAME, fd, stays=True)
+                stack.callback(lock.release)
+                if lock.try_lock() and is_same(home_fd, name, fd):
+                    calls.make_directory(FILES_NAME, dir_fd=fd)
+                    created = cls(
+                        home_fd, save_id, fd=fd, files_fd=calls.open_directory(FILES_NAME, dir_fd=fd), lock=lock
+                    )
+                    stack.pop_all()
+                    return created
+            except (FileExistsError, FileNotFoundError):
+                pass
+            except BaseException:
+                stack.close()  # first: some filesystems keep the names of open files
+                calls.remove_tree(name, dir_fd=home_fd)
+                raise
         return None
 
     def remove(self) -> None:
@@ -114,15 +111,11 @@ class StagingDirectory:
 
     def release(self) -> None:
         """Close the directory and release its lock; the next recovery handles it. Idempotent."""
-        fds, self.fd, self.files_fd, self._lock_fd = (self.files_fd, self.fd, self._lock_fd), -1, -1, -1
-        if fds[-1] >= 0:
-            calls.unlock(fds[-1])
-        _close_all([fd for fd in fds if fd >= 0])
-
-
-def _close_all(fds: list[int]) -> None:
-    while fds:
-        calls.close(fds.pop())
+        self._lock.release()
+        fds, self.fd, self.files_fd = (self.files_fd, self.fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                calls.close(fd)
 
 
 def rename_for_deletion(home_fd: int, name: str) -> str:

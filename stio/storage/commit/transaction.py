@@ -444,10 +444,10 @@ class LocalTransaction(FilesTransaction):
                 self._plan = self._planned(self._staging.save_id)
             assert self._lock is not None
             self._publication = Publication(
-                self._target,
-                self._home_fd,
-                self._staging,
-                self._plan,
+                target=self._target,
+                home_fd=self._home_fd,
+                staging=self._staging,
+                plan=self._plan,
                 durable=self._durable,
                 parents=self._parents,
                 lock=self._lock,

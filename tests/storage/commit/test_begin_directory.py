@@ -173,7 +173,7 @@ def test_killed_at_every_call_nothing_of_others_is_lost(
             with suppress(Killed):
                 staged.commit(index=None)
             system.bury()
-        calls.unlock(staged._staging._lock_fd) if staged._staging._lock_fd >= 0 else None
+        calls.unlock(staged._staging._lock._fd) if staged._staging._lock.is_held else None
         collect_garbage(home)
         collect_garbage(home)
         found.append((home / "one" / "below" / "file").read_text())
