@@ -183,7 +183,7 @@ def _legend(totals: Sequence[Total], kinds: Mapping[str, str]) -> Iterator[tuple
     for letter, mine in sorted(by_letter.items()):
         name = svg.cut(printable(mine[0].name), 24) if len(mine) == 1 else _OTHERS
         seconds, nbytes = sum(total.seconds for total in mine), sum(total.num_bytes for total in mine)
-        shown = f"{name} {show_seconds(seconds)}" + (f", {show_bytes(nbytes)}" if nbytes else "")
+        shown = f"{name} {_amount(seconds, nbytes)}"
         covered = f", under way for {show_seconds(mine[0].covered_seconds)}" if len(mine) == 1 else ""
         tip = f"{name}: {counted(sum(total.num_spans for total in mine), 'span')}, added up over lanes{covered}"
         yield letter, shown, svg.text(tip)
@@ -202,11 +202,9 @@ def _bars(spans: Sequence[Span], kinds: Mapping[str, str], scale: _Scale) -> Ite
 
 def _tip(span: Span, scale: _Scale) -> str:
     seconds = span.end - span.start
-    text = f"{svg.cut(printable(span.name), 24)} {show_seconds(seconds)}"
-    if span.num_bytes:
-        text += f", {show_bytes(span.num_bytes)}"
-        if seconds:
-            text += f", {show_bytes(span.num_bytes / seconds)}/s"
+    text = f"{svg.cut(printable(span.name), 24)} {_amount(seconds, span.num_bytes)}"
+    if span.num_bytes and seconds:
+        text += f", {show_bytes(span.num_bytes / seconds)}/s"
     text += f", from {show_seconds(span.start - scale.start)} on"
     return svg.text(text) + (f"&#10;{svg.text(span.detail, 40)}" if span.detail else "")
 
@@ -255,9 +253,11 @@ def _together(spans: Sequence[Span]) -> str:
     name = svg.cut(printable(spans[0].name), 24) if len({span.name for span in spans}) == 1 else _OTHERS
     nbytes = sum(span.num_bytes for span in spans)
     seconds = sum(span.end - span.start for span in spans)
-    return f"{name}: {counted(len(spans), 'span')}, {show_seconds(seconds)}" + (
-        f", {show_bytes(nbytes)}" if nbytes else ""
-    )
+    return f"{name}: {counted(len(spans), 'span')}, {_amount(seconds, nbytes)}"
+
+
+def _amount(seconds: float, nbytes: int) -> str:
+    return show_seconds(seconds) + (f", {show_bytes(nbytes)}" if nbytes else "")
 
 
 def _axis(seconds: float, top: int, height: int) -> tuple[str, str]:
