@@ -268,8 +268,8 @@ def _queue_copies(
     device: torch.device,
     copies: Sequence[Copy],
     ready: Readiness,
-    whole: Sequence[tuple[int, torch.Tensor]] = (),
-    block: Region | None = None,
+    whole: Sequence[tuple[int, torch.Tensor]],
+    block: Region | None,
 ) -> Event:
     """Queue a device's copies on the stream of saves, once they may be made; return an event behind them."""
     module: Any = torch.get_device_module(device)

@@ -103,6 +103,18 @@ class Factory(StandIn):
         """Return what stands for the object; its arguments are checked when it is made."""
         return Made(lambda: _real(self)(*args, **kwargs), _own(self, "_methods_of_made"), _own(self, "_find"))
 
+    @property
+    def __bases__(self) -> tuple[type, ...]:
+        return (_real(self),)  # where `issubclass` looks for the classes above one that is no type
+
+    @property
+    def __origin__(self) -> Any:
+        return _real(self)  # `help` shows it
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(_real(self))
+
     def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
         return (_real(self),)
 
@@ -121,12 +133,6 @@ class Made(StandIn):
 
 
 _own = object.__getattribute__
-
-_PROPERTIES: dict[str, Callable[[Any], Any]] = {
-    "__bases__": lambda real: (real,),  # where `issubclass` looks for the classes above one that is no type
-    "__origin__": lambda real: real,  # `help` shows it
-    "__signature__": inspect.signature,
-}
 
 
 def _real(stand_in: StandIn) -> Any:
@@ -163,8 +169,6 @@ def _forward(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name, _operation in _OPERATIONS.items():
     setattr(StandIn, _name, _forward(_operation))
-for _name, _operation in _PROPERTIES.items():
-    setattr(Factory, _name, property(_forward(_operation)))
 
 
 async def import_on_thread(resolve: Callable[[], object]) -> None:

@@ -84,9 +84,31 @@ def draw(spans: Sequence[Span], *, title: str = "", max_bytes: int = MAX_BYTES) 
     scale = _Scale(summary.start, max(summary.end - summary.start, 1e-6))
     kinds = _kinds(summary.totals)
     rows = _rows(ordered)
+    head, top = _head(title, summary, kinds)
+    height = _ROW * len(rows)
+    labels = "".join(
+        f'<text class="soft" x="{_LEFT - 8}" y="{top + _ROW * k + 16}" text-anchor="end">'
+        f"{svg.text(lane, 14)}<title>{svg.text(lane)}</title></text>"
+        for k, (lane, _) in enumerate(rows)
+    )
+    paper = "".join(
+        f'<rect class="row" x="0" y="{_ROW * k + 2}" width="{_PLOT}" height="{_ROW - 4}"/>' for k in range(len(rows))
+    )
+    grid, axis = _axis(scale.seconds, top, height)
+    palette, (light, dark) = _style(kinds)
+    light, dark = _LIGHT + light, _DARK + dark
     text = ""
     for coarse in _COARSE:
-        text = _picture(title, summary, kinds, rows, scale, coarse)
+        most = min(_MAX_BARS_IN_ROW, _MAX_BARS // max(1, len(rows))) // coarse
+        bars = "".join(
+            f'<g transform="translate(0 {_ROW * k + (_ROW - _BAR) // 2})">'
+            + "".join(_bars(own, kinds, scale) if len(own) <= most else _columns(own, kinds, scale, _COLUMN * coarse))
+            + "</g>"
+            for k, (_, own) in enumerate(rows)
+        )
+        plot = f'<svg class="plot" x="{_LEFT}" y="{top}" width="{_PLOT}" height="{height}">{paper}{grid}{bars}</svg>'
+        body, below = head + labels + plot + axis, top + height + 30
+        text = svg.document(body, height=below, label=summary.sentence, light=light, dark=dark, palette=palette)
         if len(text.encode()) <= max_bytes:
             break
     return text
@@ -113,44 +135,6 @@ def _rows(ordered: Sequence[Span]) -> list[tuple[str, list[Span]]]:
 
 def _place(lane: str) -> tuple[int, tuple[list[Any], str]]:
     return {"copy": 2, CALLER: 3}.get(lane, int(lane[-1:].isdecimal())), natural_key(lane)
-
-
-def _picture(
-    title: str,
-    summary: Summary,
-    kinds: Mapping[str, str],
-    rows: Sequence[tuple[str, list[Span]]],
-    scale: _Scale,
-    coarse: int,
-) -> str:
-    head, top = _head(title, summary, kinds)
-    height = _ROW * len(rows)
-    labels = "".join(
-        f'<text class="soft" x="{_LEFT - 8}" y="{top + _ROW * k + 16}" text-anchor="end">'
-        f"{svg.text(lane, 14)}<title>{svg.text(lane)}</title></text>"
-        for k, (lane, _) in enumerate(rows)
-    )
-    paper = "".join(
-        f'<rect class="row" x="0" y="{_ROW * k + 2}" width="{_PLOT}" height="{_ROW - 4}"/>' for k in range(len(rows))
-    )
-    most = min(_MAX_BARS_IN_ROW, _MAX_BARS // max(1, len(rows))) // coarse
-    bars = "".join(
-        f'<g transform="translate(0 {_ROW * k + (_ROW - _BAR) // 2})">'
-        + "".join(_bars(spans, kinds, scale) if len(spans) <= most else _columns(spans, kinds, scale, _COLUMN * coarse))
-        + "</g>"
-        for k, (_, spans) in enumerate(rows)
-    )
-    grid, axis = _axis(scale.seconds, top, height)
-    palette, (light, dark) = _style(kinds)
-    plot = f'<svg class="plot" x="{_LEFT}" y="{top}" width="{_PLOT}" height="{height}">{paper}{grid}{bars}</svg>'
-    return svg.document(
-        head + labels + plot + axis,
-        height=top + height + 30,
-        label=summary.sentence,
-        light=_LIGHT + light,
-        dark=_DARK + dark,
-        palette=palette,
-    )
 
 
 def _head(title: str, summary: Summary, kinds: Mapping[str, str]) -> tuple[str, int]:
