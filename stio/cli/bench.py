@@ -306,8 +306,8 @@ def verdict(contestants: list[Contestant]) -> list[str]:
         sentences.append(f"There is no peer to compare it with: {PEER} is not installed, or does not work.")
     else:
         sentences.append(_compared(ours, peer))
-    if len(ours.seconds) < _FEWEST_ROUNDS:
-        sentences.append(f"Fewer than {_FEWEST_ROUNDS} rounds show no difference reliably: run more rounds.")
+        if len(ours.seconds) < _FEWEST_ROUNDS:
+            sentences.append(f"Fewer than {_FEWEST_ROUNDS} rounds show no difference reliably: run more rounds.")
     if limit.median is not None and (swing := max(limit.seconds) / min(limit.seconds)) > _UNSTEADY:
         sentences.append(
             f"The disk's own rate changed by a factor of {swing:.1f}: run it again when nothing else uses the disk."

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from importlib import import_module
 from itertools import starmap
 from math import isfinite, prod
@@ -213,51 +213,40 @@ def compare(
     Raises:
         StioError: One of them cannot be opened or read, or was changed during the read.
     """
+    has_tolerance = tolerance is not None
 
     def body(operation: Operation[Comparison]) -> Comparison:
+        check = operation.check
         with (
-            closing(open_checkpoint(a, strict=False, check=operation.check)) as opened_a,
-            closing(open_checkpoint(b, strict=False, check=operation.check)) as opened_b,
+            closing(open_checkpoint(a, strict=False, check=check)) as opened_a,
+            closing(open_checkpoint(b, strict=False, check=check)) as opened_b,
             ExitStack() as owned,
         ):
+            for opened in (opened_a, opened_b) if not header_only else ():
+                opened.files = list(opened.open_files(range(len(opened.files)), owned))
+            every_a, every_b = _tensors(opened_a), _tensors(opened_b)
+            of_a, of_b = ({name: one for name, one in of.items() if is_selected(name)} for of in (every_a, every_b))
+            pairs = [_Pair(*of_a[name], *of_b[name]) for name in of_a if name in of_b]
+            cast = [pair for pair in pairs if pair.is_cast and not header_only]
             if not header_only:
-                for opened in (opened_a, opened_b):
-                    opened.files = list(opened.open_files(range(len(opened.files)), owned))
-            compare_values = None if header_only else partial(_compare_values, tolerance, progress, operation.check)
-            return _compare(opened_a, opened_b, is_selected, compare_values, has_tolerance=tolerance is not None)
+                alike = [pair for pair in pairs if pair.is_same_kind or pair.is_cast]
+                _compare_values(alike, tolerance, progress, check)
+                for file in (*opened_a.files, *opened_b.files):
+                    file.check_unchanged()
+        same = [pair for pair in pairs if pair.is_same_kind or (has_tolerance and pair.is_cast)]
+        compared = [(pair.a, pair.b, one) for pair in same if (one := pair.difference)]
+        return Comparison(
+            only_a=tuple(info for name, (info, _) in of_a.items() if name not in of_b),
+            only_b=tuple(info for name, (info, _) in of_b.items() if name not in of_a),
+            changed=tuple((one.a, one.b) for one in pairs if not one.is_same_kind and one not in cast),
+            num_same=len(same),
+            differing=tuple(one for one in compared if one[2].num_differing),
+            within=tuple(one for one in compared if not one[2].num_differing),
+            cast=() if has_tolerance else tuple((pair.a, pair.b, pair.difference or Difference()) for pair in cast),
+            left_out=frozenset((every_a.keys() | every_b.keys()) - of_a.keys() - of_b.keys()),
+        )
 
-    operation: Operation[Comparison] = Operation(body, name="diff")
-    return operation.result()
-
-
-def _compare(
-    a: OpenCheckpoint,
-    b: OpenCheckpoint,
-    is_selected: Callable[[str], bool],
-    compare_values: Callable[[list[_Pair]], None] | None,
-    *,
-    has_tolerance: bool,
-) -> Comparison:
-    every_a, every_b = _tensors(a), _tensors(b)
-    of_a, of_b = ({name: one for name, one in every.items() if is_selected(name)} for every in (every_a, every_b))
-    pairs = [_Pair(*of_a[name], *of_b[name]) for name in of_a if name in of_b]
-    cast = [pair for pair in pairs if pair.is_cast] if compare_values is not None else []
-    same = [pair for pair in pairs if pair.is_same_kind or (has_tolerance and pair.is_cast)]
-    if compare_values is not None:
-        compare_values([pair for pair in pairs if pair.is_same_kind or pair.is_cast])
-        for file in (*a.files, *b.files):
-            file.check_unchanged()
-    compared = [(pair.a, pair.b, one) for pair in same if (one := pair.difference)]
-    return Comparison(
-        only_a=tuple(info for name, (info, _) in of_a.items() if name not in of_b),
-        only_b=tuple(info for name, (info, _) in of_b.items() if name not in of_a),
-        changed=tuple((one.a, one.b) for one in pairs if not one.is_same_kind and one not in cast),
-        num_same=len(same),
-        differing=tuple(one for one in compared if one[2].num_differing),
-        within=tuple(one for one in compared if not one[2].num_differing),
-        cast=() if has_tolerance else tuple((pair.a, pair.b, pair.difference or Difference()) for pair in cast),
-        left_out=frozenset((every_a.keys() | every_b.keys()) - of_a.keys() - of_b.keys()),
-    )
+    return Operation(body, name="diff").result()
 
 
 def _tensors(opened: OpenCheckpoint) -> dict[str, tuple[TensorInfo, Source]]:
@@ -274,7 +263,7 @@ def _tensors(opened: OpenCheckpoint) -> dict[str, tuple[TensorInfo, Source]]:
 
 
 def _compare_values(
-    tolerance: float | None, progress: Callable[[int, int], object], check: Callable[[], None], pairs: list[_Pair]
+    pairs: list[_Pair], tolerance: float | None, progress: Callable[[int, int], object], check: Callable[[], None]
 ) -> None:
     """Add the differences of all values to the pairs; `check` is called between pieces, and may raise to end it."""
     total_bytes = sum(pair.a.nbytes for pair in pairs)

@@ -27,7 +27,7 @@ from stio.errors import (
 from stio.format.header import Header
 from stio.format.naming import INDEX_SUFFIX
 from stio.loading.integrity import judge_files, no_manifest, read_manifest
-from stio.loading.open import OpenCheckpoint, open_checkpoint
+from stio.loading.open import open_checkpoint
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
 from stio.runtime.text import counted, show_bytes
@@ -123,42 +123,34 @@ def examine(
     def body(operation: Operation[Report]) -> Report:
         warnings: list[str] = []
         with closing(open_checkpoint(path, with_manifest=True, check=operation.check, warn=warnings.append)) as opened:
-            return _examine(opened, hash_required, warnings, operation.check, progress)
+            manifest = read_manifest(opened)
+            if manifest is None and hash_required:
+                raise no_manifest(opened)
+            problems: dict[str, StioError | None] = {}
+            if manifest is not None:
+                total_bytes = sum(file.identity.nbytes for file in opened.files)
+                findings = judge_files(
+                    *(opened, manifest),
+                    check=operation.check,
+                    to_the_end=True,
+                    advance=lambda nbytes: progress(nbytes, total_bytes),
+                )
+                problems = {finding.name: finding.error for finding in findings}
+            files = []
+            for shard, (file, header) in enumerate(zip(opened.files, opened.headers, strict=True)):
+                problem = problems.get(header.shard)
+                if problem is None:
+                    try:
+                        with ExitStack() as owned:
+                            warnings += _odd_bools(opened.open_files([shard], owned)[shard], header, operation.check)
+                    except StioError as error:
+                        problem = error
+                text = None if problem is None else without_path(problem)
+                files.append(FileReport(header.shard, file.identity.nbytes, header.data_bytes, len(header), text))
+            algorithm = None if manifest is None else manifest.algorithm
+            return Report(path=opened.path, files=tuple(files), algorithm=algorithm, warnings=tuple(warnings))
 
-    operation: Operation[Report] = Operation(body, name="verify", about=without_secrets(path))
-    return operation.result()
-
-
-def _examine(
-    opened: OpenCheckpoint,
-    hash_required: bool,
-    warnings: list[str],
-    check: Callable[[], None],
-    progress: Callable[[int, int], object],
-) -> Report:
-    manifest = read_manifest(opened)
-    if manifest is None and hash_required:
-        raise no_manifest(opened)
-    problems: dict[str, StioError | None] = {}
-    if manifest is not None:
-        total_bytes = sum(file.identity.nbytes for file in opened.files)
-        findings = judge_files(
-            *(opened, manifest), check=check, to_the_end=True, advance=lambda nbytes: progress(nbytes, total_bytes)
-        )
-        problems = {finding.name: finding.error for finding in findings}
-    files = []
-    for shard, (file, header) in enumerate(zip(opened.files, opened.headers, strict=True)):
-        problem = problems.get(header.shard)
-        if problem is None:
-            try:
-                with ExitStack() as owned:
-                    warnings += _odd_bools(opened.open_files([shard], owned)[shard], header, check)
-            except StioError as error:
-                problem = error
-        text = None if problem is None else without_path(problem)
-        files.append(FileReport(header.shard, file.identity.nbytes, header.data_bytes, len(header), text))
-    algorithm = None if manifest is None else manifest.algorithm
-    return Report(path=opened.path, files=tuple(files), algorithm=algorithm, warnings=tuple(warnings))
+    return Operation(body, name="verify", about=without_secrets(path)).result()
 
 
 def _odd_bools(file: Source, header: Header, check: Callable[[], None]) -> Iterator[str]:

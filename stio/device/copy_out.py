@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -100,7 +101,12 @@ def _accelerator_of(tensor: object) -> torch.device | None:
     return device if device.type != "meta" and has_streams(device) else None
 
 
-def copy_out(copies: Sequence[Copy], ready: Readiness | None = None) -> None:
+def copy_out(
+    copies: Iterable[Copy],
+    ready: Readiness | None = None,
+    whole: Mapping[torch.device, Sequence[tuple[int, torch.Tensor]]] = MappingProxyType({}),
+    block: Region | None = None,
+) -> None:
     """Copy bytes of tensors into host memory. Blocks; callable from any thread.
 
     A copy takes the bytes `[start, start + region.nbytes)` that the tensor would have if it were contiguous, with its
@@ -110,29 +116,14 @@ def copy_out(copies: Sequence[Copy], ready: Readiness | None = None) -> None:
     Args:
         copies: What to copy. A tensor that is not contiguous is copied by whole elements only.
         ready: When tensors on devices may be read; None: behind what this thread has queued.
+        whole: By device, contiguous tensors and their offsets in the block, to be copied whole.
+        block: Where they are copied to.
 
     Raises:
         ValueError: A range outside its tensor, or one that cuts an element of a tensor that is not contiguous; or the
             memory of a tensor was freed or shrunk.
         DeviceError: A copy was refused or failed. No region is being written to when this is raised.
         DeviceMemoryError: A device has no memory to make a part of a tensor contiguous.
-    """
-    _copy_all(copies, {}, None, ready or Readiness())
-
-
-def _copy_all(
-    copies: Iterable[Copy],
-    whole: Mapping[torch.device, Sequence[tuple[int, torch.Tensor]]],
-    block: Region | None,
-    ready: Readiness,
-) -> None:
-    """Copy parts of tensors, and whole tensors into a block.
-
-    Args:
-        copies: See `copy_out`.
-        whole: By device, contiguous tensors and their offsets in the block.
-        block: Where they are copied to.
-        ready: See `copy_out`.
     """
     by_device: dict[torch.device, list[Copy]] = {device: [] for device in whole}
     on_cpu = []
@@ -148,7 +139,7 @@ def _copy_all(
             by_device.setdefault(tensor.device, []).append(copy)
     with ExitStack() as waits:  # all events are waited for, even if something fails
         for device, of_device in by_device.items():
-            event = _queue_copies(device, of_device, ready, whole.get(device, ()), block)
+            event = _queue_copies(device, of_device, ready or Readiness(), whole.get(device, ()), block)
             waits.callback(event.synchronize)
         for tensor, start, region in on_cpu:
             _copy_on_cpu(tensor, start, region)
@@ -207,7 +198,7 @@ def copy_pieces(
                 whole.setdefault(tensor.device, []).append((at, tensor))
                 continue
         others.append((tensor, start, target.sub(at, nbytes)))
-    _copy_all(others, whole, target, ready or Readiness())
+    copy_out(others, ready, whole, target)
     return storages
 
 
@@ -270,8 +261,8 @@ def _queue_copies(
     device: torch.device,
     copies: Sequence[Copy],
     ready: Readiness,
-    whole: Sequence[tuple[int, torch.Tensor]] = (),
-    block: Region | None = None,
+    whole: Sequence[tuple[int, torch.Tensor]],
+    block: Region | None,
 ) -> Event:
     """Queue a device's copies on the stream of saves, once they may be made; return an event behind them."""
     module: Any = torch.get_device_module(device)

@@ -18,7 +18,7 @@ from stio.device.cuda import has_streams
 from stio.device.tensor_memory import GATHER_FSDP, ON_META, require_data, require_own_data, require_scales
 from stio.device.tensors import FORMAT_DTYPES, PLAIN
 from stio.device.torch_private import traits_of, without_torch_function
-from stio.errors import DeviceError, FormatError, UnsupportedDtypeError, printable
+from stio.errors import DeviceError, FormatError, UnsupportedDtypeError, listed, printable
 from stio.format.dtypes import tensor_nbytes
 from stio.format.sharding import TensorSource
 
@@ -27,9 +27,6 @@ PACKED = (
     "it is quantized, and quantize it again after a load"
 )
 """What an error says about a module that torch has quantized."""
-
-_MOST_NAMES = 8
-"""Most tensors that one error lists."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +146,10 @@ def _without_storage(tensors: Mapping[str, object], error: RuntimeError) -> Type
             try:
                 tensor.untyped_storage().data_ptr()
             except RuntimeError:
-                names.append(repr(printable(name)))
-    left_out = len(names) - _MOST_NAMES
-    shown = ", ".join(names[:_MOST_NAMES]) + (f" and {left_out} more" if left_out > 0 else "")
+                names.append(repr(name))
     return TypeError(
-        f"{'tensors' if len(names) > 1 else 'tensor'} {shown}: no memory to save (a value inside torch.func's grad, "
-        f"vmap or functionalize has none); save outside of the transform. torch says: "
+        f"{'tensors' if len(names) > 1 else 'tensor'} {listed(names)}: no memory to save (a value inside torch.func's "
+        "grad, vmap or functionalize has none); save outside of the transform. torch says: "
         f"{printable(str(error).partition(chr(10))[0])}"
     )
 

@@ -18,7 +18,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -321,26 +321,6 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # The memory of a group on a device.
 
 
-class Layout(Protocol):
-    """The tensors of a group, as `stio.loading.plan.Group` has them."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of the tensors."""
-
-    @property
-    def dtypes(self) -> Sequence[str]:
-        """Their dtypes, as in the format."""
-
-    @property
-    def shapes(self) -> Sequence[tuple[int, ...]]:
-        """Their shapes, as in the format."""
-
-    @property
-    def offsets(self) -> Sequence[int]:
-        """Offset of each tensor in the group, ascending."""
-
-
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
     """The device memory of one group. A byte of it is addressed by its offset in the group."""
@@ -351,31 +331,23 @@ class GroupMemory:
     _starts: Sequence[int]
 
     @classmethod
-    def allocate(cls, accelerator: Accelerator, layouts: Sequence[Layout]) -> list[GroupMemory]:
-        """Allocate for the tensors of groups, in one call.
+    def allocate(cls, accelerator: Accelerator, groups: Sequence[Any]) -> list[GroupMemory]:
+        """Allocate for the tensors of groups (`stio.loading.plan.Group`), in one call.
 
         Raises:
             DeviceMemoryError: The device is full; nothing stays allocated.
         """
-        sizes = [
-            tensor_nbytes(dtype, shape)
-            for layout in layouts
-            for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)
-        ]
-        with collection_paused(len(sizes)):
-            storages = accelerator.allocate(sizes)
-            wanted = [
-                (TORCH_DTYPES[dtype], torch_shape(dtype, shape))
-                for layout in layouts
-                for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)
-            ]
+        kinds = [kind for group in groups for kind in zip(group.dtypes, group.shapes, strict=True)]
+        with collection_paused(len(kinds)):
+            storages = accelerator.allocate([tensor_nbytes(*kind) for kind in kinds])
+            wanted = [(TORCH_DTYPES[dtype], torch_shape(dtype, shape)) for dtype, shape in kinds]
             with accelerator.on_stream():  # torch allocates one element for a moment, for each tensor
                 tensors = over_storages((storage, *one) for storage, one in zip(storages, wanted, strict=True))
             found, first = [], 0
-            for layout in layouts:
-                stop = first + len(layout.names)
-                named = dict(zip(layout.names, tensors[first:stop], strict=True))
-                found.append(cls(named, storages[first:stop], layout.offsets))
+            for group in groups:
+                stop = first + len(group.names)
+                named = dict(zip(group.names, tensors[first:stop], strict=True))
+                found.append(cls(named, storages[first:stop], group.offsets))
                 first = stop
         return found
 

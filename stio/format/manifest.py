@@ -74,7 +74,10 @@ def parse_manifest(raw: bytes, *, path: str) -> Manifest:
             if algorithm not in ALGORITHMS:
                 scanner.fail("unknown algorithm", at=start, expected=" or ".join(ALGORITHMS), found=algorithm)
         else:
-            files = _read_files(scanner)
+            for at, name in scanner.members():
+                if name in files:
+                    scanner.fail("a file's name occurs twice", at=at, expected="distinct names", found=name)
+                files[name] = tuple(_read_states(scanner))
     scanner.finish()
     digits = ALGORITHMS[algorithm]
     for name, states in files.items():
@@ -98,15 +101,6 @@ def _fields(scanner: Scanner, *keys: str) -> Iterator[tuple[str, int]]:
         yield key, start
     if len(seen) != len(keys):
         scanner.fail("an object is incomplete", at=begin, expected=", ".join(keys), found=", ".join(seen) or "nothing")
-
-
-def _read_files(scanner: Scanner) -> dict[str, tuple[FileState, ...]]:
-    files: dict[str, tuple[FileState, ...]] = {}
-    for start, name in scanner.members():
-        if name in files:
-            scanner.fail("a file's name occurs twice", at=start, expected="distinct names", found=name)
-        files[name] = tuple(_read_states(scanner))
-    return files
 
 
 def _read_states(scanner: Scanner) -> list[FileState]:

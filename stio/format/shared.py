@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 from typing import Literal
 
-from stio.errors import FormatError, SharedTensorsError, printable
+from stio.errors import FormatError, SharedTensorsError, listed, printable
 from stio.format.gil_slices import row_slices, sort_in_slices
 from stio.format.json_scanner import Scanner
 from stio.format.sharding import TensorSource
@@ -30,7 +30,6 @@ SharedPolicy = Literal["dedupe", "clone", "error"]
 """What to do with tensors that share memory: save each once, save each by itself, or refuse."""
 
 _NUM_SHOWN_GROUPS = 3
-_NUM_SHOWN_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ def _refuse_overlaps(storages: Iterable[Sequence[TensorSource]]) -> None:
     ]
     if not groups:
         return
-    shown = "; ".join(_listed(names) for names in groups[:_NUM_SHOWN_GROUPS])
+    shown = "; ".join(listed(map(repr, names)) for names in groups[:_NUM_SHOWN_GROUPS])
     more = f"; and {len(groups) - _NUM_SHOWN_GROUPS} more groups" if len(groups) > _NUM_SHOWN_GROUPS else ""
     raise SharedTensorsError(
         f"tensors share memory: {shown}{more}. Save them with shared='dedupe' (equal ones once, and tied again when "
@@ -143,11 +142,6 @@ def overlap_groups(spans: Iterable[tuple[int, int, str]]) -> Iterator[list[str]]
         reach = max(reach, end)  # not the end of the last one: a short span may be inside a long one
     if names:
         yield names
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(printable(name)) for name in names[:_NUM_SHOWN_NAMES])
-    return f"{shown} and {len(names) - _NUM_SHOWN_NAMES} others" if len(names) > _NUM_SHOWN_NAMES else shown
 
 
 def aliases_json(aliases: Mapping[str, str]) -> str:

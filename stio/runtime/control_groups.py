@@ -88,24 +88,14 @@ def _machine_bytes(enough: int) -> int:
         return sys.maxsize
     # Not MemAvailable, which estimates what fits without swapping. `Cached` includes shared memory.
     cached = max(0, found.get("Cached:", 0) - found.get("Shmem:", 0)) + found.get("Buffers:", 0)
-    kernel = found.get("KReclaimable:", found.get("SReclaimable:", 0)) + _zfs_cache_bytes()
-    return found["MemFree:"] + cached + kernel + found.get("SwapFree:", 0)
-
-
-def _zfs_cache_bytes() -> int:
-    """Return the size of ZFS's own cache, which the kernel reclaims but counts as used."""
-    found = re.search(r"^size +\d+ +(\d+)$", read_text("/proc/spl/kstat/zfs/arcstats"), re.MULTILINE)
-    return int(found[1]) if found is not None else 0
+    kernel = found.get("KReclaimable:", found.get("SReclaimable:", 0))
+    zfs = re.search(r"^size +\d+ +(\d+)$", read_text("/proc/spl/kstat/zfs/arcstats"), re.MULTILINE)  # ZFS's own cache
+    return found["MemFree:"] + cached + kernel + found.get("SwapFree:", 0) + (int(zfs[1]) if zfs is not None else 0)
 
 
 def _meminfo() -> dict[str, int]:
     """Return /proc/meminfo in bytes, keys with their colon."""
-    rows = (line.split() for line in read_text("/proc/meminfo").splitlines())
-    return {row[0]: int(row[1]) << 10 for row in rows if len(row) >= 2 and row[1].isdigit()}
-
-
-def _free_swap_bytes() -> int:
-    return _meminfo().get("SwapFree:", 0)
+    return {key: number << 10 for key, number in _numbers("/proc/meminfo").items()}
 
 
 def _group_bytes(enough: int, *, with_swap: bool) -> Iterator[int]:
@@ -125,11 +115,11 @@ def _left_in_version_2(path: str, most: int, enough: int, with_swap: bool) -> in
         return None
     left = limit - _number(f"{path}/memory.current", 0)
     if left < enough:
-        stat = _flat(f"{path}/memory.stat")
+        stat = _numbers(f"{path}/memory.stat")
         left += stat.get("active_file", 0) + stat.get("inactive_file", 0) + stat.get("slab_reclaimable", 0)
     if left < enough and with_swap:
         swap = _number(f"{path}/memory.swap.max", sys.maxsize) - _number(f"{path}/memory.swap.current", 0)
-        left += max(0, min(swap, _free_swap_bytes()))
+        left += max(0, min(swap, _meminfo().get("SwapFree:", 0)))
     return left
 
 
@@ -140,12 +130,12 @@ def _left_in_version_1(path: str, most: int, enough: int, with_swap: bool) -> in
     left = limit - _number(f"{path}/memory.usage_in_bytes", 0)
     if left >= enough:
         return left
-    stat = _flat(f"{path}/memory.stat")
+    stat = _numbers(f"{path}/memory.stat")
     reclaimable = stat.get("total_active_file", 0) + stat.get("total_inactive_file", 0)
     # Version 1 does not report which part of the kernel's memory can be reclaimed: all of it counts.
     reclaimable += _number(f"{path}/memory.kmem.usage_in_bytes", 0)
     left += reclaimable
-    if left < enough and with_swap and (free_swap := _free_swap_bytes()):
+    if left < enough and with_swap and (free_swap := _meminfo().get("SwapFree:", 0)):
         both = _number(f"{path}/memory.memsw.limit_in_bytes", sys.maxsize)
         both -= _number(f"{path}/memory.memsw.usage_in_bytes", 0)
         left = max(left, min(left + free_swap, both + reclaimable))
@@ -243,6 +233,7 @@ def _first_number(text: str, default: int = 0) -> int:
     return int(words[0]) if words and words[0].isdigit() else default
 
 
-def _flat(path: str) -> dict[str, int]:
+def _numbers(path: str) -> dict[str, int]:
+    """Return the first number of each line of a file, by the word before it."""
     rows = (line.split() for line in read_text(path).splitlines())
-    return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}

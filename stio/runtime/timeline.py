@@ -84,9 +84,31 @@ def draw(spans: Sequence[Span], *, title: str = "", max_bytes: int = MAX_BYTES) 
     scale = _Scale(summary.start, max(summary.end - summary.start, 1e-6))
     kinds = _kinds(summary.totals)
     rows = _rows(ordered)
+    head, top = _head(title, summary, kinds)
+    height = _ROW * len(rows)
+    labels = "".join(
+        f'<text class="soft" x="{_LEFT - 8}" y="{top + _ROW * k + 16}" text-anchor="end">'
+        f"{svg.text(lane, 14)}<title>{svg.text(lane)}</title></text>"
+        for k, (lane, _) in enumerate(rows)
+    )
+    paper = "".join(
+        f'<rect class="row" x="0" y="{_ROW * k + 2}" width="{_PLOT}" height="{_ROW - 4}"/>' for k in range(len(rows))
+    )
+    grid, axis = _axis(scale.seconds, top, height)
+    palette, (light, dark) = _style(kinds)
+    light, dark = _LIGHT + light, _DARK + dark
     text = ""
     for coarse in _COARSE:
-        text = _picture(title, summary, kinds, rows, scale, coarse)
+        most = min(_MAX_BARS_IN_ROW, _MAX_BARS // max(1, len(rows))) // coarse
+        bars = "".join(
+            f'<g transform="translate(0 {_ROW * k + (_ROW - _BAR) // 2})">'
+            + "".join(_bars(own, kinds, scale) if len(own) <= most else _columns(own, kinds, scale, _COLUMN * coarse))
+            + "</g>"
+            for k, (_, own) in enumerate(rows)
+        )
+        plot = f'<svg class="plot" x="{_LEFT}" y="{top}" width="{_PLOT}" height="{height}">{paper}{grid}{bars}</svg>'
+        body, below = head + labels + plot + axis, top + height + 30
+        text = svg.document(body, height=below, label=summary.sentence, light=light, dark=dark, palette=palette)
         if len(text.encode()) <= max_bytes:
             break
     return text
@@ -113,44 +135,6 @@ def _rows(ordered: Sequence[Span]) -> list[tuple[str, list[Span]]]:
 
 def _place(lane: str) -> tuple[int, tuple[list[Any], str]]:
     return {"copy": 2, CALLER: 3}.get(lane, int(lane[-1:].isdecimal())), natural_key(lane)
-
-
-def _picture(
-    title: str,
-    summary: Summary,
-    kinds: Mapping[str, str],
-    rows: Sequence[tuple[str, list[Span]]],
-    scale: _Scale,
-    coarse: int,
-) -> str:
-    head, top = _head(title, summary, kinds)
-    height = _ROW * len(rows)
-    labels = "".join(
-        f'<text class="soft" x="{_LEFT - 8}" y="{top + _ROW * k + 16}" text-anchor="end">'
-        f"{svg.text(lane, 14)}<title>{svg.text(lane)}</title></text>"
-        for k, (lane, _) in enumerate(rows)
-    )
-    paper = "".join(
-        f'<rect class="row" x="0" y="{_ROW * k + 2}" width="{_PLOT}" height="{_ROW - 4}"/>' for k in range(len(rows))
-    )
-    most = min(_MAX_BARS_IN_ROW, _MAX_BARS // max(1, len(rows))) // coarse
-    bars = "".join(
-        f'<g transform="translate(0 {_ROW * k + (_ROW - _BAR) // 2})">'
-        + "".join(_bars(spans, kinds, scale) if len(spans) <= most else _columns(spans, kinds, scale, _COLUMN * coarse))
-        + "</g>"
-        for k, (_, spans) in enumerate(rows)
-    )
-    grid, axis = _axis(scale.seconds, top, height)
-    palette, (light, dark) = _style(kinds)
-    plot = f'<svg class="plot" x="{_LEFT}" y="{top}" width="{_PLOT}" height="{height}">{paper}{grid}{bars}</svg>'
-    return svg.document(
-        head + labels + plot + axis,
-        height=top + height + 30,
-        label=summary.sentence,
-        light=_LIGHT + light,
-        dark=_DARK + dark,
-        palette=palette,
-    )
 
 
 def _head(title: str, summary: Summary, kinds: Mapping[str, str]) -> tuple[str, int]:
@@ -183,7 +167,7 @@ def _legend(totals: Sequence[Total], kinds: Mapping[str, str]) -> Iterator[tuple
     for letter, mine in sorted(by_letter.items()):
         name = svg.cut(printable(mine[0].name), 24) if len(mine) == 1 else _OTHERS
         seconds, nbytes = sum(total.seconds for total in mine), sum(total.num_bytes for total in mine)
-        shown = f"{name} {show_seconds(seconds)}" + (f", {show_bytes(nbytes)}" if nbytes else "")
+        shown = f"{name} {_amount(seconds, nbytes)}"
         covered = f", under way for {show_seconds(mine[0].covered_seconds)}" if len(mine) == 1 else ""
         tip = f"{name}: {counted(sum(total.num_spans for total in mine), 'span')}, added up over lanes{covered}"
         yield letter, shown, svg.text(tip)
@@ -202,11 +186,9 @@ def _bars(spans: Sequence[Span], kinds: Mapping[str, str], scale: _Scale) -> Ite
 
 def _tip(span: Span, scale: _Scale) -> str:
     seconds = span.end - span.start
-    text = f"{svg.cut(printable(span.name), 24)} {show_seconds(seconds)}"
-    if span.num_bytes:
-        text += f", {show_bytes(span.num_bytes)}"
-        if seconds:
-            text += f", {show_bytes(span.num_bytes / seconds)}/s"
+    text = f"{svg.cut(printable(span.name), 24)} {_amount(seconds, span.num_bytes)}"
+    if span.num_bytes and seconds:
+        text += f", {show_bytes(span.num_bytes / seconds)}/s"
     text += f", from {show_seconds(span.start - scale.start)} on"
     return svg.text(text) + (f"&#10;{svg.text(span.detail, 40)}" if span.detail else "")
 
@@ -255,9 +237,11 @@ def _together(spans: Sequence[Span]) -> str:
     name = svg.cut(printable(spans[0].name), 24) if len({span.name for span in spans}) == 1 else _OTHERS
     nbytes = sum(span.num_bytes for span in spans)
     seconds = sum(span.end - span.start for span in spans)
-    return f"{name}: {counted(len(spans), 'span')}, {show_seconds(seconds)}" + (
-        f", {show_bytes(nbytes)}" if nbytes else ""
-    )
+    return f"{name}: {counted(len(spans), 'span')}, {_amount(seconds, nbytes)}"
+
+
+def _amount(seconds: float, nbytes: int) -> str:
+    return show_seconds(seconds) + (f", {show_bytes(nbytes)}" if nbytes else "")
 
 
 def _axis(seconds: float, top: int, height: int) -> tuple[str, str]:

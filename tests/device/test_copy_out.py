@@ -304,7 +304,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 def device_copy(copies: list[Copy], ready: Readiness | None = None) -> FakeEvent:
-    made = copying._queue_copies(DEVICE, copies, ready or Readiness())
+    made = copying._queue_copies(DEVICE, copies, ready or Readiness(), (), None)
     made.synchronize()
     assert isinstance(made, TorchEvent)
     event = made.event

@@ -306,7 +306,7 @@ def test_all_tensors_of_a_function_transform_are_named(transform, part):
     transform(use)(torch.ones(3, 2) if transform is torch.vmap else torch.ones(3))
     assert "'plain'" not in caught[0]
     assert caught[0].startswith("tensors 'b', 'c', 'd'")
-    assert "and 2 more" in caught[0]
+    assert "and 5 others" in caught[0]
 
 
 def test_a_tensor_of_zeros_without_memory_is_refused():

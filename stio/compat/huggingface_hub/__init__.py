@@ -244,16 +244,17 @@ def load_torch_model(
     if not path.exists():
         raise CheckpointNotFoundError(f"Checkpoint path {printable(str(path))} does not exist")
 
-    def load(file: Path | OpenFile, where: MapLocation = map_location) -> Any:
-        return load_state_dict_from_file(file, map_location=where, weights_only=weights_only, mmap=mmap, safe=safe)
-
+    load: Callable[..., Any] = partial(
+        load_state_dict_from_file, map_location=map_location, weights_only=weights_only, mmap=mmap, safe=safe
+    )
     if not path.is_file():
         pattern = _choose_pattern(path, filename_pattern, safe=safe)
         if os.path.lexists(path / (pattern.format(suffix="") + INDEX_SUFFIX)):
             where = "cpu" if map_location is None else map_location
-            return _load_sharded(model, path, pattern, partial(load, where=where), strict=strict, safe=safe)
+            load = partial(load, map_location=where)
+            return _load_sharded_checkpoint(model, path, load, filename_pattern=pattern, strict=strict, safe=safe)
     with _opened(path, safe=safe) as file:
-        state_dict = load(file)
+        state_dict = load(checkpoint_file=file)
     return fill(model, state_dict, strict=strict, path=str(path))
 
 
@@ -280,11 +281,11 @@ def _choose_pattern(path: Path, pattern: str | None, *, safe: bool) -> str:
     return pattern
 
 
-def _load_sharded(
-    model: nn.Module, directory: Path, pattern: str, load: Callable[[OpenFile], Any], *, strict: bool, safe: bool
+def _load_sharded_checkpoint(
+    model: nn.Module, directory: Path, load: Callable[..., Any], *, filename_pattern: str, strict: bool, safe: bool
 ) -> _IncompatibleKeys:
     """Load a sharded checkpoint into a model, one shard at a time; see `load_torch_model`."""
-    whole = pattern.format(suffix="")
+    whole = filename_pattern.format(suffix="")
     loaded: dict[str, None] = {}
     with open_directory(directory, follow_symlinks=False) as root:
         index = read_index(root, whole + INDEX_SUFFIX, Path(whole).suffix)
@@ -292,7 +293,7 @@ def _load_sharded(
         with open_files(root, shards, safe=safe) as files:
             require_memory_of(model, index.weight_map, path=str(directory))
             for shard, file in zip(shards, files, strict=True):
-                state_dict = load(file)
+                state_dict = load(checkpoint_file=file)
                 if shard in index.shards:  # a stale tensor, which the index has in another shard
                     for name in [name for name in state_dict if index.weight_map.get(name, shard) != shard]:
                         del state_dict[name]

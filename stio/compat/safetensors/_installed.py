@@ -92,7 +92,7 @@ class TensorMeta(metaclass=_KnowsOriginal):
     drop_in = _open.TensorMeta
 
 
-def _of_original(cls: type, file: Any, framework: object, device: object, backend: object) -> Any:
+def _of_original(cls: type, file: Any, framework: object, device: object = "cpu", backend: object = "mmap") -> Any:
     """Return the original's object if only it serves the framework, else None."""
     if "drop_in" not in vars(cls) or cls.__name__ not in originals or not _open.is_left_to_original(framework):
         return None
