@@ -24,7 +24,7 @@ import stio.loading.cache.host_cache
 import stio.sync
 from stio.errors import ClosedError, DeviceError, NoSpaceError, StorageError
 from stio.loading import prepare
-from stio.loading.cache import file_image, host_cache
+from stio.loading.cache import entries, host_cache
 from stio.loading.cache.host_cache import _TICK_SECONDS, _Memory, _wait_for_tick
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
@@ -325,7 +325,7 @@ def pinned_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         weakref.finalize(region.owner.pages, sizes.append, -nbytes)
         return region
 
-    monkeypatch.setattr(file_image, "SEGMENT_BYTES", 64 << 10)
+    monkeypatch.setattr(entries, "SEGMENT_BYTES", 64 << 10)
     monkeypatch.setattr(host_cache, "SEGMENT_BYTES", 64 << 10)
     monkeypatch.setattr(_Memory, "begin_use", lambda self: setattr(self, "_make", pin))
     return sizes
@@ -375,7 +375,7 @@ def test_segments_are_filled_while_others_are_pinned(tmp_path: Path, monkeypatch
         segments.append(memory.allocate(nbytes))
         return segments[-1]
 
-    monkeypatch.setattr(file_image, "SEGMENT_BYTES", MIB)
+    monkeypatch.setattr(entries, "SEGMENT_BYTES", MIB)
     monkeypatch.setattr(prepare, "GROUP_BYTES", MIB)
     monkeypatch.setattr(_Memory, "begin_use", lambda self: setattr(self, "_make", pin))
     with stio.sync.HostCache(64 * MIB) as cache:
