@@ -421,15 +421,10 @@ class _Opening:
 
     def _index_text(self, root: Root, name: str, named: bool) -> bytes:
         with closing(root.open(name, trusted=named)) as file:
-            nbytes = file.identity.nbytes
-            if nbytes > self.limits.header_bytes:
-                raise LimitError(
-                    "the index is larger than the limit `header_bytes`" + advice_on_limit("header_bytes"),
-                    path=file.path,
-                    expected=self.limits.header_bytes,
-                    found=nbytes,
-                )
-            return _read(file, 0, nbytes)
+            advice = advice_on_limit("header_bytes")
+            return _read_whole(
+                file, self.limits.header_bytes, f"the index is larger than the limit `header_bytes`{advice}"
+            )
 
     def _shards(
         self, path: str, openers: Mapping[str, Callable[[], Source]], index: ShardIndex | None
@@ -529,12 +524,7 @@ def _read_manifest(root: Root, name: str) -> bytes | None:
             raise
         return None  # a cache that may not be filled does not have it
     with closing(file):
-        nbytes = file.identity.nbytes
-        if nbytes > MAX_MANIFEST_BYTES:
-            raise LimitError(
-                "the manifest is too long", path=file.path, expected=f"at most {MAX_MANIFEST_BYTES} bytes", found=nbytes
-            )
-        return _read(file, 0, nbytes)
+        return _read_whole(file, MAX_MANIFEST_BYTES, "the manifest is too long")
 
 
 def chosen(root: Root) -> tuple[Sequence[str], NamedCheckpoint]:
@@ -596,6 +586,14 @@ def _read(file: Source, offset: int, nbytes: int) -> bytes:
     region = allocate(nbytes)
     file.read_into(offset, [region.sub(0, nbytes)])
     return region.tobytes()
+
+
+def _read_whole(file: Source, most_bytes: int, message: str) -> bytes:
+    """Return the content of a file, unless it is too long."""
+    nbytes = file.identity.nbytes
+    if nbytes > most_bytes:
+        raise LimitError(message, path=file.path, expected=f"at most {most_bytes:,} bytes", found=nbytes)
+    return _read(file, 0, nbytes)
 
 
 def _aliases(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -338,20 +339,14 @@ def _copies(pairs: Sequence[tuple[torch.Tensor, torch.dtype]], device: torch.dev
     """
     if not pairs:
         return []
-    if device.type == "cpu":
-        return [_copy(tensor, dtype) for tensor, dtype in pairs]
-    with TorchAccelerator(device).on_stream():
-        return [_copy(tensor, dtype) for tensor, dtype in pairs]
+    with nullcontext() if device.type == "cpu" else TorchAccelerator(device).on_stream():
+        return [copy_of(tensor) if tensor.dtype == dtype else tensor.to(dtype) for tensor, dtype in pairs]
 
 
 def record(tensors: Iterable[torch.Tensor], device: torch.device, stream: Any) -> None:
     """Record that a stream, None: the default one, uses tensors that a load has allocated under the copy stream."""
     if device.type != "cpu":
         TorchAccelerator(device).record(tensors, default_stream(device) if stream is None else stream)
-
-
-def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return copy_of(tensor) if tensor.dtype == dtype else tensor.to(dtype)
 
 
 _FOREIGN = {
