@@ -216,6 +216,30 @@ def test_imports_lead_to_lower_levels(file: str) -> None:
         assert allowed, f"{file} (level {LEVELS[mine]}) imports {target} (level {LEVELS[other]})"
 
 
+PUBLIC_MODULES = {
+    *("__init__.py", "sync.py", "errors.py", "compat/__init__.py"),
+    *("loading/options.py", "loading/plan.py", "runtime/trace.py"),  # types of arguments, in the reference
+}
+
+
+def internals_of(file: str) -> set[str]:
+    used = imported(file) | imported_by_name(file)
+    return {one for one in used if one not in PUBLIC_MODULES and not one.startswith("integrations/")}
+
+
+@pytest.mark.parametrize("file", list(files_in("integrations/")))
+def test_integrations_use_public_names_and_the_internals_that_architecture_lists(file: str) -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    (paragraph,) = re.findall(r"^Internals that `integrations/` may use.*?(?=\n\n)", text, re.DOTALL | re.MULTILINE)
+    allowed = set(re.findall(r"`([a-z_/]+\.py)`", paragraph))
+    assert len(allowed) > 10
+    assert internals_of(file) - allowed == set()
+
+
+def test_an_internal_of_an_integration_is_found() -> None:
+    assert {"saving/pending.py", "storage/commit/target.py"} <= internals_of("integrations/lightning.py")
+
+
 def test_no_import_circle() -> None:
     TopologicalSorter({file: set(imported(file)) for file in FILES}).prepare()  # raises CycleError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +40,17 @@ def exchange(num_processes: int, failed: Exception | None, value: Any = None) ->
             error.add_note(f"process {process} raised it")
             raise error
     return [one for _, one in found]
+
+
+def on_all(num_processes: int, function: Callable[[], Any]) -> list[Any]:
+    """Call a function; return the values of all processes, in order. All processes must call it. See `exchange`."""
+    failed: Exception | None = None
+    value = None
+    try:
+        value = function()
+    except Exception as error:  # raised on all processes
+        failed = error
+    return exchange(num_processes, failed, value)
 
 
 def _sendable(error: Exception) -> Exception:

@@ -47,7 +47,7 @@ from stio.conversion.torch_files import kind_of_file
 from stio.errors import FormatError, StioError, install_command
 from stio.format.other_sources import TORCH_SAVE
 from stio.format.state_tree import STATE_KEY
-from stio.integrations._processes import exchange
+from stio.integrations._processes import exchange, on_all
 from stio.integrations._random import random_states, set_random_states
 from stio.integrations._tagged import from_plain, to_plain
 from stio.runtime.blocking import run_blocking
@@ -441,21 +441,23 @@ class StioModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]  #
         plugin = self._plugin()
         sharded = {key: value for key, value in checkpoint.items() if key in _SHARDED}
         rest = {key: value for key, value in checkpoint.items() if key not in _SHARDED}
-        failed: Exception | None = None
         earlier: Exception | None = None
-        sent = b""
         try:
             plugin.collect()
         except Exception as error:
             earlier = error
-        try:
-            if self.global_rank == 0:
+
+        def of_first_rank() -> bytes:
+            if self.global_rank:
+                return b""
+            try:
                 run_blocking(flatten(to_plain(rest), None))  # names what cannot be saved
-                sent = pickle.dumps((os.fspath(filepath), rest))
-        except Exception as error:  # raised on all ranks
-            _advise(error)
-            failed = error
-        path, of_first = pickle.loads(exchange(self.world_size, failed, sent)[0])
+                return pickle.dumps((os.fspath(filepath), rest))
+            except Exception as error:
+                _advise(error)
+                raise
+
+        path, of_first = pickle.loads(on_all(self.world_size, of_first_rank)[0])
         plugin.save_on_ranks({**of_first, **sharded}, path)
         exchange(self.world_size, earlier)  # an earlier save that failed on one rank is an error on all
 
@@ -470,13 +472,8 @@ class StioModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]  #
         state_dict = import_module("torch.distributed.checkpoint.state_dict")
         # Each rank copies its part out of mapped files.
         whole = state_dict.StateDictOptions(full_state_dict=True, strict=self.lightning_module.strict_loading)
-        failed: Exception | None = None
         checkpoint: dict[str, Any] = {}
-        try:
-            checkpoint = self._plugin().load_checkpoint(path)
-        except Exception as error:  # raised on all ranks
-            failed = error
-        exchange(self.world_size, failed)
+        on_all(self.world_size, lambda: checkpoint.update(self._plugin().load_checkpoint(path)))
         state_dict.set_model_state_dict(self.model, checkpoint.pop("state_dict"), options=whole)
         for optimizer, saved in zip(self.optimizers, checkpoint.pop("optimizer_states", ()), strict=False):
             state_dict.set_optimizer_state_dict(self.model, optimizer, saved, options=whole)
@@ -534,24 +531,19 @@ class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed
         self._restore()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore them again: what sets up a strategy may have used them."""
+        """Restore them again: what sets up a strategy may have used them.
+
+        So may an epoch of which only the end was left, for batches that are dropped.
+        """
         self._restore()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore them again: an epoch of which only the end was left has used them for batches that are dropped."""
-        self._restore()
+    on_train_epoch_end = on_fit_start
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Drop them: the training goes on."""
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
+        """Drop them: the training goes on, or has ended, and they are not for a later one."""
         self._restored = None
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Drop them: they are not for a later training."""
-        self._restored = None
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Drop them: they are not for a later training."""
-        self._restored = None
+    on_exception = teardown = on_train_batch_start
 
     def _restore(self) -> None:
         if self._restored is None:

@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from stio import Trace
 from stio.errors import install_command, printable
 from stio.runtime.spans import Span, covered_seconds, summarize, usable
-from stio.runtime.trace import Trace
 
 try:
     from opentelemetry import trace as otel

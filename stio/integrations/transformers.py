@@ -30,16 +30,17 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
 from torch import nn
 
-from stio import sync
+from stio import PendingSave, sync
 from stio.errors import CheckpointNotFoundError, MismatchError, install_command, listed
 from stio.integrations._hub_pushes import HubPushes
-from stio.integrations._processes import exchange
+from stio.integrations._processes import exchange, on_all
 from stio.integrations._random import random_states, set_random_states
 from stio.integrations._step_dirs import (
     STATE_NAME,
@@ -51,7 +52,6 @@ from stio.integrations._step_dirs import (
 )
 from stio.integrations._tagged import from_plain, to_plain
 from stio.runtime.hashing import HashName
-from stio.saving.pending import PendingSave
 from stio.saving.retention import warn_of_higher_steps
 from stio.sync import load_state
 
@@ -84,6 +84,17 @@ _REPLACED = (_BATCHES, _LOAD_CHECKPOINT, _LOAD_BEST)
 
 _STATE_KEY = "stio"
 """Key among the states of callbacks in `trainer_state.json`: the optimizer is in `STATE_NAME`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """What Trainer passes to its callbacks."""
+
+    args: TrainingArguments
+    state: TrainerState
+    control: TrainerControl
+    now: Mapping[str, Any]
+    """The model, the optimizer and so on, by Trainer's keywords."""
 
 
 class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
@@ -213,13 +224,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _newest(self, args: TrainingArguments) -> str | None:
         """Return the newest checkpoint that all processes see. All processes must call it."""
         directory = self._directory(args)
-        found: list[str] = []
-        failed: Exception | None = None
-        try:
-            found = resumable_checkpoints(directory)
-        except Exception as error:  # raised on all processes
-            failed = error
-        seen = exchange(args.world_size, failed, found)
+        seen = on_all(args.world_size, lambda: resumable_checkpoints(directory))
         common = set.intersection(*map(set, seen))
         if not common and any(seen):
             raise MismatchError(
@@ -227,7 +232,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                 path=directory,
                 found=[len(one) for one in seen],
             )
-        return next((path for path in reversed(found) if path in common), None)
+        return next((path for path in reversed(seen[args.process_index]) if path in common), None)
 
     def wait(self) -> None:
         """Wait until the save under way is durable.
@@ -246,19 +251,16 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     ) -> TrainerControl:
         """Check for unsupported features; restore the optimizer if Trainer restored the model from our checkpoint."""
         self._due, self._random = False, None
-        control = _plain(control)
-        failed: Exception | None = None
-        try:
-            self._begin_training(args, state, now)
-        except Exception as error:  # raised on all processes
-            failed = error
-        self._is_observed = any(exchange(args.world_size, failed, self._has_observers()))
+        event = _Event(args, state, _plain(control), now)
+        self._is_observed = any(on_all(args.world_size, lambda: self._begin_training(event)))
         if self._complete and self._trainer is not None:
             # Trainer would take a step before it checks for the end: it gets no batches.
             setattr(self._trainer, _BATCHES, lambda *arguments, **keywords: ([], None))
-        return control
+        return event.control
 
-    def _begin_training(self, args: TrainingArguments, state: TrainerState, now: Mapping[str, Any]) -> None:
+    def _begin_training(self, event: _Event) -> bool:
+        """Return whether other callbacks are to be called after each save."""
+        args, state, now = event.args, event.state, event.now
         reason = (
             _unsupported_reason(args, state, now["model"])
             or self._unsupported_sharding(args, now["model"])
@@ -274,21 +276,20 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             warn_of_higher_steps(self._directory(args), state.global_step)
         self._complete = 0 < state.max_steps <= state.global_step
         if (saved := state.stateful_callbacks.pop(_STATE_KEY, None)) is not None:
-            self._restore(args, state, now, saved)
+            self._restore(event, saved)
+        return self._has_observers()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Save if a save is due, or set the random generators."""
-        control = self._take_request(control)
-        return self._save_or_restore(args, state, control, now, at_epoch=True)
+        return self._save_or_restore(_Event(args, state, self._take_request(control), now), at_epoch=True)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Save if a save is due, or set the random generators."""
-        control = self._take_request(control)
-        return self._save_or_restore(args, state, control, now, at_epoch=False)
+        return self._save_or_restore(_Event(args, state, self._take_request(control), now), at_epoch=False)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
@@ -319,8 +320,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     ) -> TrainerControl:
         """At the summary of the training: save if a save is due, and wait until it is durable."""
         if self._training and _SUMMARY in (now.get("logs") or {}):
-            control = self._take_request(control)
-            control = self._finish(args, state, control, now)
+            control = self._finish(_Event(args, state, self._take_request(control), now))
         return control
 
     def on_train_end(
@@ -329,7 +329,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Wait for pushes under way."""
         control = self._take_request(control)
         if self._training:  # a subclass of Trainer logs no summary
-            control = self._finish(args, state, control, now)
+            control = self._finish(_Event(args, state, control, now))
         if self._pushes is not None:
             self._pushes.wait()
         self._end()
@@ -351,30 +351,26 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         finally:
             self._savers.close()
 
-    def _finish(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, now: Mapping[str, Any]
-    ) -> TrainerControl:
+    def _finish(self, event: _Event) -> TrainerControl:
         """Save if a save is due, and wait until the last save is durable. All processes must call it."""
+        args, state, control = event.args, event.state, event.control
         self._training = False
+
+        def wait() -> None:
+            try:
+                self.wait()
+            finally:
+                if self._pushes is not None and args.save_total_limit == 1:
+                    self._pushes.wait()  # after this event Trainer itself deletes all checkpoints but the best one
+
         try:
             if self._due:
-                control = self._save(args, state, control, now, at_epoch=float(state.epoch or 0).is_integer())
-            failed = self._failed()
-            if self._pushes is not None and args.save_total_limit == 1:
-                self._pushes.wait()  # after this event Trainer itself deletes all checkpoints but the best one
-            exchange(args.world_size, failed)
+                control = self._save(event, at_epoch=float(state.epoch or 0).is_integer())
+            on_all(args.world_size, wait)
         finally:
             self._savers.close()
         self._record_best(args, state)
         return control
-
-    def _failed(self) -> Exception | None:
-        """Wait for the save under way; return its error."""
-        try:
-            self.wait()
-        except Exception as error:  # raised on all processes
-            return error
-        return None
 
     def _record_best(self, args: TrainingArguments, state: TrainerState) -> None:
         """Record the checkpoint of the best model, as Trainer does when it saves."""
@@ -383,57 +379,37 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             if (state.best_global_step == state.global_step and self._due) or os.path.isdir(path):
                 state.best_model_checkpoint = path
 
-    def _save_or_restore(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        now: Mapping[str, Any],
-        *,
-        at_epoch: bool,
-    ) -> TrainerControl:
-        if self._due:
-            control = self._save(args, state, control, now, at_epoch=at_epoch)
+    def _save_or_restore(self, event: _Event, *, at_epoch: bool) -> TrainerControl:
+        control = self._save(event, at_epoch=at_epoch) if self._due else event.control
         if self._random is not None and self._random_at_epoch == at_epoch:
             set_random_states(self._random)
             self._random = None
         return control
 
-    def _save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        now: Mapping[str, Any],
-        *,
-        at_epoch: bool,
-    ) -> TrainerControl:
+    def _save(self, event: _Event, *, at_epoch: bool) -> TrainerControl:
         """Start to save a checkpoint; return when its snapshot is complete. All processes must call it.
 
         If other callbacks are to be called, it returns when the checkpoint is durable and they were.
         """
+        args, state, control = event.args, event.state, event.control
         self._record_best(args, state)
         self._due = False
-        of_ranks = exchange(args.world_size, self._failed(), random_states())
+
+        def begin() -> dict[str, Any]:
+            self.wait()
+            return random_states()
+
+        of_ranks = on_all(args.world_size, begin)
         training = {"global_step": state.global_step, "at_epoch": at_epoch, "random": of_ranks}
         if self._trainer is not None:
             self._trainer.store_flos()  # gathers from all processes too
-        if _is_sharded(now["model"]):
-            self._start_on_all(args, state, control, now, training)
+        if _is_sharded(event.now["model"]):
+            self._start_on_all(event, training)
         else:
-            failed: Exception | None = None
-            if args.should_save:
-                try:
-                    self._start(args, state, control, now, training)
-                except Exception as error:
-                    if args.world_size == 1:
-                        raise
-                    failed = error
-            if args.world_size > 1:
-                exchange(args.world_size, failed)
+            on_all(args.world_size, lambda: self._start(event, training) if args.should_save else None)
         if not self._is_observed:
             return control
-        exchange(args.world_size, self._failed())
+        on_all(args.world_size, self.wait)
         return control if self._trainer is None else self._trainer.callback_handler.on_save(args, state, control)
 
     def _has_observers(self) -> bool:
@@ -445,76 +421,62 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             if not isinstance(one, StioCallback)
         )
 
-    def _start(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        now: Mapping[str, Any],
-        training: dict[str, Any],
-    ) -> None:
-        with self._begin(args, state, control, now) as save:
-            for start in self._saves_of(args, now, training):
+    def _start(self, event: _Event, training: dict[str, Any]) -> None:
+        with self._begin(event) as save:
+            for start in self._saves_of(event, training):
                 save.add(start(save.path))
-        self._publish(args, state, save)
+        self._publish(event.args, event.state, save)
 
-    def _start_on_all(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        now: Mapping[str, Any],
-        training: dict[str, Any],
-    ) -> None:
+    def _start_on_all(self, event: _Event, training: dict[str, Any]) -> None:
         """Save what each process holds. The first one publishes it."""
-        published: PublishedSave | None = None
-        failed: Exception | None = None
-        starts: Sequence[Callable[[str], PendingSave]] = ()
+        args = event.args
+        starts: list[Callable[[str], PendingSave]] = []
+        published: list[PublishedSave] = []
         with ExitStack() as stack:
-            try:
-                starts = self._saves_of(args, now, training)
-                if args.process_index == 0:
-                    published = stack.enter_context(self._begin(args, state, control, now))
-            except Exception as error:  # raised on all processes
-                failed = error
-            path = exchange(args.world_size, failed, published and published.path)[0]
-            save = published or stack.enter_context(JoinedSave(path))
+
+            def begin() -> str | None:
+                starts.extend(self._saves_of(event, training))
+                if args.process_index:
+                    return None
+                published.append(stack.enter_context(self._begin(event)))
+                return published[0].path
+
+            path = on_all(args.world_size, begin)[0]
+            save = published[0] if published else stack.enter_context(JoinedSave(path))
+            failed: Exception | None = None
             for start in starts:  # all of them: the other processes wait for this one in each
                 try:
                     save.add(start(path))
                 except Exception as error:
                     failed = failed or error
             exchange(args.world_size, failed)
-        if published is None:
-            self._publishing = save
+        if published:
+            self._publish(args, event.state, published[0])
         else:
-            self._publish(args, state, published)
+            self._publishing = save
 
-    def _begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, now: Mapping[str, Any]
-    ) -> PublishedSave:
+    def _begin(self, event: _Event) -> PublishedSave:
         """Return a directory with all files of a checkpoint but those that stio saves."""
+        args, state, now = event.args, event.state, event.now
         save = PublishedSave(self._directory(args), state.global_step, durable=self._durability == "full")
         with save:
             _write_model_files(now["model"], save.path)
             if now.get("processing_class") is not None:
                 now["processing_class"].save_pretrained(save.path)
             with_state = self._with_state(args)
-            described = self._describe(state, control, with_state, self._directory(args))
+            described = self._describe(state, event.control, with_state, self._directory(args))
             described.save_to_json(os.path.join(save.path, TRAINER_STATE))
         return save
 
-    def _saves_of(
-        self, args: TrainingArguments, now: Mapping[str, Any], training: dict[str, Any]
-    ) -> Sequence[Callable[[str], PendingSave]]:
+    def _saves_of(self, event: _Event, training: dict[str, Any]) -> Sequence[Callable[[str], PendingSave]]:
         """Return functions that start to save weights and training state to a directory."""
-        savers, weights = self._savers, _weights_of(now["model"])
+        savers, weights = self._savers, _weights_of(event.now["model"])
         found: list[Callable[[str], PendingSave]] = []
         if weights is not None:
             # transformers reads the framework from the metadata.
             found.append(lambda path: savers.model.save(weights, path, metadata={"format": "pt"}))
-        if self._with_state(args):
-            plain = to_plain(training | _states_of(now))
+        if self._with_state(event.args):
+            plain = to_plain(training | _states_of(event.now))
             found.append(
                 lambda path: savers.state.save_state(
                     plain, os.path.join(path, STATE_NAME), filename_pattern=_STATE_PATTERN
@@ -583,14 +545,13 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     # Resuming.
 
-    def _restore(
-        self, args: TrainingArguments, state: TrainerState, now: Mapping[str, Any], saved: Mapping[str, Any]
-    ) -> None:
+    def _restore(self, event: _Event, saved: Mapping[str, Any]) -> None:
         """Restore all that Trainer does not: it restores the model, its own state and the position in the data.
 
         Trainer does not tell a callback from which directory it resumes. So unless `resume` has determined it, the
         state that it has loaded is compared with that in the callback's own directory.
         """
+        args, state, now = event.args, event.state, event.now
         checkpoint = self._resume_from or os.path.join(self._directory(args), f"checkpoint-{state.global_step}")
         path = os.path.join(checkpoint, STATE_NAME)
         try:
