@@ -151,11 +151,12 @@ class LoadTarget(ABC):
             places = [place for place in places if place.part is None or place.memory.numel()]
             if parts := [place.part for place in places if place.part is not None]:
                 index, boxes = joined([part.index for part in parts])
-                whole: tuple[object, ...] = whole_of(parts[0].shape)
+                whole = whole_of(parts[0].shape)
                 if len(parts) < len(places) or index == whole:
-                    places = [place._replace(box=None if place.part is None else place.part.index) for place in places]
+                    boxes = [whole if place.part is None else place.part.index for place in places]
                 else:
                     self.slices[source] = index
+                if len(places) > 1:
                     places = [place._replace(box=box) for place, box in zip(places, boxes, strict=True)]
             self._places[source] = places
         self._places = {source: places for source, places in self._places.items() if places}
@@ -183,9 +184,7 @@ class LoadTarget(ABC):
 
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the memory, in the order of the calling thread's stream."""
-        self._copy([(place, tensor) for name, tensor in group.take().items() for place in self._places.get(name, ())])
-
-    def _copy(self, pairs: Sequence[tuple[Place, torch.Tensor]]) -> None:
+        pairs = [(place, tensor) for name, tensor in group.take().items() for place in self._places.get(name, ())]
         with torch.inference_mode() if self._inference else torch.no_grad():
             copy_all(
                 [place.memory for place, _ in pairs],
