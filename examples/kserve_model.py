@@ -40,7 +40,7 @@ class Scores(kserve.Model):
     async def predict(self, payload: dict[str, Any], headers: Any = None, response_headers: Any = None) -> Any:
         if self.model is None:
             raise ModelNotReady(self.name)
-        return {"predictions": self.model(torch.tensor(payload["instances"])).squeeze(-1).tolist()}
+        return {"predictions": self.model(torch.tensor(payload["instances"], dtype=torch.float32)).squeeze(-1).tolist()}
 
 
 if __name__ == "__main__":

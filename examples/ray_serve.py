@@ -29,7 +29,7 @@ class Scores:
         self.model = model
 
     async def __call__(self, request: Request) -> list[float]:
-        rows = torch.tensor(await request.json())
+        rows = torch.tensor(await request.json(), dtype=torch.float32)
         return self.model(rows).squeeze(-1).tolist()
 
 

@@ -30,7 +30,7 @@ ANSWER = "answer: "
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: `make engines`"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
 ]
 
 ENVIRONMENT = {
@@ -295,7 +295,7 @@ class Server:
     def wait(self) -> list[int]:
         """Wait until the server is healthy; return the statuses of its health until then."""
         seen: list[int] = []
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 480
         while not seen or seen[-1] != 200:
             assert self._process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
             seen.append(self.status("/health", timeout=1)[0])
