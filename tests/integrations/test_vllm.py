@@ -8,11 +8,13 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import logging
 import os
 import re
 import shutil
 import sys
 import tomllib
+import warnings
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import EntryPoint
@@ -50,6 +52,9 @@ def loaders(request, monkeypatch):
     """Return the module of vLLM's loaders, stio's among them."""
     if request.param == "published":
         published_vllm.install(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import of vLLM gives warnings of its own
+        import_module(f"{LOADERS}.default_loader")
     vllm.register()
     return import_module(LOADERS)
 
@@ -262,6 +267,7 @@ def test_extra_configuration_with_objects(loaders, directory, monkeypatch, tmp_p
         "cache": {"path": str(tmp_path / "cache"), "max_bytes": "1GB"},
         "trace": str(tmp_path / "trace.json"),
     }
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM shows what is logged itself
     with caplog.at_level("INFO", "vllm"):
         loader_of(loaders, model_loader_extra_config=extra).load_weights(Model(), config_of(directory))
     assert seen[0]["limits"] == Limits(max_rank=2)
