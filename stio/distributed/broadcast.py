@@ -12,10 +12,8 @@ sent.
 from __future__ import annotations
 
 import hashlib
-import zlib
-from array import array
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -111,16 +109,16 @@ class _Need(msgspec.Struct, array_like=True):
     required: bool
     """Whether it has `broadcast=True`."""
     budget_bytes: Annotated[int, msgspec.Meta(ge=1)]
-    rows: bytes
-    """Of each tensor, as `_packed`."""
+    rows: list[RowRange]
+    """Of each tensor."""
 
 
 class _Decision(msgspec.Struct, array_like=True):
     """What the first rank has decided. None in its place: no broadcast."""
 
     chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=CHUNK_BYTES)]
-    rows: bytes
-    """Of each tensor, the rows that are sent, as `_packed`."""
+    rows: list[RowRange]
+    """Of each tensor, the rows that are sent."""
 
 
 def fill_shared(
@@ -200,7 +198,7 @@ def agree(
         checkpoint=_digest(opened),
         required=broadcast is True,
         budget_bytes=options.budget or default_budget_bytes(),
-        rows=_packed(_needs(tensors, target, names, path=opened.path)),
+        rows=_needs(tensors, target, names, path=opened.path),
     )
     ranks.share("need", need)
     fetch = partial(ranks.fetch, ended=lambda: operation.cancelled)
@@ -211,9 +209,10 @@ def agree(
     if decision is None:
         _require_agreement(need.required, 0)
         return None
+    _require_rows(decision.rows, tensors)
     shared = [
         SharedRows(k, one.file, one.offset + rows[0] * one.rows.nbytes, one.rows.nbytes, rows)
-        for k, (one, rows) in enumerate(zip(tensors, _unpacked(decision.rows, tensors), strict=True))
+        for k, (one, rows) in enumerate(zip(tensors, decision.rows, strict=True))
         if rows != NO_ROWS
     ]
     return _Plan(tensors, cut_chunks(shared, ranks.num_ranks, decision.chunk_bytes)) if shared else None
@@ -246,7 +245,8 @@ def _decide(
             raise ChangedDuringReadError(
                 f"ranks 0 and {rank} have opened different checkpoints; was it replaced meanwhile?", path=path
             )
-    of_ranks = [_unpacked(need.rows, tensors) for need in needs]
+        _require_rows(need.rows, tensors)
+    of_ranks = [need.rows for need in needs]
     rows = [common_rows(one) for one in zip(*of_ranks, strict=True)]
     sent = sum((end - begin) * one.rows.nbytes for one, (begin, end) in zip(tensors, rows, strict=True))
     if not any(need.required for need in needs):
@@ -261,7 +261,7 @@ def _decide(
             return None
     chunk_bytes = min(need.budget_bytes for need in needs) // _CHUNKS_IN_BUDGET
     chunk_bytes = max(_LEAST_CHUNK_BYTES, min(CHUNK_BYTES, chunk_bytes))
-    return _Decision(chunk_bytes, _packed(rows))
+    return _Decision(chunk_bytes, rows)
 
 
 def _tensors(opened: OpenCheckpoint) -> list[_Tensor]:
@@ -294,25 +294,17 @@ def _needs(tensors: Sequence[_Tensor], target: ModuleTarget, names: Sequence[str
     return needs
 
 
-def _packed(rows: Sequence[RowRange]) -> bytes:
-    """Return ranges of rows as bytes: 300 KB for 100,000 tensors, since a store has no room for more."""
-    return zlib.compress(array("q", [end for one in rows for end in one]).tobytes(), 1)
-
-
-def _unpacked(packed: bytes, tensors: Sequence[_Tensor]) -> list[RowRange]:
-    """Return what `_packed` has packed on another rank.
+def _require_rows(rows: Sequence[RowRange], tensors: Sequence[_Tensor]) -> None:
+    """Require that another rank has sent rows that the tensors have.
 
     Raises:
-        RankError: It is something else.
+        RankError: It has not.
     """
-    values, unpacking = array("q"), zlib.decompressobj()
-    with suppress(zlib.error, ValueError):
-        values.frombytes(unpacking.decompress(packed, 2 * values.itemsize * len(tensors) + 1))
-    rows = list(zip(values[::2], values[1::2], strict=False))
-    is_whole = unpacking.eof and len(values) == 2 * len(tensors)
-    if is_whole and all(0 <= begin <= end <= one.rows.num for one, (begin, end) in zip(tensors, rows, strict=True)):
-        return rows
-    raise RankError("a rank has sent no valid rows of the tensors; do all ranks run the same stio?")
+    is_right = len(rows) == len(tensors)
+    if not (
+        is_right and all(0 <= begin <= end <= one.rows.num for one, (begin, end) in zip(tensors, rows, strict=True))
+    ):
+        raise RankError("a rank has sent no valid rows of the tensors; do all ranks run the same stio?")
 
 
 def _digest(opened: OpenCheckpoint) -> bytes:
