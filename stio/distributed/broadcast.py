@@ -300,10 +300,8 @@ def _require_rows(rows: Sequence[RowRange], tensors: Sequence[_Tensor]) -> None:
     Raises:
         RankError: It has not.
     """
-    is_right = len(rows) == len(tensors)
-    if not (
-        is_right and all(0 <= begin <= end <= one.rows.num for one, (begin, end) in zip(tensors, rows, strict=True))
-    ):
+    fit = [0 <= begin <= end <= one.rows.num for one, (begin, end) in zip(tensors, rows, strict=False)]
+    if len(rows) != len(tensors) or not all(fit):
         raise RankError("a rank has sent no valid rows of the tensors; do all ranks run the same stio?")
 
 

@@ -221,8 +221,6 @@ class Ranks:
             self._store, group = store_of(process_group)
             self._group = _groups.setdefault(group, _Group())
             self._number = next(self._group.numbers) if key is None else -1
-        self.process_group = process_group
-        """The ranks; None: those of the default group."""
         self.failure: RankError | None = None
         """The first failure of another rank, once it is known."""
         self._cancels: list[Callable[[], None]] = []
