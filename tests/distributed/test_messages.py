@@ -21,6 +21,7 @@ from stio.distributed.exchange import _unpack
 from stio.distributed.ranks import MOST_VALUE_BYTES, Ranks, _described, _Failure, decoded
 from stio.errors import LimitError, MismatchError, RankError, StioError, StorageError
 from stio.runtime.panics import PanicError
+from stio.storage.commit.transaction import begin_local
 
 
 def sent(error: Exception) -> BaseException | None:
@@ -250,18 +251,13 @@ def test_a_message_that_names_other_memory(make: Callable[[], np.ndarray[Any, An
 @pytest.mark.parametrize(
     "change", [{"staging": 5}, {"shard_names": [1]}, {"shard_names": None}, {"is_file": "no"}, {"other": 1}, None]
 )
-def test_an_invitation_that_is_malformed(change: dict[str, Any] | None, no_pickle: None) -> None:
-    values = {
-        "staging": "/x/.stio",
-        "nonce": "nonce",
-        "destination": "/x/é\udcff",
-        "shard_names": ["a", "b"],
-        "is_file": False,
-        "takes_index": True,
-        "durable": True,
-    }
-    good = shared_save.Invitation.from_json(json.dumps(values).encode())
-    assert shared_save.Invitation.from_json(good.to_json()) == good and good.destination == "/x/é\udcff"
+def test_an_invitation_that_is_malformed(change: dict[str, Any] | None, tmp_path: Path, no_pickle: None) -> None:
+    owner = begin_local(tmp_path / "é\udcff", num_shards=2)
+    owner.create([1, 1], [0, 0])
+    good = owner.invite()
+    owner.roll_back()
+    assert shared_save.Invitation.from_json(good.to_json()) == good
+    values = json.loads(good.to_json())
     data = pickle.dumps(Executed("x")) if change is None else json.dumps({**values, **change}).encode()
     with pytest.raises(StorageError, match="no valid invitation"):
         shared_save.Invitation.from_json(data)

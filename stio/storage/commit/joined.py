@@ -69,13 +69,13 @@ class Invitation:
         try:
             values = json.loads(text)  # not by msgspec: paths may have surrogates
             found = cls(**{**values, "shard_names": tuple(values["shard_names"])})
+            texts = (found.staging, found.nonce, found.destination, *found.shard_names)
+            flags = (found.is_file, found.takes_index, found.durable)
+            if not (all(isinstance(one, str) for one in texts) and all(isinstance(one, bool) for one in flags)):
+                raise TypeError("a field has another type")
+            return found
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise StorageError("another process has sent no valid invitation to its save", found=text[:80]) from error
-        texts = (found.staging, found.nonce, found.destination, *found.shard_names)
-        flags = (found.is_file, found.takes_index, found.durable)
-        if not (all(isinstance(one, str) for one in texts) and all(isinstance(one, bool) for one in flags)):
-            raise StorageError("another process has sent no valid invitation to its save", found=text[:80])
-        return found
 
     def final_path(self, name: str) -> str:
         """Return the path that a file will have, for messages."""
