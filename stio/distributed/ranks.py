@@ -97,17 +97,20 @@ class _SentError(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True)
     @classmethod
     def of(cls, error: Exception) -> Self:
         """Return an error in the form that is sent."""
-        name, text = type(error).__name__, _text_of(error)
+        sent = cls(type(error).__name__, _text_of(error))
         with suppress(Exception):  # the class may be the program's own
+            made = msgspec.structs.replace(sent)
             if isinstance(error, StioError):
-                name = next(kind.__name__ for kind in type(error).__mro__ if kind in _KNOWN.values())
+                made.kind = next(kind.__name__ for kind in type(error).__mro__ if kind in _KNOWN.values())
                 _, (_, message, fields) = error.__reduce__()
-                fields = {key: value if key == "ranks" else _plain(value) for key, value in fields.items()}
-                return msgspec.convert(msgspec.to_builtins(cls(name, text, [_cut(message)], fields)), cls)
-            arguments = [*error.args, *([error.filename] if isinstance(error, OSError) and error.filename else [])]
-            if type(error) in _KNOWN.values() and all(isinstance(one, _Plain) for one in arguments):
-                return msgspec.convert(msgspec.to_builtins(cls(name, text, list(map(_plain, arguments)))), cls)
-        return cls(name, text)
+                made.arguments = [_cut(message)]
+                made.fields = {name: value if name == "ranks" else _plain(value) for name, value in fields.items()}
+            elif type(error) in _KNOWN.values():
+                arguments = [*error.args, *([error.filename] if isinstance(error, OSError) and error.filename else [])]
+                if all(isinstance(one, _Plain) for one in arguments):
+                    made.arguments = [_plain(one) for one in arguments]
+            return msgspec.convert(msgspec.to_builtins(made), cls)  # it is what a receiver accepts
+        return sent
 
     def error(self, rank: int) -> Exception:
         """Return the error. Of a class that is not known here, or that takes other arguments, return a `RankError`.
