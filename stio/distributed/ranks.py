@@ -226,6 +226,8 @@ class Ranks:
             self._number = next(self._group.numbers) if key is None else -1
         self.failure: RankError | None = None
         """The first failure of another rank, once it is known."""
+        self.has_begun = False
+        """Whether the block of this object was entered."""
         self._cancels: list[Callable[[], None]] = []
         self._requests: list[_Request] = []
         self._to_set: deque[tuple[str, bytes]] = deque()
@@ -392,7 +394,12 @@ class Ranks:
         self._to_tell.append(_described(self.rank, self._about, error))
         self._changed.wake()
 
+    def reports(self) -> _Reports:
+        """Return a block for what comes before that of this object; an error in it is raised on the other ranks too."""
+        return _Reports(self)
+
     async def __aenter__(self) -> Self:
+        self.has_begun = True
         if self._store is not None:
             self._looked = now = time.monotonic()
             for sign in self._signs.values():  # this object may have been made long ago
@@ -615,6 +622,23 @@ class Ranks:
         store.set(key, value)  # type: ignore[arg-type]  # bytes are allowed, and the stub does not say so
         if key not in self._keys:
             self._keys.append(key)
+
+
+class _Reports:
+    """See `Ranks.reports`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self._ranks.has_begun:
+            async with self._ranks:
+                raise error
 
 
 def _own_connection(store: Store) -> Store:
