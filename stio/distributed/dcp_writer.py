@@ -312,7 +312,7 @@ class StioStorageWriter(StorageWriter):
             is_alone=task.num_ranks == 1,
             exit_patience=EXIT_PATIENCE_SECONDS,
         )
-        try:
+        async with ranks.reports():
             values = values_of_items([item for item in plan.items if item.type == WriteItemType.BYTE_IO], planner)
             of_tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
             require_right_parts(self._local_items, planner)
@@ -321,10 +321,7 @@ class StioStorageWriter(StorageWriter):
             assert self._path is not None
             save = _PartSave(tensors, ranges, task, self, ranks)
             del tensors
-        except BaseException:
-            async with ranks:  # reports it to the other ranks
-                raise
-        written = await save.complete()
+            written = await save.complete()
         if self._open is not None:
             self._open.hashes = written.hashes
         return [

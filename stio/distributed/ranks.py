@@ -97,17 +97,20 @@ class _SentError(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True)
     @classmethod
     def of(cls, error: Exception) -> Self:
         """Return an error in the form that is sent."""
-        name, text = type(error).__name__, _text_of(error)
+        sent = cls(type(error).__name__, _text_of(error))
         with suppress(Exception):  # the class may be the program's own
+            made = msgspec.structs.replace(sent)
             if isinstance(error, StioError):
-                name = next(kind.__name__ for kind in type(error).__mro__ if kind in _KNOWN.values())
+                made.kind = next(kind.__name__ for kind in type(error).__mro__ if kind in _KNOWN.values())
                 _, (_, message, fields) = error.__reduce__()
-                fields = {key: value if key == "ranks" else _plain(value) for key, value in fields.items()}
-                return msgspec.convert(msgspec.to_builtins(cls(name, text, [_cut(message)], fields)), cls)
-            arguments = [*error.args, *([error.filename] if isinstance(error, OSError) and error.filename else [])]
-            if type(error) in _KNOWN.values() and all(isinstance(one, _Plain) for one in arguments):
-                return msgspec.convert(msgspec.to_builtins(cls(name, text, list(map(_plain, arguments)))), cls)
-        return cls(name, text)
+                made.arguments = [_cut(message)]
+                made.fields = {name: value if name == "ranks" else _plain(value) for name, value in fields.items()}
+            elif type(error) in _KNOWN.values():
+                arguments = [*error.args, *([error.filename] if isinstance(error, OSError) and error.filename else [])]
+                if all(isinstance(one, _Plain) for one in arguments):
+                    made.arguments = [_plain(one) for one in arguments]
+            return msgspec.convert(msgspec.to_builtins(made), cls)  # it is what a receiver accepts
+        return sent
 
     def error(self, rank: int) -> Exception:
         """Return the error. Of a class that is not known here, or that takes other arguments, return a `RankError`.
@@ -223,6 +226,8 @@ class Ranks:
             self._number = next(self._group.numbers) if key is None else -1
         self.failure: RankError | None = None
         """The first failure of another rank, once it is known."""
+        self.has_begun = False
+        """Whether the block of this object was entered."""
         self._cancels: list[Callable[[], None]] = []
         self._requests: list[_Request] = []
         self._to_set: deque[tuple[str, bytes]] = deque()
@@ -389,7 +394,12 @@ class Ranks:
         self._to_tell.append(_described(self.rank, self._about, error))
         self._changed.wake()
 
+    def reports(self) -> _Reports:
+        """Return a block for what comes before that of this object; an error in it is raised on the other ranks too."""
+        return _Reports(self)
+
     async def __aenter__(self) -> Self:
+        self.has_begun = True
         if self._store is not None:
             self._looked = now = time.monotonic()
             for sign in self._signs.values():  # this object may have been made long ago
@@ -612,6 +622,23 @@ class Ranks:
         store.set(key, value)  # type: ignore[arg-type]  # bytes are allowed, and the stub does not say so
         if key not in self._keys:
             self._keys.append(key)
+
+
+class _Reports:
+    """See `Ranks.reports`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self._ranks.has_begun:
+            async with self._ranks:
+                raise error
 
 
 def _own_connection(store: Store) -> Store:

@@ -109,14 +109,11 @@ async def save(
     """
     given = locals()
     ranks = _ranks(process_group, rank_timeout)
-    try:
+    async with ranks.reports():
         ranks.require_valid()
         options = SaveOptions(**chosen(SaveOptions, given))
         pending = await _sharded(module_or_state, destination, options, ranks, budget_bytes=budget_bytes)
-    except BaseException:
-        async with ranks:  # reports it to the other ranks
-            raise
-    return await pending.complete()
+        return await pending.complete()
 
 
 class Saver(api.Saver):
@@ -188,10 +185,9 @@ class Saver(api.Saver):
         self, state: object, destination: DestinationLike, make_options: MakeOptions, *, nested: bool | None
     ) -> PendingSave:
         ranks = _ranks(self._process_group, self._rank_timeout)
-        made: list[ShardedSave] = []
 
         async def make() -> PendingSave:
-            save = await _sharded(
+            return await _sharded(
                 state,
                 destination,
                 options,
@@ -202,18 +198,11 @@ class Saver(api.Saver):
                 when_begun=self._retention.begin,
                 when_durable=self._retention.add,
             )
-            made[:] = [save]
-            return save
 
-        try:  # the other ranks learn of wrong options too
+        async with ranks.reports():
             ranks.require_valid()
             options = make_options()
             return await self._begin(make, destination, options)
-        except BaseException:
-            if not any(save.told for save in made):
-                async with ranks:
-                    raise
-            raise
 
 
 def _ranks(process_group: ProcessGroup | None, rank_timeout: float) -> Ranks:

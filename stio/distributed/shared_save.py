@@ -14,9 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -40,8 +40,6 @@ from stio.saving.plan_parts import WrittenPart, data_places, plan_parts
 from stio.storage.base import Ending, FileWriter, Note, Published, Transaction
 from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction
 
-T = TypeVar("T")
-
 _MOST_COMPARED_BYTES = 16 << 20
 """Longest tensor that is compared with those of other ranks: SHA-256 takes 10 ms of it."""
 
@@ -64,7 +62,7 @@ class ShardedSave(PendingSave):
         shares: Which part that is, see `RankState`.
         destination: The destination.
         options: The keywords.
-        ranks: The ranks, not entered yet.
+        ranks: The ranks, not entered yet. The caller waits for the save in a block of `Ranks.reports`.
         tied: See `resolve_shared`; the same on all ranks.
     """
 
@@ -82,29 +80,8 @@ class ShardedSave(PendingSave):
         **arguments: Any,
     ) -> None:
         self._ranks, self._shares, self._tied = ranks, shares, tied
-        self.told = False
-        """Whether this rank has begun, or has reported that it failed before that."""
         self._undo: Callable[[], None] = _nothing
         super().__init__(tensors, destination, options, **arguments)
-
-    async def complete(self) -> SaveResult:
-        """See `PendingSave.complete`."""
-        return await self._telling(super().complete())
-
-    async def wait_staged(self) -> None:
-        """See `PendingSave.wait_staged`."""
-        await self._telling(super().wait_staged())
-
-    async def _telling(self, wait: Coroutine[Any, Any, T]) -> T:
-        """Wait; report an interruption that came before this rank has begun to the others."""
-        try:
-            return await wait
-        except BaseException:
-            if not self.told:
-                self.told = True
-                async with self._ranks:
-                    raise
-            raise
 
     def _run(self, operation: Operation[SaveResult]) -> SaveResult:
         try:
@@ -116,7 +93,7 @@ class ShardedSave(PendingSave):
             undo()
 
     async def _run_on_ranks(self, operation: Operation[SaveResult]) -> SaveResult:
-        ranks, self.told = self._ranks, True
+        ranks = self._ranks
         ranks.on_failure(operation.cancel)
         operation.on_cancel(ranks.interrupt)
         async with ranks:

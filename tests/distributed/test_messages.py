@@ -82,6 +82,7 @@ class OwnValueError(ValueError):
         (OwnValueError("c"), "OwnValueError: c"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "why"), "UnicodeDecodeError: 'utf-8' codec"),  # has bytes
         (ValueError(object), "ValueError: <class 'object'>"),
+        (ValueError(b"bytes"), "ValueError: b'bytes'"),
         (ExceptionGroup("g", [ValueError("d")]), "ExceptionGroup: g (1 sub-exception)"),
     ],
 )
