@@ -212,6 +212,8 @@ class ShardedSave(PendingSave):
             if others := _ranks_that_differ(found):
                 self._raise_difference(state, in_order, others)
         meshes = [one.meshes for one in found]
+        if any(len(one) != len(state.meshes()) for one in meshes):
+            raise RankError("a rank has sent another number of meshes than its state has")
         groups = merged(group for one in found for group in one.ties)
         if not groups:
             return state, metadata, meshes, []
@@ -244,7 +246,11 @@ class ShardedSave(PendingSave):
 
     def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
         if self._ranks.rank:
-            return self._join(operation)
+            joined = self._join(operation)
+            if len(joined.shard_names) != num_shards:
+                joined.roll_back()
+                raise RankError("rank 0 has sent the names of another number of files", ranks=(0,))
+            return joined
         transaction = super()._begin_transaction(operation, num_shards)
         self._undo = transaction.roll_back
         return self._share(transaction, operation)
