@@ -233,8 +233,8 @@ class ShardedSave(PendingSave):
             mine.pop(TREE, None)
         if rank == 0:
             described = zlib.compress(json.dumps(list(mine.items())).encode())
-            # A value that is too long is left out, and a difference is not named. With its own length a value has more.
-            self._ranks.share("described", described if len(described) <= MOST_VALUE_BYTES - 8 else b"")
+            # What is too long is not sent, and the difference is not named. msgpack puts at most 5 bytes before it.
+            self._ranks.share("described", described if len(described) <= MOST_VALUE_BYTES - 5 else b"")
         if rank != others[0]:
             run_blocking(self._ranks.fetch("difference", of=others[0]))  # raises what that rank raises
         described = run_blocking(self._ranks.fetch("described"))
