@@ -5,6 +5,9 @@ store does not delay them, and no collective call is needed. One thread of each 
 gives a sign of life, looks whether a rank has failed, and fetches what its own rank waits for. Another thread, the
 *watcher*, ends the wait if the store does not answer.
 
+What is received is plain data of one expected type (`decoded`). Nothing of it is executed, and anything else is an
+error. So errors are sent by class and text (`_SentError`), and made anew of classes that all ranks have.
+
 The first failure of all ranks is the one that all others raise. A rank that gives no sign of life for `timeout` seconds
 counts as failed. The first rank judges the others by their signs, and they judge the first one. If that one
 has the store, its end closes the store, which all notice at once.

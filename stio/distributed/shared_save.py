@@ -211,6 +211,8 @@ class ShardedSave(PendingSave):
             if others := _ranks_that_differ(found):
                 self._raise_difference(state, in_order, others)
         meshes = [one.meshes for one in found]
+        if any(len(one) != len(state.meshes()) for one in meshes):
+            raise RankError("a rank has sent another number of meshes than its state has")
         groups = merged(group for one in found for group in one.ties)
         if not groups:
             return state, metadata, meshes, []
@@ -230,8 +232,8 @@ class ShardedSave(PendingSave):
             mine.pop(TREE, None)
         if rank == 0:
             described = zlib.compress(json.dumps(list(mine.items())).encode())
-            # A value that is too long is left out, and a difference is not named. With its own length a value has more.
-            self._ranks.share("described", described if len(described) <= MOST_VALUE_BYTES - 8 else b"")
+            # What is too long is not sent, and the difference is not named. msgpack puts at most 5 bytes before it.
+            self._ranks.share("described", described if len(described) <= MOST_VALUE_BYTES - 5 else b"")
         if rank != others[0]:
             run_blocking(self._ranks.fetch("difference", of=others[0]))  # raises what that rank raises
         described = run_blocking(self._ranks.fetch("described"))
@@ -243,7 +245,11 @@ class ShardedSave(PendingSave):
 
     def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
         if self._ranks.rank:
-            return self._join(operation)
+            joined = self._join(operation)
+            if len(joined.shard_names) != num_shards:
+                joined.roll_back()
+                raise RankError("rank 0 has sent the names of another number of files", ranks=(0,))
+            return joined
         transaction = super()._begin_transaction(operation, num_shards)
         self._undo = transaction.roll_back
         return self._share(transaction, operation)
