@@ -2,18 +2,17 @@
 
 It is built on torch.distributed, which the caller has initialised, and on its `DTensor`s; start ranks by torchrun. The
 engine below gets slices, ranges and parts of files, and does not import torch.distributed. Start with `parts.py`: which
-part of the checkpoint's tensor a `DTensor` is.
+part of the checkpoint's tensor a `DTensor` is. It has `Placements` too, for loads without a module.
 
 - `ranks.py`: failures of other ranks, and small values that ranks exchange. A rank that fails, is cancelled or killed
-  is an error on all, within a bounded time. `steps.py`: work over a Gloo group of its own, which ranks leave together.
+  is an error on all, within a bounded time. `steps.py`: transfers over a Gloo group, which ranks leave together.
 - Loads: `load.py` fills a sharded module or state, one load for each rank. Before that, `broadcast.py` fills what
-  several ranks need: it is read once and sent. `same_checkpoint.py` compares what ranks have opened. `placed.py` makes
-  `DTensor`s without a module.
-- Saves: `save.py` and `shared_save.py` are one save for each rank; `layout.py` is what ranks agree on first, and the
-  first rank commits. `shared_files.py`: all write into the same files. `shared_objects.py`: in a store each file has an
-  owner, to which the others send their bytes (`windows.py`, `exchange.py`).
+  several ranks need: it is read once and sent.
+- Saves: `save.py` and `shared_save.py` are one save for each rank; `rank_state.py` is what ranks agree on first, and
+  the first rank commits. On a filesystem all write into the same files. `shared_objects.py`: in a store each file has
+  an owner, to which the others send their bytes (`exchange.py`).
 - `torch.distributed.checkpoint`, whose planner decides what each rank reads and writes: `dcp_reader.py`,
-  `dcp_writer.py` (with `dcp_layout.py` and `dcp_part.py`), `dcp_stager.py`.
+  `dcp_writer.py` (with `dcp_layout.py`), `dcp_stager.py`.
 - `torch_private.py`: all that is used of torch's private names.
 """
 
@@ -23,7 +22,7 @@ from stio.distributed.dcp_reader import StioStorageReader
 from stio.distributed.dcp_stager import StioStager
 from stio.distributed.dcp_writer import StioStorageWriter
 from stio.distributed.load import load_into
-from stio.distributed.placed import Placements
+from stio.distributed.parts import Placements
 from stio.distributed.save import Saver, save
 
 __all__ = ["Placements", "Saver", "StioStager", "StioStorageReader", "StioStorageWriter", "load_into", "save"]

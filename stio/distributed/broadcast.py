@@ -5,21 +5,19 @@ first agree on what they need in common (`agree`), then each reads its share of 
 chunk by a broadcast when it is read (`format/placements.py` makes the plan). What a rank needs alone it reads
 itself after that.
 
-The broadcasts run in a Gloo group that exists for one load, in steps (`steps.py`): the ranks exchange which chunks each
-has read, and a few of these are sent.
+The broadcasts are sent in steps (`steps.py`): the ranks exchange which chunks each has read, and a few of these are
+sent.
 """
 
 from __future__ import annotations
 
 import hashlib
-import zlib
-from array import array
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import torch
@@ -28,8 +26,8 @@ import torch.distributed as dist
 from stio.device.base import LoadedGroup
 from stio.device.tensors import TORCH_DTYPES, require_dtypes
 from stio.distributed.ranks import Ranks
-from stio.distributed.steps import StepGroup, run_steps
-from stio.errors import ChangedDuringReadError, FormatError
+from stio.distributed.steps import StepGroup, SteppedTransfer
+from stio.errors import ChangedDuringReadError, FormatError, RankError
 from stio.format.gil_slices import row_slices
 from stio.format.header import Header
 from stio.format.placements import (
@@ -74,9 +72,6 @@ _LEAST_SHARED_BYTES = 4 << 20
 _CHUNKS_IN_STEP = 4
 """Most chunks that are sent between two looks at failures."""
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
-"""Seconds that a rank without a chunk waits for one before the next step; they double while no rank has one."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
@@ -107,23 +102,23 @@ class _Plan:
 
 
 class _Need(msgspec.Struct, array_like=True):
-    """What a rank needs. A rank that takes no part in a broadcast shares an empty value in its place."""
+    """What a rank needs. A rank that takes no part in a broadcast shares None in its place."""
 
     checkpoint: bytes
     """Digest of the checkpoint that it has opened."""
     required: bool
     """Whether it has `broadcast=True`."""
-    budget_bytes: int
-    rows: bytes
-    """Of each tensor, as `_packed`."""
+    budget_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    rows: list[RowRange]
+    """Of each tensor."""
 
 
 class _Decision(msgspec.Struct, array_like=True):
-    """What the first rank has decided. An empty value in its place: no broadcast."""
+    """What the first rank has decided. None in its place: no broadcast."""
 
-    chunk_bytes: int
-    rows: bytes
-    """Of each tensor, the rows that are sent, as `_packed`."""
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=CHUNK_BYTES)]
+    rows: list[RowRange]
+    """Of each tensor, the rows that are sent."""
 
 
 def fill_shared(
@@ -163,6 +158,7 @@ def fill_shared(
     with closing(_Reading(opened, plan.chunks, ranks.rank, options)) as read:
         operation.on_cancel(read.operation.cancel)
         read.operation.start()
+        target.synchronize()
         _Sending(operation, plan, target, ranks, read, options.trace).run()
         read.finish()
     return [name for name in names if name not in sent]
@@ -193,30 +189,30 @@ def agree(
         raise ValueError("broadcast=True needs a torch with Gloo, and this one has none; pass broadcast=False")
     takes_part = broadcast is True or (broadcast == "auto" and _may_pay(opened, options))
     if ranks.num_ranks == 1 or not takes_part or not isinstance(target, ModuleTarget):
-        ranks.share("need", b"")
+        ranks.share("need", None)
         if ranks.rank == 0:
-            ranks.share("decision", b"")
+            ranks.share("decision", None)
         return None
     tensors = _tensors(opened)
     need = _Need(
         checkpoint=_digest(opened),
         required=broadcast is True,
         budget_bytes=options.budget or default_budget_bytes(),
-        rows=_packed(_needs(tensors, target, names, path=opened.path)),
+        rows=_needs(tensors, target, names, path=opened.path),
     )
-    ranks.share("need", msgspec.msgpack.encode(need))
+    ranks.share("need", need)
     fetch = partial(ranks.fetch, ended=lambda: operation.cancelled)
     if ranks.rank == 0:
-        found = [run_blocking(fetch("need", of=rank)) for rank in range(ranks.num_ranks)]
+        found = [run_blocking(fetch("need", of=rank, kind=_Need | None)) for rank in range(ranks.num_ranks)]
         ranks.share("decision", _decide(tensors, found, required=need.required, path=opened.path))
-    value = run_blocking(fetch("decision", of=0))
-    if not value:
+    decision: _Decision | None = run_blocking(fetch("decision", kind=_Decision | None))
+    if decision is None:
         _require_agreement(need.required, 0)
         return None
-    decision = msgspec.msgpack.decode(value, type=_Decision)
+    _require_rows(decision.rows, tensors)
     shared = [
         SharedRows(k, one.file, one.offset + rows[0] * one.rows.nbytes, one.rows.nbytes, rows)
-        for k, (one, rows) in enumerate(zip(tensors, _unpacked(decision.rows), strict=True))
+        for k, (one, rows) in enumerate(zip(tensors, decision.rows, strict=True))
         if rows != NO_ROWS
     ]
     return _Plan(tensors, cut_chunks(shared, ranks.num_ranks, decision.chunk_bytes)) if shared else None
@@ -236,18 +232,21 @@ def _require_agreement(required: bool, rank: int) -> None:
         raise ValueError(f"broadcast= must be the same on all ranks; rank {rank} does not broadcast")
 
 
-def _decide(tensors: Sequence[_Tensor], found: Sequence[bytes], *, required: bool, path: str) -> bytes:
+def _decide(
+    tensors: Sequence[_Tensor], found: Sequence[_Need | None], *, required: bool, path: str
+) -> _Decision | None:
     """Return the decision of the first rank."""
-    if b"" in found:
-        _require_agreement(required, found.index(b""))
-        return b""
-    needs = [msgspec.msgpack.decode(value, type=_Need) for value in found]
+    needs = [need for need in found if need is not None]
+    if len(needs) < len(found):
+        _require_agreement(required, found.index(None))
+        return None
     for rank, need in enumerate(needs):
         if need.checkpoint != needs[0].checkpoint:
             raise ChangedDuringReadError(
                 f"ranks 0 and {rank} have opened different checkpoints; was it replaced meanwhile?", path=path
             )
-    of_ranks = [_unpacked(need.rows) for need in needs]
+        _require_rows(need.rows, tensors)
+    of_ranks = [need.rows for need in needs]
     rows = [common_rows(one) for one in zip(*of_ranks, strict=True)]
     sent = sum((end - begin) * one.rows.nbytes for one, (begin, end) in zip(tensors, rows, strict=True))
     if not any(need.required for need in needs):
@@ -259,10 +258,10 @@ def _decide(tensors: Sequence[_Tensor], found: Sequence[bytes], *, required: boo
             if common != NO_ROWS
         )
         if sent < _LEAST_SHARED_BYTES or 2 * needed < sent * len(needs):
-            return b""
+            return None
     chunk_bytes = min(need.budget_bytes for need in needs) // _CHUNKS_IN_BUDGET
     chunk_bytes = max(_LEAST_CHUNK_BYTES, min(CHUNK_BYTES, chunk_bytes))
-    return msgspec.msgpack.encode(_Decision(chunk_bytes, _packed(rows)))
+    return _Decision(chunk_bytes, rows)
 
 
 def _tensors(opened: OpenCheckpoint) -> list[_Tensor]:
@@ -295,14 +294,15 @@ def _needs(tensors: Sequence[_Tensor], target: ModuleTarget, names: Sequence[str
     return needs
 
 
-def _packed(rows: Sequence[RowRange]) -> bytes:
-    """Return ranges of rows as bytes: 300 KB for 100,000 tensors, since a store has no room for more."""
-    return zlib.compress(array("q", [end for one in rows for end in one]).tobytes(), 1)
+def _require_rows(rows: Sequence[RowRange], tensors: Sequence[_Tensor]) -> None:
+    """Require that another rank has sent rows that the tensors have.
 
-
-def _unpacked(packed: bytes) -> list[RowRange]:
-    values = array("q", zlib.decompress(packed))
-    return list(zip(values[::2], values[1::2], strict=True))
+    Raises:
+        RankError: It has not.
+    """
+    fit = [0 <= begin <= end <= one.rows.num for one, (begin, end) in zip(tensors, rows, strict=False)]
+    if len(rows) != len(tensors) or not all(fit):
+        raise RankError("a rank has sent no valid rows of the tensors; do all ranks run the same stio?")
 
 
 def _digest(opened: OpenCheckpoint) -> bytes:
@@ -448,114 +448,93 @@ def _in_chunks(header: Header, chunks: Sequence[tuple[int, Chunk]]) -> Header:
 # Sending.
 
 
-@dataclass(slots=True)
-class _Sending:
-    """The steps in which chunks are sent."""
+class _Sending(SteppedTransfer):
+    """The broadcast of all chunks; copies what this rank needs of them."""
 
-    operation: Operation[Any]
-    plan: _Plan
-    target: ModuleTarget
-    ranks: Ranks
-    read: _Reading
-    trace: Trace | None
-    error: BaseException | None = None
-    """Of a copy on this rank; the others learn of it in the next step."""
+    def __init__(
+        self,
+        operation: Operation[Any],
+        plan: _Plan,
+        target: ModuleTarget,
+        ranks: Ranks,
+        read: _Reading,
+        trace: Trace | None,
+    ) -> None:
+        super().__init__(ranks, "broadcast")
+        self._operation, self._plan, self._target, self._read, self._trace = operation, plan, target, read, trace
+        self._received = torch.empty(max(chunk.nbytes for chunk in plan.chunks), dtype=torch.uint8, device="cpu")
+        self._num_left, self._num_sent = len(plan.chunks), [0] * ranks.num_ranks
 
-    def run(self) -> None:
-        """Send all chunks, and copy what this rank needs of them.
+    def _failure(self) -> BaseException | None:
+        return self._read.operation.failure
 
-        Raises:
-            Cancelled: The operation was cancelled.
-            RankError: A rank has failed, or the connection to it broke.
-            BaseException: The error of this rank.
-        """
-        received = torch.empty(max(chunk.nbytes for chunk in self.plan.chunks), dtype=torch.uint8, device="cpu")
-        self.target.synchronize()
-        send_all = partial(self._send_all, received=received)
-        run_steps(self.ranks, self.operation, send_all, self._raise_own_error, about="broadcast")
+    def _wait(self, seconds: float) -> None:
+        self._read.wait(seconds)
 
-    def _raise_own_error(self) -> None:
-        for error in (self.read.operation.failure, self.error):
-            if error is not None:
-                raise error
+    def _numbers(self) -> list[int]:
+        """Return the chunks that each rank has read: the first, and their number."""
+        rank, numbers = self._ranks.rank, [0] * (2 * self._ranks.num_ranks)
+        numbers[2 * rank : 2 * rank + 2] = self._read.ready
+        return numbers
 
-    def _send_all(self, group: StepGroup, *, received: torch.Tensor) -> bool:
-        """Send all chunks; return whether a rank had to stop before that.
+    def _is_complete(self) -> bool:
+        return not self._num_left
 
-        No operation in the group is under way when this returns.
-        """
-        num_left, num_sent, pause = len(self.plan.chunks), [0] * self.ranks.num_ranks, 0.0
-        while True:
-            if pause:
-                self.read.wait(pause)
-            ready = self._exchange(group)
-            if ready is None:
-                return True
-            if not num_left:
-                return False
-            owners = sorted((rank for rank, (_, num) in enumerate(ready) if num), key=lambda rank: num_sent[rank])
-            for owner in owners[:_CHUNKS_IN_STEP]:
-                first, num = ready[owner]
-                for number in range(first, first + num):
-                    self._send(group, number, received)
-                num_left -= num
-                num_sent[owner] += num
-            pause = 0.0 if owners else max(_SHORTEST_PAUSE, min(2 * pause, _LONGEST_PAUSE))
+    def _step(self, group: StepGroup, sums: Sequence[int]) -> bool:
+        sent, firsts, nums = self._num_sent, sums[::2], sums[1::2]
+        owners = sorted((rank for rank, num in enumerate(nums) if num), key=lambda rank: sent[rank])
+        for owner in owners[:_CHUNKS_IN_STEP]:
+            for number in range(firsts[owner], firsts[owner] + nums[owner]):
+                self._send(group, number)
+            self._num_left -= nums[owner]
+            sent[owner] += nums[owner]
+        return bool(owners)
 
-    def _exchange(self, group: StepGroup) -> list[tuple[int, int]] | None:
-        """Return the chunks that each rank has read: the first, and their number; None if a rank has to stop."""
-        rank = self.ranks.rank
-        has_failed = self.operation.cancelled or self.error is not None or self.read.operation.failure is not None
-        numbers = [0] * (2 * self.ranks.num_ranks)
-        numbers[2 * rank : 2 * rank + 2] = self.read.ready
-        sums = group.add_up(numbers, stop=has_failed)
-        return None if sums is None else list(zip(sums[::2], sums[1::2], strict=True))
-
-    def _send(self, group: StepGroup, number: int, received: torch.Tensor) -> None:
+    def _send(self, group: StepGroup, number: int) -> None:
         """Send a chunk, or receive it; and copy what this rank needs of it, unless it was received in its place."""
-        chunk = self.plan.chunks[number]
-        is_own = chunk.owner == self.ranks.rank
+        chunk = self._plan.chunks[number]
+        is_own = chunk.owner == self._ranks.rank
         place = None if is_own else self._place(chunk)
-        data = self.read.data(number) if is_own else received[: chunk.nbytes] if place is None else place
+        data = self._read.data(number) if is_own else self._received[: chunk.nbytes] if place is None else place
         begin = perf_counter()
         sending = group.broadcast(data, chunk.owner)
         if is_own:
             self._copy_all(chunk, data)
         sending.wait()
-        if self.trace is not None:
-            self.trace.add("send" if is_own else "receive", begin, perf_counter(), num_bytes=chunk.nbytes)
+        if self._trace is not None:
+            self._trace.add("send" if is_own else "receive", begin, perf_counter(), num_bytes=chunk.nbytes)
         if place is None and not is_own:
             self._copy_all(chunk, data)
         del data
         if is_own:
-            self.read.release(number)
+            self._read.release(number)
 
     def _place(self, chunk: Chunk) -> torch.Tensor | None:
         """Return the memory of the module where all bytes of a chunk belong, if there is one."""
-        if len(chunk.pieces) > 1 or self.error is not None or self.operation.cancelled:
+        if len(chunk.pieces) > 1 or self._error is not None or self._operation.cancelled:
             return None
         (piece,) = chunk.pieces
-        one = self.plan.tensors[piece.tensor]
+        one = self._plan.tensors[piece.tensor]
         try:
-            return self.target.rows_memory(one.name, TORCH_DTYPES[one.dtype], one.rows.dim, piece.rows, one.shape)
+            return self._target.rows_memory(one.name, TORCH_DTYPES[one.dtype], one.rows.dim, piece.rows, one.shape)
         except BaseException as error:
-            self.error = error
+            self._error = error
             return None
 
     def _copy_all(self, chunk: Chunk, data: torch.Tensor) -> None:
         """Copy what this rank needs of a chunk. An error is kept: others wait for this rank in the next step."""
-        if self.error is None and not self.operation.cancelled:
+        if self._error is None and not self._operation.cancelled:
             try:
                 for piece in chunk.pieces:
                     self._copy(piece, data)
             except BaseException as error:
-                self.error = error
+                self._error = error
 
     def _copy(self, piece: Piece, data: torch.Tensor) -> None:
-        one = self.plan.tensors[piece.tensor]
+        one = self._plan.tensors[piece.tensor]
         dtype, num_rows = TORCH_DTYPES[one.dtype], piece.rows[1] - piece.rows[0]
         part = data[piece.offset : piece.offset + num_rows * one.rows.nbytes]
         if part.data_ptr() % dtype.itemsize or part.storage_offset() % dtype.itemsize:
             part = part.clone()
         shape = (*one.shape[: one.rows.dim], num_rows, *one.shape[one.rows.dim + 1 :]) if one.shape else ()
-        self.target.copy_rows(one.name, part.view(dtype).view(shape), one.rows.dim, piece.rows[0], one.shape)
+        self._target.copy_rows(one.name, part.view(dtype).view(shape), one.rows.dim, piece.rows[0], one.shape)

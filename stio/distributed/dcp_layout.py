@@ -4,26 +4,35 @@ DCP has a flat state: tensors and other values, by names that it makes of their 
 tensor is stored under its name. If there are other values, the tensor `TREE_TENSOR` is stored too, with the tree of the
 nested state (`format/state_tree.py`), as `stio.load_state` reads it. The values are known only when all ranks have
 written, so that tensor comes last in the last file, whose header has room for it.
+
+What a rank writes of these files are the items of its own plan. Several of one tensor are one part.
 """
 
 from __future__ import annotations
 
+import codecs
+import io
+import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from stio.device.describe import LazyTensor, describe_tensors
+from stio.distributed.parts import part_of
 from stio.distributed.torch_private import NamePath, local_memory, nested_state
 from stio.errors import MismatchError, printable
 from stio.format.header import LATE_BYTES, with_late_tensor
 from stio.format.placements import ByteRange, byte_ranges
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR
-from stio.runtime.hashing import HashName
 from stio.saving.nested import StoredTensor, tree_text
 from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.staging_pool import STREAM_BLOCK_BYTES
@@ -41,8 +50,6 @@ class RankTask:
     """Bytes of each file when it is created."""
     places: Mapping[str, tuple[int, int]]
     """Where the data of the rank's tensors are: the number of the file, and the first byte in it."""
-    hash: HashName | None
-    """The hash of the files, if any."""
     num_early: int
     """Number of files, from the first on, that are complete when all ranks have written."""
 
@@ -184,7 +191,45 @@ def _never() -> NoReturn:
     raise AssertionError("the tensors of a layout have no data")
 
 
-def ranges_of(item: WriteItem) -> list[ByteRange]:
+def item_nbytes(item: WriteItem) -> int:
+    """Return the bytes of a tensor's item."""
+    assert item.tensor_data is not None
+    return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def parts_of_items(
+    items: Sequence[WriteItem], planner: SavePlanner
+) -> tuple[dict[str, torch.Tensor | LazyTensor], dict[str, list[ByteRange]]]:
+    """Return what this rank writes of each tensor, and where it is in the whole one."""
+    by_name: dict[str, list[WriteItem]] = {}
+    for item in items:
+        if item_nbytes(item):
+            by_name.setdefault(item.index.fqn, []).append(item)
+    tensors: dict[str, torch.Tensor | LazyTensor] = {}
+    ranges = {}
+    is_lazy = _makes_tensors(planner)
+    for name, parts in by_name.items():
+        data = parts[0].tensor_data
+        assert data is not None
+        ranges[name] = [one for part in parts for one in _ranges_of(part)]
+        if len(parts) > 1:  # one after the other, as rows of one tensor
+            num_elements = sum(map(item_nbytes, parts)) // data.properties.dtype.itemsize
+            produce: Callable[[], Any] = partial(_flat_parts, name, parts, planner.resolve_data)
+            tensors[name] = LazyTensor(data.properties.dtype, (num_elements,), produce)
+        elif is_lazy:
+            produce = partial(_resolved, name, parts[0], planner.resolve_data)
+            tensors[name] = LazyTensor(data.properties.dtype, tuple(data.chunk.sizes), produce)
+        else:
+            tensors[name] = _resolved(name, parts[0], planner.resolve_data)
+    return tensors, ranges
+
+
+def _flat_parts(name: str, parts: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]) -> Iterator[torch.Tensor]:
+    for part in parts:
+        yield _resolved(name, part, resolve).reshape(-1)
+
+
+def _ranges_of(item: WriteItem) -> list[ByteRange]:
     """Return where the elements of a tensor's item are in the whole tensor."""
     assert item.tensor_data is not None
     data, chunk = item.tensor_data, item.tensor_data.chunk
@@ -192,7 +237,7 @@ def ranges_of(item: WriteItem) -> list[ByteRange]:
     return byte_ranges(data.size, part, data.properties.dtype.itemsize)
 
 
-def resolved(name: str, item: WriteItem, resolve: Callable[[WriteItem], Any]) -> torch.Tensor:
+def _resolved(name: str, item: WriteItem, resolve: Callable[[WriteItem], Any]) -> torch.Tensor:
     """Return the tensor of an item.
 
     Args:
@@ -215,3 +260,85 @@ def resolved(name: str, item: WriteItem, resolve: Callable[[WriteItem], Any]) ->
             found=found,
         )
     return tensor
+
+
+def _makes_tensors(planner: SavePlanner) -> bool:
+    """Return whether a planner may make new tensors: then each is made when it is written."""
+    kind: Any = type(planner)
+    default: Any = DefaultSavePlanner
+    return not (
+        isinstance(planner, default)
+        and kind.resolve_data is default.resolve_data
+        and kind.lookup_object is default.lookup_object
+        and kind.transform_object is default.transform_object
+    )
+
+
+def require_right_parts(items: Sequence[WriteItem], planner: SavePlanner) -> None:
+    """Require that the planner's parts of `DTensor`s are those that their placements give.
+
+    torch computes them wrongly where a dimension is cut twice and unevenly.
+
+    Args:
+        items: What the planner offers to write, copies included.
+        planner: The planner.
+    """
+    state = getattr(planner, "state_dict", None)
+    if not isinstance(planner, DefaultSavePlanner) or not isinstance(state, Mapping):
+        return
+    for item in items:
+        name = item.index.fqn
+        tensor, data = state.get(name), item.tensor_data
+        if not isinstance(tensor, DTensor) or data is None or tuple(data.size) != tuple(tensor.shape):
+            continue
+        part, chunk = part_of(name, tensor), data.chunk
+        assert part is not None  # it is a `DTensor`
+        expected = [(one.start, one.stop) for one in part.index]
+        found = [(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if found != expected and any(begin < end for begin, end in expected + found) and _has_elements(expected, found):
+            raise MismatchError(
+                f"torch's planner gives another part of {printable(name)!r} to this rank than its placements do; "
+                "stio.distributed.save saves it",
+                expected=expected,
+                found=found,
+            )
+
+
+def _has_elements(*parts: list[tuple[int, int]]) -> bool:
+    return any(all(begin < end for begin, end in part) for part in parts)
+
+
+def values_of_items(items: Sequence[WriteItem], planner: SavePlanner) -> dict[str, object]:
+    """Return the values that are no tensors, by name.
+
+    Raises:
+        TypeError: One has a type that is not saved.
+    """
+    values = {item.index.fqn: _value_of(item, planner) for item in items}
+    tree_text(values)  # raises before anything is written
+    return values
+
+
+_NUMPY_GLOBALS: list[Any] = [
+    *(np.ndarray, np.dtype, codecs.encode, bytes),
+    *{np.array([0]).__reduce__()[0], np.float64(0).__reduce__()[0]},  # private functions that make arrays and scalars
+    *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDSUMm"},
+]
+"""What pickles of numpy's arrays and scalars refer to; torch takes these files from its own planner."""
+
+
+def _value_of(item: WriteItem, planner: SavePlanner) -> object:
+    if not _makes_tensors(planner):
+        assert isinstance(planner, DefaultSavePlanner)
+        return planner.lookup_object(item.index)
+    data = planner.resolve_data(item)
+    try:
+        assert isinstance(data, io.BytesIO)
+        data.seek(0)
+        with torch.serialization.safe_globals(_NUMPY_GLOBALS):
+            return torch.load(data, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, AssertionError) as error:
+        raise TypeError(
+            f"{printable(item.index.fqn)!r}: what the planner makes of it is no plain value; pass its parts, as "
+            "containers, tensors and plain values"
+        ) from error

@@ -33,8 +33,9 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
+from stio.distributed.load import describe_opened, require_same
 from stio.distributed.parts import part_of
-from stio.distributed.same_checkpoint import describe_opened, require_same
+from stio.distributed.ranks import chosen
 from stio.errors import ClosedError, MismatchError, StioError, printable
 from stio.format.state_tree import HOST_KINDS, STATE_KEY, Reference
 from stio.loading.api import fill_from, load
@@ -92,17 +93,7 @@ class StioStorageReader(StorageReader):
         super().__init__()
         self._opened: _Opened | None = None
         self._path = path
-        self._options = LoadOptions(
-            memory=memory,
-            budget_bytes=budget_bytes,
-            limits=limits,
-            verify=verify,
-            follow_symlinks=follow_symlinks,
-            progress=progress,
-            cache=cache,
-            trace=trace,
-            switch_interval=switch_interval,
-        )
+        self._options = LoadOptions(**chosen(LoadOptions, locals()))
 
     @property
     def checkpoint_id(self) -> str:

@@ -1,11 +1,9 @@
 """Saves of torch's distributed checkpoint (DCP) as checkpoints in the hub's layout, published by stio's commit.
 
 DCP's planner decides which rank writes which part of which tensor. The coordinator then plans the files
-(`dcp_layout.py`) and begins the transaction. Each rank joins the staging directory and writes its parts. When all have
-written, the coordinator writes the headers and commits.
-
-With `hash=` the ranks share the work: each reads some of the files when all have written. The last file waits for the
-values that are no tensors, so the coordinator reads it.
+(`dcp_layout.py`) and begins the transaction. Each rank joins the staging directory, and writes its parts as in any save
+of many ranks (`shared_save.py`); the coordinator writes the headers too. When all have written, it commits. The last
+file waits for the values that are no tensors: the coordinator alone completes it, and hashes it.
 
 DCP sends its messages of all saves over one group. Two saves at one time would take each other's messages. So one on a
 thread of `dcp.async_save` comes first, and the next one of the group waits for the end of that thread.
@@ -25,6 +23,7 @@ from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata
@@ -32,22 +31,23 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from stio.device.describe import LazyTensor
 from stio.device.tensor_memory import require_values
-from stio.distributed.dcp_layout import RankTask, SaveLayout, plan_save
-from stio.distributed.dcp_part import (
-    FileDigest,
-    PartSave,
-    PlainValue,
-    digests_of_share,
+from stio.distributed.dcp_layout import (
+    RankTask,
+    SaveLayout,
     item_nbytes,
     parts_of_items,
+    plan_save,
     require_right_parts,
     values_of_items,
 )
-from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks, chosen
+from stio.distributed.shared_save import FileTransaction, SaveToFiles, bytes_of_files
 from stio.distributed.torch_private import is_async_save, store_of
 from stio.errors import ClosedError, SaveInProgressError, printable
-from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
+from stio.format.placements import ByteRange
+from stio.format.sharding import TensorSource
 from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import HashName, new_hasher
 from stio.runtime.keywords import described_by
@@ -69,12 +69,12 @@ from stio.saving.options import (
     ShardNames,
     absolute_destination,
 )
-from stio.saving.pending import EXIT_PATIENCE_SECONDS, hiding_on_disk, manifest_notes, warn_of_hiding
+from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.saving.plan import ShardPlan, WritePlan
-from stio.saving.plan_parts import data_places
+from stio.saving.plan_parts import WrittenPart, data_places, plan_parts
+from stio.storage.base import Note, Transaction
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.storage.commit.file_writer import LocalFileWriter
-from stio.storage.commit.transaction import Invitation, LocalTransaction, begin_local
+from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction
 
 
 @described_by(save)
@@ -126,20 +126,7 @@ class StioStorageWriter(StorageWriter):
         rank_timeout: float = RANK_TIMEOUT_SECONDS,
     ) -> None:
         super().__init__()
-        self._options = SaveOptions(
-            max_shard_size=max_shard_size,
-            metadata=metadata,
-            filename_pattern=filename_pattern,
-            shared="clone",
-            shard_names=shard_names,
-            commit=commit,
-            durability=durability,
-            hash=hash,
-            lock_timeout=lock_timeout,
-            progress=progress,
-            trace=trace,
-            switch_interval=switch_interval,
-        )
+        self._options = SaveOptions(shared="clone", **chosen(SaveOptions, locals()))
         self._budget_bytes = None if budget_bytes is None else checked_size(budget_bytes)
         self._process_group, self._rank_timeout = process_group, rank_timeout
         self._path: str | os.PathLike[str] | None = None
@@ -228,8 +215,10 @@ class StioStorageWriter(StorageWriter):
                 f"{len(plans)} ranks save, and process_group= of the writer has "
                 f"{dist.get_world_size(self._process_group)}; pass the process group of dcp.save to the writer too"
             )
-        begin = Operation(partial(self._begin, plans), name="begin", about=self._name, discard=_OpenSave.roll_back)
-        self._open = opened = begin.result()
+        assert self._path is not None
+        opened = _OpenSave(self._path, self._options)
+        Operation(partial(opened.begin, plans), name="begin", about=self._name, discard=_OpenSave.roll_back).result()
+        self._open = opened
         return opened.tasks(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -276,11 +265,9 @@ class StioStorageWriter(StorageWriter):
         if opened is None:
             raise ClosedError("the save was closed before it was complete", path=self._name)
         found = [one for of_rank in results for one in of_rank]
-        values = {one.index.fqn: one.storage_data.value for one in found if isinstance(one.storage_data, PlainValue)}
-        hashes = {one.index.fqn: one.storage_data.text for one in found if isinstance(one.storage_data, FileDigest)}
-        publish = partial(_publish, opened=opened, values=values, hashes=hashes, options=self._options)
+        values = {one.index.fqn: one.storage_data.value for one in found if isinstance(one.storage_data, _PlainValue)}
         try:
-            self.result = Operation(publish, name="commit", about=self._name).result()
+            self.result = Operation(partial(opened.publish, values), name="commit", about=self._name).result()
         finally:
             self.close()
 
@@ -308,82 +295,98 @@ class StioStorageWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": None, "_local_items": (), "_is_writing": False}
 
-    def _begin(self, plans: Sequence[SavePlan], operation: Operation[_OpenSave]) -> _OpenSave:
-        options, path = self._options, self._path
-        assert path is not None
-        started = perf_counter()
-        with traced(options.trace, "plan"):
-            max_shard_bytes = options.max_shard_bytes(path)
-            layout = plan_save(plans, max_shard_bytes=max_shard_bytes, metadata=options.metadata)
-        operation.check()
-        where = absolute_destination(path)
-        assert isinstance(where, str)
-        with traced(options.trace, "begin"):
-            transaction = begin_local(
-                where,
-                num_shards=len(layout.plan.shards),
-                filename_pattern=options.filename_pattern,
-                shard_names=options.shard_names,
-                commit=options.commit,
-                durability=options.durability,
-                lock_timeout=options.lock_timeout,
-                check=operation.check,
-            )
-            try:
-                names = transaction.shard_names
-                is_file = max_shard_bytes is None
-                manifest = f"{names[0]}{MANIFEST_SUFFIX}" if is_file else manifest_name(options.filename_pattern)
-                if options.hash is not None:
-                    transaction.require_names(manifest)
-                sizes = [shard.nbytes for shard in layout.plan.shards]
-                writers = transaction.create(sizes, own_bytes=[0] * len(sizes))
-                return _OpenSave(transaction, layout, writers, manifest, options.hash, len(plans), started)
-            except BaseException:
-                transaction.roll_back()
-                raise
-
     async def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         task = plan.storage_data
         if not isinstance(task, RankTask):
             raise ValueError("the planner has dropped the storage_data of the plan, which the writer needs")
-        if task.num_ranks == 1:
-            return await self._write_part(task, plan.items, planner)
-        key = Invitation.from_json(task.invitation).nonce
         ranks = Ranks(
             self._process_group,
             about="save",
             timeout=self._rank_timeout,
-            key=key,
+            key=Invitation.from_json(task.invitation).nonce,
+            is_alone=task.num_ranks == 1,
             exit_patience=EXIT_PATIENCE_SECONDS,
         )
-        async with ranks:
-            results = await self._write_part(task, plan.items, planner, ranks)
-            if self._open is not None and task.hash is not None:
-                self._open.complete_early()
-            await ranks.arrive("written")
-            if task.hash is not None:
-                results += digests_of_share(task, ranks)
-                await ranks.arrive("hashed")
-        return results
-
-    async def _write_part(
-        self, task: RankTask, items: Sequence[WriteItem], planner: SavePlanner, ranks: Ranks | None = None
-    ) -> list[WriteResult]:
-        values = values_of_items([item for item in items if item.type == WriteItemType.BYTE_IO], planner)
-        of_tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-        require_right_parts(self._local_items, planner)
-        require_values(state if isinstance(state := getattr(planner, "state_dict", None), Mapping) else {})
-        tensors, ranges = parts_of_items(of_tensors, planner)
-        assert self._path is not None
-        save = PartSave(tensors, ranges, task, self._path, self._options, budget_bytes=self._budget_bytes)
-        del tensors
-        if ranks is not None:
-            ranks.on_failure(save.cancel)
-        await save.complete()
-        results = [
-            WriteResult(index=item.index, size_in_bytes=item_nbytes(item), storage_data=None) for item in of_tensors
+        async with ranks.reports():
+            values = values_of_items([item for item in plan.items if item.type == WriteItemType.BYTE_IO], planner)
+            of_tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+            require_right_parts(self._local_items, planner)
+            require_values(state if isinstance(state := getattr(planner, "state_dict", None), Mapping) else {})
+            tensors, ranges = parts_of_items(of_tensors, planner)
+            assert self._path is not None
+            save = _PartSave(tensors, ranges, task, self, ranks)
+            del tensors
+            written = await save.complete()
+        if self._open is not None:
+            self._open.hashes = written.hashes
+        return [
+            WriteResult(
+                index=item.index,
+                size_in_bytes=0 if item.index.fqn in values else item_nbytes(item),
+                storage_data=_PlainValue(values[item.index.fqn]) if item.index.fqn in values else None,
+            )
+            for item in plan.items
         ]
-        return results + values
+
+
+class _PartSave(SaveToFiles):
+    """What one rank writes. It ends when all ranks have written; the coordinator then commits.
+
+    Args:
+        tensors: What the rank writes of each tensor.
+        ranges: Where these bytes are in the whole tensor.
+        task: The rank's task.
+        writer: The writer.
+        ranks: The ranks, not entered yet.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor | LazyTensor],
+        ranges: Mapping[str, Sequence[ByteRange]],
+        task: RankTask,
+        writer: StioStorageWriter,
+        ranks: Ranks,
+    ) -> None:
+        self._ranges, self._task = ranges, task
+        self._headers = [b""] * len(task.sizes) if writer._open is None else writer._open.early_headers()
+        assert writer._path is not None
+        super().__init__(tensors, {}, writer._path, writer._options, ranks=ranks, budget_bytes=writer._budget_bytes)
+
+    def _make_plans(self, sources: Sequence[TensorSource], block_bytes: int) -> tuple[WritePlan, WritePlan]:
+        task = self._task
+        files = tuple(
+            ShardPlan(header=header, names=(), listed=(), nbytes=nbytes, data_bytes=0, blocks=())
+            for header, nbytes in zip(self._headers, task.sizes, strict=True)
+        )
+        plan = WritePlan(sources=(), shards=files, aliases={}, total_bytes=0, metadata={})
+        parts = {source.name: WrittenPart(source, self._ranges[source.name]) for source in sources}
+        own = plan_parts(plan, parts, block_bytes, with_headers=True, places=task.places)
+        self._own_bytes = bytes_of_files(own)
+        return own, own
+
+    def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
+        joined = JoinedTransaction(Invitation.from_json(self._task.invitation), operation.check)
+        return _PartTransaction(joined, self._ranks, self._own_bytes, self._task.num_early)
+
+
+class _PartTransaction(FileTransaction):
+    """Its transaction. All ranks have joined, the coordinator too."""
+
+    def __init__(self, files: JoinedTransaction, ranks: Ranks, own_bytes: Sequence[int], num_early: int) -> None:
+        super().__init__(files, ranks, own_bytes)
+        self._hashed = range(num_early)
+
+    def _publish(self, index: bytes | None, notes: Sequence[Note]) -> None:
+        """Wait until all ranks have written; the coordinator commits."""
+        run_blocking(self._ranks.arrive("agreed"))
+
+
+class _PlainValue:
+    """A value that is no tensor, in the result that a rank returns to the coordinator."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
 
 
 def _require_complete(plan: SavePlan) -> None:
@@ -418,34 +421,40 @@ def _wait_for_async_save(process_group: ProcessGroup | None) -> None:
         before.join()
 
 
-class _OpenSave:
-    """A save that has begun, on the coordinator; rolled back if it is dropped.
+class _OpenSave(PendingSave):
+    """A save on the coordinator, which begins, publishes or rolls it back; also rolled back if it is dropped.
 
-    Args:
-        transaction: Its transaction.
-        layout: Its files.
-        writers: Their writers, with which nothing was written yet.
-        manifest: Name of the manifest.
-        hash: The hash of the files, if any.
-        num_ranks: Number of ranks that save.
-        started: When it began, by `perf_counter`.
+    Its bytes are written by a `_PartSave` on each rank; it is never started itself.
     """
 
-    def __init__(
-        self,
-        transaction: LocalTransaction,
-        layout: SaveLayout,
-        writers: Sequence[LocalFileWriter],
-        manifest: str,
-        hash: HashName | None,
-        num_ranks: int,
-        started: float,
-    ) -> None:
+    layout: SaveLayout
+    """Its files."""
+    hashes: Mapping[str, str]
+    """Digests of the files that are complete when all ranks have written; of others empty."""
+    _transaction: LocalTransaction | None = None
+
+    def __init__(self, path: str | os.PathLike[str], options: SaveOptions) -> None:
+        super().__init__({}, path, options)
         self._pid = os.getpid()
-        self.transaction, self.layout, self.writers, self.manifest = transaction, layout, writers, manifest
-        self.started = started
-        self._hash, self._num_ranks = hash, num_ranks
-        self._invitation = transaction.invite().to_json()
+
+    def begin(self, plans: Sequence[SavePlan], operation: Operation[Any]) -> _OpenSave:
+        """Plan the files, begin the transaction, and create the files; return this object."""
+        options = self._options
+        with traced(options.trace, "plan"):
+            self.layout = plan_save(plans, max_shard_bytes=self._max_shard_bytes, metadata=options.metadata)
+        operation.check()
+        shards = self.layout.plan.shards
+        with traced(options.trace, "begin"):
+            transaction = self._begin_transaction(operation, len(shards))
+            assert isinstance(transaction, LocalTransaction)
+            self._transaction = transaction
+            try:
+                self._last = transaction.create([shard.nbytes for shard in shards], own_bytes=[0] * len(shards))[-1]
+                self._invitation = transaction.invite().to_json()
+            except BaseException:
+                self.roll_back()
+                raise
+        return self
 
     def tasks(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
         """Return the plans of the ranks with their tasks."""
@@ -456,107 +465,69 @@ class _OpenSave:
             own = {item.index.fqn: places[item.index.fqn] for item in plan.items if item.index.fqn in places}
             task = RankTask(
                 invitation=self._invitation,
-                num_ranks=self._num_ranks,
+                num_ranks=len(plans),
                 sizes=sizes,
                 places=own,
-                hash=self._hash,
                 num_early=self.layout.num_early,
             )
             found.append(SavePlan(plan.items, task, plan.planner_data, plan.usable))
         return found
 
-    def complete_early(self) -> None:
-        """Write what the ranks do not write into the files that are known before the end."""
-        early = self.layout.plan.shards[: self.layout.num_early]
-        for shard, writer in zip(early, self.writers, strict=False):
-            _complete_file(writer, shard, b"")
+    def early_headers(self) -> list[bytes]:
+        """Return the header of each file; of one that is not known yet no bytes."""
+        num_early = self.layout.num_early
+        return [shard.header if k < num_early else b"" for k, shard in enumerate(self.layout.plan.shards)]
+
+    def publish(self, values: Mapping[str, object], operation: Operation[SaveResult]) -> SaveResult:
+        """Complete the files, and commit.
+
+        Args:
+            values: What is no tensor, by name.
+            operation: The operation on whose thread this runs.
+        """
+        transaction, options = self._transaction, self._options
+        assert transaction is not None
+        plan, tree = self.layout.completed(values, operation.check)
+        if values:
+            self._write_late(plan.shards[-1], tree)
+        for name, shard in zip(transaction.shard_names, plan.shards, strict=True):
+            operation.check()
+            transaction.finish_file(name, shard.nbytes)
+        digests = None
+        if options.hash is not None:
+            with traced(options.trace, "hash"):
+                digests = [
+                    known or transaction.digest(name, new_hasher(options.hash), operation.check)
+                    for name, known in self.hashes.items()
+                ]
+        self._staged_seconds = perf_counter() - self._started  # the snapshots of other ranks are not timed
+        result = self._commit(operation, plan, transaction, digests)
+        if self._max_shard_bytes is not None and os.path.lexists(os.path.join(transaction.path, _OF_TORCH)):
+            log(
+                logging.WARNING,
+                "%s: saved, but the directory holds a checkpoint of torch's own writer too, and torch's own reader "
+                "reads that one: load with StioStorageReader, or delete %s and the .distcp files",
+                printable(transaction.path),
+                _OF_TORCH,
+            )
+        return result
+
+    def _write_late(self, shard: ShardPlan, tree: bytes) -> None:
+        """Write what the ranks could not: the header of the last file, and the tree at its end."""
+        self._last.own_bytes = len(shard.header) + len(tree)
+        for offset, data in ((0, shard.header), (shard.nbytes - len(tree), tree)):
+            region = allocate(len(data)).sub(0, len(data))
+            region.write(0, data)
+            self._last.write_from(offset, region)
+        self._last.finish()
 
     def roll_back(self) -> None:
         """Remove the new files. Idempotent; does nothing after the commit."""
-        if os.getpid() == self._pid:  # a forked child has a copy of this object, and not the save
-            self.transaction.roll_back()
+        # A forked child has a copy of this object, and not the save.
+        if self._transaction is not None and os.getpid() == self._pid:
+            self._transaction.roll_back()
 
     def __del__(self) -> None:
-        if hasattr(self, "transaction"):
+        if hasattr(self, "_pid"):
             self.roll_back()
-
-
-def _publish(
-    operation: Operation[SaveResult],
-    *,
-    opened: _OpenSave,
-    values: Mapping[str, object],
-    hashes: Mapping[str, str],
-    options: SaveOptions,
-) -> SaveResult:
-    """Complete the files of a save, and commit.
-
-    Args:
-        operation: The operation on whose thread this runs.
-        opened: The save.
-        values: What is no tensor, by name.
-        hashes: The digests that are known, by file.
-        options: The keywords.
-    """
-    transaction, names = opened.transaction, opened.transaction.shard_names
-    plan, tree = opened.layout.completed(values, operation.check)
-    for shard, writer in zip(plan.shards, opened.writers, strict=True):
-        operation.check()
-        if not writer.finished:
-            _complete_file(writer, shard, tree if shard is plan.shards[-1] else b"")
-        transaction.finish_file(writer.name, shard.nbytes)
-    all_hashes: dict[str, str] = {}
-    if options.hash is not None:
-        with traced(options.trace, "hash"):
-            for name in names:
-                known = hashes.get(name)
-                all_hashes[name] = known or transaction.digest(name, new_hasher(options.hash), operation.check)
-    written_seconds = perf_counter() - opened.started
-    sizes = [shard.nbytes for shard in plan.shards]
-    notes = manifest_notes(transaction, opened.manifest, options.hash, sizes, all_hashes)
-    index = plan.index(names) if transaction.takes_index else None
-    with traced(options.trace, "commit"):
-        transaction.prepare_commit(operation.check)
-        operation.refuse_cancel()
-        transaction.commit(index=index, notes=notes)
-    is_file = options.max_shard_bytes(transaction.path) is None
-    _warn_of_other_readers(transaction, index_name(options.filename_pattern), plan, is_file=is_file)
-    return SaveResult(
-        path=transaction.path,
-        files=names,
-        total_bytes=plan.total_bytes,
-        file_bytes=sum(sizes),
-        aliases={},
-        staged_seconds=written_seconds,  # the snapshots of other ranks are not timed
-        written_seconds=written_seconds,
-        committed_seconds=perf_counter() - opened.started,
-        hashes=all_hashes,
-    )
-
-
-def _warn_of_other_readers(transaction: LocalTransaction, index: str, plan: WritePlan, *, is_file: bool) -> None:
-    """Log what else is in the directory that a reader follows: another index, or a checkpoint of torch's own writer."""
-    path, names = transaction.path, transaction.shard_names
-    own_index = index if transaction.takes_index else None
-    tensors = [name for shard in plan.shards for name in shard.names]
-    if (hiding := hiding_on_disk(path, own_index, names, tensors)) is not None:
-        warn_of_hiding(hiding, path, None if is_file else own_index or names[0])
-    if not is_file and os.path.lexists(os.path.join(path, _OF_TORCH)):
-        log(
-            logging.WARNING,
-            "%s: saved, but the directory holds a checkpoint of torch's own writer too, and torch's own reader reads "
-            "that one: load with StioStorageReader, or delete %s and the .distcp files",
-            printable(path),
-            _OF_TORCH,
-        )
-
-
-def _complete_file(writer: LocalFileWriter, shard: ShardPlan, tree: bytes) -> None:
-    """Write what the ranks have not: the header, and the tree at the end."""
-    writer.own_bytes = len(shard.header) + len(tree)
-    for offset, data in ((0, shard.header), (shard.nbytes - len(tree), tree)):
-        if data:
-            region = allocate(len(data)).sub(0, len(data))
-            region.write(0, data)
-            writer.write_from(offset, region)
-    writer.finish()
+        super().__del__()

@@ -5,7 +5,7 @@ window by window. Each rank packs its bytes of a window, and where they go, into
 messages of a window in their places, and uploads it. Several windows are under way: some are packed, one of each owner
 is sent, some wait for the upload. Their number is bounded on each rank.
 
-The messages are sent in a Gloo group that exists for one save, in steps (`steps.py`). In a step the ranks exchange
+The messages are sent in steps (`steps.py`). In a step the ranks exchange
 which messages are packed, and which owners have room for a window. Each of these then gets its next window, if all
 ranks have packed it. All ranks pack in the same order, so the first window that is not sent is packed everywhere in the
 end.
@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from stio.distributed.ranks import Ranks
-from stio.distributed.steps import StepGroup, run_steps
-from stio.errors import MismatchError
+from stio.distributed.steps import StepGroup, SteppedTransfer
+from stio.errors import MismatchError, RankError
 from stio.runtime import memory
 from stio.runtime.calls import LOOK_SECONDS
 from stio.runtime.hashing import Hasher
@@ -49,9 +49,6 @@ _NUM_PACKED = 2
 
 _NUM_IMAGES = 3
 """Windows that an owner has: one is uploaded, one waits for that, one is received."""
-
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02
-"""Seconds that a rank waits for a change of its own before the next step; they double while nothing is sent."""
 
 _ITEM_BYTES = 8
 """A message consists of numbers of this size, then bytes. The numbers: how many runs, and `_RUN_NUMBERS` of each."""
@@ -85,7 +82,7 @@ def table_bytes(packet: Packet) -> int:
     return _ITEM_BYTES * (1 + _RUN_NUMBERS * len(packet.runs))
 
 
-class Exchange:
+class Exchange(SteppedTransfer):
     """The exchange on one rank. All ranks start one, and `wait` or `close` it.
 
     Args:
@@ -107,7 +104,8 @@ class Exchange:
         new_hasher: Callable[[], Hasher] | None = None,
         trace: Trace | None = None,
     ) -> None:
-        self._plan, self._ranks, self._trace = plan, ranks, trace
+        super().__init__(ranks, "save")
+        self._plan, self._trace = plan, trace
         self._changed = Condition()
         self.stream = _Stream(plan, self._changed)
         """Takes the bytes of this rank; see `stio.saving.plan.plan_stream`."""
@@ -119,8 +117,7 @@ class Exchange:
         for number, window in enumerate(plan.windows):
             self._left[plan.owners[window.file]].append(number)
         self._received: _Bytes = np.empty(0, np.uint8)
-        self._error: BaseException | None = None  # of this rank, in a step
-        self._operation: Operation[None] = Operation(self._run, name="send", about=plan.path, exit_patience=patience)
+        self._operation = Operation(self._run, name="send", about=plan.path, exit_patience=patience)
         save.on_cancel(self._operation.cancel)
 
     def start(self) -> None:
@@ -160,7 +157,7 @@ class Exchange:
         operation.on_cancel(self._ranks.wake)
         try:
             uploading.start()
-            run_steps(self._ranks, operation, self._send_all, self._raise_own_error, about="save")
+            self.run()
             uploading.join()
             operation.check()
             uploading.outcome()
@@ -170,28 +167,15 @@ class Exchange:
         finally:
             uploading.close()
 
-    def _raise_own_error(self) -> None:
-        for error in (self._uploads.operation.failure, self._error):
-            if error is not None:
-                raise error
+    def _failure(self) -> BaseException | None:
+        return self._uploads.operation.failure
 
-    def _has_failed(self) -> bool:
-        return self._operation.cancelled or self._error is not None or self._uploads.operation.failure is not None
+    def _wait(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait(seconds)
 
-    def _send_all(self, group: StepGroup) -> bool:
-        """Send all windows; return whether a rank had to stop before that. No message is under way then."""
-        pause = 0.0
-        while True:
-            if pause:
-                with self._changed:
-                    self._changed.wait(pause)
-            sums = group.add_up(self._numbers(), stop=self._has_failed())
-            if sums is None:
-                return True
-            if not any(self._left.values()):
-                return False
-            has_sent = self._send(group, sums)
-            pause = 0.0 if has_sent else max(_SHORTEST_PAUSE, min(2 * pause, _LONGEST_PAUSE))
+    def _is_complete(self) -> bool:
+        return not any(self._left.values())
 
     def _numbers(self) -> list[int]:
         """Return for each owner whether it has room, and the size of each rank's message for it; -1: not packed yet."""
@@ -202,7 +186,7 @@ class Exchange:
             numbers += [int(owner == rank and self._uploads.has_room), *sizes]
         return numbers
 
-    def _send(self, group: StepGroup, sums: Sequence[int]) -> bool:
+    def _step(self, group: StepGroup, sums: Sequence[int]) -> bool:
         """Send the next window of each owner that has room for it; return whether there was one."""
         rank, length = self._ranks.rank, 1 + self._ranks.num_ranks
         sizes_of = {owner: sums[k * length + 1 : (k + 1) * length] for k, owner in enumerate(self._left)}
@@ -231,7 +215,7 @@ class Exchange:
             one.wait()
         if self._trace is not None and under_way:
             self._trace.add("send", begin, perf_counter(), num_bytes=num_bytes)
-        if own is not None and not self._has_failed():
+        if own is not None and not self._must_stop():
             try:
                 self._assemble(*own)
             except BaseException as error:
@@ -243,7 +227,7 @@ class Exchange:
         """Return memory for the messages of other ranks, by rank.
 
         Raises:
-            MemoryError: There is none. The others wait for this rank then, until it leaves the group.
+            MemoryError: There is none. `run` then reports it, and leaves the group, which ends the steps of the others.
         """
         others = [(rank, size) for rank, size in enumerate(sizes) if size and rank != self._ranks.rank]
         total = sum(size for _, size in others)
@@ -379,19 +363,28 @@ def _unpack(message: _Bytes, image: _Bytes, begin: int) -> int:
     """Put the bytes of a message in their places in a window; return how many there are.
 
     Args:
-        message: The message.
+        message: The message, of any content.
         image: The window.
         begin: Its first byte in the file.
+
+    Raises:
+        RankError: The message names bytes that it does not have, or places that are not in the window.
     """
     num_runs = int.from_bytes(message[:_ITEM_BYTES].tobytes(), "little")
     data_at = _ITEM_BYTES * (1 + _RUN_NUMBERS * num_runs)
+    if not _ITEM_BYTES <= data_at <= len(message):
+        raise RankError(f"a rank has sent a message of {len(message):,} bytes that has {num_runs:,} ranges")
     table = np.frombuffer(message[_ITEM_BYTES:data_at].tobytes(), np.int64).reshape(num_runs, _RUN_NUMBERS)
     data, found = message[data_at:], 0
     for offset, at, nbytes, num_ranges, stride in map(np.ndarray.tolist, table):
         first, length = offset - begin, nbytes * num_ranges
         last = first + stride * (num_ranges - 1) + nbytes
-        if first < 0 or last > len(image):
-            raise ValueError(f"bytes {offset:,} to {begin + last:,} are not in the window that begins at {begin:,}")
+        is_run = num_ranges == 1 or (num_ranges > 1 and stride >= nbytes)
+        if nbytes <= 0 or not is_run or first < 0 or last > len(image) or at < 0 or at + length > len(data):
+            raise RankError(
+                f"a rank has sent bytes {offset:,} to {begin + last:,} for the window that begins at {begin:,}, from "
+                f"byte {at:,} on of {len(data):,}"
+            )
         target = image[first:last]
         if num_ranges > 1:
             target = np.lib.stride_tricks.as_strided(target, (num_ranges, nbytes), (stride, 1))

@@ -1,7 +1,15 @@
-"""Loads into modules and nested states that hold `DTensor`s."""
+"""Loads into modules and nested states that hold `DTensor`s.
+
+A save may replace the checkpoint between the opens of two ranks. So each rank describes what it has opened
+(`describe_opened`), and ranks that have opened files at one place must have opened the same files. A place is a path on
+one filesystem of one machine, or a URL: other hosts may have copies of their own.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -10,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from stio.distributed.broadcast import Broadcast, fill_shared
 from stio.distributed.parts import part_of
-from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
-from stio.distributed.same_checkpoint import describe_opened, require_same
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks, chosen
+from stio.errors import ChangedDuringReadError
 from stio.loading.api import fill_from, load
 from stio.loading.body import Target
 from stio.loading.module import ModuleTarget
@@ -24,6 +32,8 @@ from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
+from stio.runtime.urls import is_url
+from stio.storage.commit.directory_lock import boot_id
 
 
 @described_by(load)
@@ -88,19 +98,9 @@ async def load_into(
         RankError: The load failed on another rank, whose error is `__cause__`.
         StioError: See `stio.load`.
     """
+    given = locals()
     async with Ranks(process_group, about="load", timeout=rank_timeout) as ranks:
-        options = LoadOptions(
-            memory=memory,
-            budget_bytes=budget_bytes,
-            strict=strict,
-            limits=limits,
-            verify=verify,
-            follow_symlinks=follow_symlinks,
-            progress=progress,
-            cache=cache,
-            trace=trace,
-            switch_interval=switch_interval,
-        )
+        options = LoadOptions(**chosen(LoadOptions, given))
         if not (isinstance(broadcast, bool) or broadcast == "auto"):
             raise ValueError(f"broadcast= takes True, False or 'auto', not {broadcast!r}")
         opened_as = b""
@@ -131,3 +131,53 @@ def _filled(target: object) -> Target:
         if isinstance(part, FSDPModule):
             part.reshard()  # or the next forward would use what was gathered before the load
     return ModuleTarget(target, part_of=part_of)
+
+
+_DIGEST_BYTES = 16
+
+
+def describe_opened(opened: OpenCheckpoint, source: object) -> bytes:
+    """Return what ranks compare by `require_same`; empty if another rank cannot compare it.
+
+    Args:
+        opened: The checkpoint.
+        source: As the caller named it: a link may lead elsewhere now.
+    """
+    if not isinstance(source, str | os.PathLike):
+        return b""
+    name, identities = os.fspath(source), [file.identity for file in opened.files]
+    if all(one.etag for one in identities):
+        place, states = repr(name), [one.etag for one in identities]
+    elif boot_id() and all(one.device for one in identities):
+        devices = sorted({one.device for one in identities})
+        place = repr((boot_id(), name if is_url(name) else os.path.abspath(name), devices))
+        states = [f"{one.nbytes} {one.mtime_ns}" for one in identities]
+    else:
+        return b""
+    files = [(header.shard, state) for header, state in zip(opened.headers, states, strict=True)]
+    return _digest(place) + _digest(repr(files))
+
+
+def require_same(found: Sequence[bytes], *, path: str) -> None:
+    """Require that ranks have opened the same checkpoint.
+
+    Args:
+        found: `describe_opened` of each rank.
+        path: For messages.
+
+    Raises:
+        ChangedDuringReadError: Two ranks have opened different files at the same place.
+    """
+    first: dict[bytes, int] = {}
+    for rank, one in enumerate(found):
+        other = first.setdefault(one[:_DIGEST_BYTES], rank)
+        if found[other] != one:
+            raise ChangedDuringReadError(
+                f"ranks {other} and {rank} have opened different checkpoints: it was replaced between their opens; "
+                "load it again",
+                path=path,
+            )
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()

@@ -5,6 +5,9 @@ store does not delay them, and no collective call is needed. One thread of each 
 gives a sign of life, looks whether a rank has failed, and fetches what its own rank waits for. Another thread, the
 *watcher*, ends the wait if the store does not answer.
 
+What is received is plain data of one expected type (`decoded`). Nothing of it is executed, and anything else is an
+error. So errors are sent by class and text (`_SentError`), and made anew of classes that all ranks have.
+
 The first failure of all ranks is the one that all others raise. A rank that gives no sign of life for `timeout` seconds
 counts as failed. The first rank judges the others by their signs, and they judge the first one. If that one
 has the store, its end closes the store, which all notice at once.
@@ -17,28 +20,29 @@ chosen. So each call on all ranks has to be the same one; a load beside a save i
 
 from __future__ import annotations
 
-import base64
+import builtins
+import inspect
 import itertools
 import logging
 import os
-import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from threading import TIMEOUT_MAX
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from stio import errors
 from stio.distributed.torch_private import store_of
-from stio.errors import ClosedError, RankError, printable
+from stio.errors import ClosedError, LimitError, RankError, StioError, printable
 from stio.runtime.blocking import runs_blocking
 from stio.runtime.locks import Condition, new_lock
 from stio.runtime.log import log
@@ -67,8 +71,10 @@ _KEPT_ROUNDS = 8
 MOST_VALUE_BYTES = 4 << 20
 """Longest value to share: torch's store closes a connection over which a value of more than 8 MiB comes."""
 
-_MOST_CHARACTERS, _MOST_PICKLED_BYTES = 4096, 1 << 20
-"""What is sent of an error."""
+_MOST_CHARACTERS = 4096
+"""What is sent of a text of an error."""
+
+_Plain: TypeAlias = bool | int | float | str | None
 
 
 @dataclass(slots=True, eq=False)
@@ -79,13 +85,65 @@ class _Request:
     values: list[bytes] | None = None
 
 
-class _Failure(msgspec.Struct):
+class _SentError(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """An error as plain data."""
+
+    kind: str
+    """Name of the class."""
+    text: str
+    """What the error shows, for ranks that do not know the class."""
+    arguments: list[_Plain] | None = None
+    """What makes an error of a class of stio or Python; None if that is no plain data."""
+    fields: dict[str, _Plain | list[int]] = {}
+    """The same, by name."""
+
+    @classmethod
+    def of(cls, error: Exception) -> Self:
+        """Return an error in the form that is sent."""
+        sent = cls(type(error).__name__, _text_of(error))
+        with suppress(Exception):  # the class may be the program's own
+            made = msgspec.structs.replace(sent)
+            if isinstance(error, StioError):
+                made.kind = next(kind.__name__ for kind in type(error).__mro__ if kind in _KNOWN.values())
+                _, (_, message, fields) = error.__reduce__()
+                made.arguments = [_cut(message)]
+                made.fields = {name: value if name == "ranks" else _plain(value) for name, value in fields.items()}
+            elif type(error) in _KNOWN.values():
+                arguments = [*error.args, *([error.filename] if isinstance(error, OSError) and error.filename else [])]
+                if all(isinstance(one, _Plain) for one in arguments):
+                    made.arguments = [_plain(one) for one in arguments]
+            return msgspec.convert(msgspec.to_builtins(made), cls)  # it is what a receiver accepts
+        return sent
+
+    def error(self, rank: int) -> Exception:
+        """Return the error. Of a class that is not known here, or that takes other arguments, return a `RankError`.
+
+        Args:
+            rank: The rank that has sent it.
+        """
+        with suppress(Exception):
+            if self.arguments is not None:
+                error = _KNOWN[self.kind](*self.arguments, **self.fields)
+                str(error)  # raises if a field is of another type
+                return error
+        return RankError(f"{printable(self.kind)}: {self.text}", ranks=(rank,))
+
+
+_KNOWN: dict[str, Callable[..., Exception]] = {
+    name: kind
+    for name, kind in [*vars(builtins).items(), *((name, getattr(errors, name)) for name in errors.__all__)]
+    if isinstance(kind, type) and issubclass(kind, Exception)
+}
+"""Classes of errors that all ranks have, by name."""
+
+
+class _Failure(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """What a rank reports of its own failure, or of ranks that are silent."""
 
     told_by: int
     ranks: tuple[int, ...]
     text: str
-    pickled: str | None = None
+    error: _SentError | None = None
 
 
 @dataclass(slots=True)
@@ -128,6 +186,7 @@ class Ranks:
         timeout: Seconds without a sign of life of a rank, after which it counts as failed.
         key: A text that all ranks have, and that was never used before, where they do not make their objects in the
             same order. None: the number of this object.
+        is_alone: Whether this rank does it without the others.
         exit_patience: Seconds that the interpreter's exit waits for the end of what they do.
 
     Raises:
@@ -142,6 +201,7 @@ class Ranks:
         about: str,
         timeout: float = RANK_TIMEOUT_SECONDS,
         key: str | None = None,
+        is_alone: bool = False,
         exit_patience: float = 0.0,
     ) -> None:
         self._refused = _why_refused(timeout)
@@ -151,11 +211,11 @@ class Ranks:
         self.rank, self.num_ranks = 0, 1
         self._store: Store | None = None
         self._prefix = "" if key is None else f"stio/{key}"
-        if dist.is_initialized():
+        if dist.is_initialized() and not is_alone:
             self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
             if self.rank < 0:
                 raise ValueError("this process is not a member of process_group=")
-        elif dist.is_torchelastic_launched() and os.environ.get("WORLD_SIZE", "1") != "1":
+        elif not is_alone and dist.is_torchelastic_launched() and os.environ.get("WORLD_SIZE", "1") != "1":
             log(
                 logging.WARNING,
                 "the %s is of this process alone: torchrun has started %s, and there is no process group; call "
@@ -167,10 +227,10 @@ class Ranks:
             self._store, group = store_of(process_group)
             self._group = _groups.setdefault(group, _Group())
             self._number = next(self._group.numbers) if key is None else -1
-        self.process_group = process_group
-        """The ranks; None: those of the default group."""
         self.failure: RankError | None = None
         """The first failure of another rank, once it is known."""
+        self.has_begun = False
+        """Whether the block of this object was entered."""
         self._cancels: list[Callable[[], None]] = []
         self._requests: list[_Request] = []
         self._to_set: deque[tuple[str, bytes]] = deque()
@@ -211,9 +271,20 @@ class Ranks:
         if self.failure is not None:
             cancel()
 
-    def share(self, name: str, value: bytes) -> None:
-        """Give the other ranks a small value, once for each name; returns at once."""
-        self.put(f"{name}/{self.rank}", value)
+    def share(self, name: str, value: object = b"") -> None:
+        """Give the other ranks a small value of plain data, once for each name; returns at once.
+
+        Raises:
+            LimitError: The value is too long for a store.
+        """
+        data = msgspec.msgpack.encode(value)
+        if len(data) > MOST_VALUE_BYTES:
+            raise LimitError(
+                f"ranks cannot tell each other so much about a {self._about}: too many tensors, or too long names",
+                expected=f"at most {MOST_VALUE_BYTES:,} bytes",
+                found=f"{len(data):,}",
+            )
+        self.put(f"{name}/{self.rank}", data)
 
     def put(self, key: str, value: bytes) -> None:
         """Set a small value under a key that no other rank sets; returns at once. Get it by `values`."""
@@ -221,21 +292,27 @@ class Ranks:
             self._to_set.append((key, value))
             self._changed.wake()
 
-    async def fetch(self, name: str, of: int = 0, *, ended: Callable[[], bool] = lambda: False) -> bytes:
+    async def fetch(
+        self, name: str, of: int = 0, *, kind: Any = bytes, ended: Callable[[], bool] = lambda: False
+    ) -> Any:
         """Wait for a value that a rank shares.
 
         Args:
             name: The name of the value.
             of: The rank.
+            kind: The type that the value must have.
             ended: See `wait_until`.
 
         Raises:
-            RankError: A rank has failed.
+            RankError: A rank has failed, or has shared something else.
             Cancelled: `ended()` came first, or this rank was interrupted.
         """
-        return (await self.values([f"{name}/{of}"], ended=ended))[0]
+        (value,) = await self.values([f"{name}/{of}"], ended=ended)
+        return decoded(value, kind, rank=of)
 
-    async def arrive(self, name: str, value: bytes = b"", *, ended: Callable[[], bool] = lambda: False) -> list[bytes]:
+    async def arrive(
+        self, name: str, value: object = b"", *, kind: Any = bytes, ended: Callable[[], bool] = lambda: False
+    ) -> list[Any]:
         """Share a value, and wait until all ranks have; return the values, the first rank's first.
 
         After an error other ranks may have seen the value.
@@ -243,16 +320,19 @@ class Ranks:
         Args:
             name: The name of the value.
             value: The value of this rank.
+            kind: The type that the values must have.
             ended: See `wait_until`.
 
         Raises:
-            RankError: A rank has failed.
+            RankError: A rank has failed, or has shared something else.
+            LimitError: The value is too long for a store.
             Cancelled: `ended()` came first, or this rank was interrupted.
         """
         if self._store is None:
             return [value]
         self.share(name, value)
-        return await self.values([f"{name}/{rank}" for rank in range(self.num_ranks)], ended=ended)
+        found = await self.values([f"{name}/{rank}" for rank in range(self.num_ranks)], ended=ended)
+        return [decoded(one, kind, rank=rank) for rank, one in enumerate(found)]
 
     async def values(self, keys: Sequence[str], *, ended: Callable[[], bool] = lambda: False) -> list[bytes]:
         """Wait until values are there under all of some keys; return them.
@@ -317,7 +397,12 @@ class Ranks:
         self._to_tell.append(_described(self.rank, self._about, error))
         self._changed.wake()
 
+    def reports(self) -> _Reports:
+        """Return a block for what comes before that of this object; an error in it is raised on the other ranks too."""
+        return _Reports(self)
+
     async def __aenter__(self) -> Self:
+        self.has_begun = True
         if self._store is not None:
             self._looked = now = time.monotonic()
             for sign in self._signs.values():  # this object may have been made long ago
@@ -385,6 +470,8 @@ class Ranks:
             self._leave(store)
             self._forget_old_keys(connection)
             self._group.idle.append((time.monotonic(), connection))
+        except RankError as error:
+            self._fail(error)
         except Exception as error:  # DistError and its subclasses; nothing may be raised on this thread
             self._fail_without_store(error)
         finally:
@@ -450,7 +537,7 @@ class Ranks:
             value = store.get(key) if store.check([key]) else b""
             if value != sign.value:
                 if not sign.value:
-                    self._require_same_call(store, other, value.partition(b" ")[2].decode())
+                    self._require_same_call(store, other, printable(value.partition(b" ")[2].decode(errors="replace")))
                 sign.value, sign.seen = value, now
             elif now - sign.seen > self.timeout and not store.check([f"left/{other}"]):
                 silent.append(other)
@@ -480,14 +567,11 @@ class Ranks:
         self._read_failure(bytes(first))
 
     def _read_failure(self, value: bytes) -> None:
-        failure = msgspec.json.decode(value, type=_Failure)
+        failure: _Failure = decoded(value, _Failure, decode=msgspec.json.decode)
         if failure.told_by == self.rank and failure.ranks == (self.rank,):
             return
-        cause: BaseException | None = None
-        if failure.pickled is not None:
-            with suppress(Exception):  # its class is not known here; the text says what it was
-                cause = pickle.loads(base64.b64decode(failure.pickled))
-        self._fail(RankError(failure.text, ranks=failure.ranks), cause if isinstance(cause, BaseException) else None)
+        cause = None if failure.error is None else failure.error.error(failure.told_by)
+        self._fail(RankError(failure.text, ranks=failure.ranks), cause)
 
     def _fail(self, failure: RankError, cause: BaseException | None = None) -> None:
         if self._served or self.failure is not None:
@@ -543,6 +627,23 @@ class Ranks:
             self._keys.append(key)
 
 
+class _Reports:
+    """See `Ranks.reports`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self._ranks.has_begun:
+            async with self._ranks:
+                raise error
+
+
 def _own_connection(store: Store) -> Store:
     """Return a store over a connection of its own, where torch has that (2.8): a call waits for calls of others."""
     clone: Callable[[], Any] | None = getattr(store, "clone", None)
@@ -564,21 +665,50 @@ def _described(rank: int, about: str, error: BaseException) -> _Failure:
         text = f"the {about} failed on rank {rank}: {kind}: {_text_of(error)}"
     else:
         text = f"the {about} was cancelled on rank {rank} ({kind})"
-    pickled = None
-    if isinstance(error, Exception):
-        with suppress(Exception):  # a class of the program's own may not pickle
-            pickled = base64.b64encode(pickle.dumps(error)).decode()
-    if pickled is not None and len(pickled) > _MOST_PICKLED_BYTES:
-        pickled = None
-    return _Failure(rank, (rank,), text, pickled)
+    return _Failure(rank, (rank,), text, _SentError.of(error) if isinstance(error, Exception) else None)
+
+
+def decoded(
+    data: bytes, kind: Any, *, rank: int | None = None, decode: Callable[..., Any] = msgspec.msgpack.decode
+) -> Any:
+    """Return what a rank has sent: plain data of the type that is expected. Nothing of it is executed.
+
+    Args:
+        data: What was received.
+        kind: The type.
+        rank: The rank, if it is known.
+        decode: How it was encoded.
+
+    Raises:
+        RankError: It is something else.
+    """
+    sender, ranks = ("a rank", ()) if rank is None else (f"rank {rank}", (rank,))
+    if len(data) > MOST_VALUE_BYTES:
+        raise RankError(f"{sender} has sent {len(data):,} bytes at once; do all ranks run the same stio?", ranks=ranks)
+    try:
+        return decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        reason = printable(str(error))
+        text = f"{sender} has sent no valid message ({reason}); do all ranks run the same stio?"
+        raise RankError(text, ranks=ranks) from error
+
+
+def _plain(value: object) -> Any:
+    """Return a field of an error in the form that is sent: of an object the text that the error shows of it."""
+    if isinstance(value, str):
+        return _cut(value)
+    return value if isinstance(value, _Plain) else _cut(repr(value))
 
 
 def _text_of(error: Exception) -> str:
     """Return the text of an error in a form that can be sent."""
     try:
-        text = str(error)
+        return _cut(str(error))
     except Exception as own:  # the class may be the program's own
-        text = f"its text cannot be made ({type(own).__name__})"
+        return f"its text cannot be made ({type(own).__name__})"
+
+
+def _cut(text: str) -> str:
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[:_MOST_CHARACTERS]}... ({len(text):,} characters)"
     return text.encode(errors="backslashreplace").decode()  # paths may have surrogates
@@ -590,3 +720,8 @@ def named(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"ranks {shown}"
+
+
+def chosen(takes: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a caller's arguments (`locals()` at its begin) that a function or class takes by keyword."""
+    return {name: given[name] for name in inspect.signature(takes).parameters if name in given}

@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from stio.device.describe import LazyTensor
-from stio.distributed.layout import Share
 from stio.distributed.parts import identify, part_of, replica_of
-from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
-from stio.distributed.shared_files import SaveToFiles
+from stio.distributed.rank_state import Share
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks, chosen
 from stio.distributed.shared_objects import SaveToStore, is_store
-from stio.distributed.shared_save import ShardedSave
+from stio.distributed.shared_save import SaveToFiles, ShardedSave
 from stio.format.shared import UNDECLARED, SharedPolicy
 from stio.runtime.hashing import HashName
 from stio.runtime.keywords import described_by
@@ -103,28 +102,13 @@ async def save(
         RankError: The save failed on another rank, whose error is `__cause__`.
         StioError: See `stio.save`.
     """
+    given = locals()
     ranks = _ranks(process_group, rank_timeout)
-    try:
+    async with ranks.reports():
         ranks.require_valid()
-        options = SaveOptions(
-            max_shard_size=max_shard_size,
-            metadata=metadata,
-            filename_pattern=filename_pattern,
-            shared=shared,
-            shard_names=shard_names,
-            commit=commit,
-            durability=durability,
-            hash=hash,
-            lock_timeout=lock_timeout,
-            progress=progress,
-            trace=trace,
-            switch_interval=switch_interval,
-        )
+        options = SaveOptions(**chosen(SaveOptions, given))
         pending = await _sharded(module_or_state, destination, options, ranks, budget_bytes=budget_bytes)
-    except BaseException:
-        async with ranks:  # reports it to the other ranks
-            raise
-    return await pending.complete()
+        return await pending.complete()
 
 
 @described_by(api.Saver, save)
@@ -168,25 +152,7 @@ class Saver(api.Saver):
         process_group: ProcessGroup | None = None,
         rank_timeout: float = RANK_TIMEOUT_SECONDS,
     ) -> None:
-        super().__init__(
-            keep_last=keep_last,
-            adopt=adopt,
-            max_pending=max_pending,
-            when_full=when_full,
-            budget_bytes=budget_bytes,
-            max_shard_size=max_shard_size,
-            metadata=metadata,
-            filename_pattern=filename_pattern,
-            shared=shared,
-            shard_names=shard_names,
-            commit=commit,
-            durability=durability,
-            hash=hash,
-            lock_timeout=lock_timeout,
-            progress=progress,
-            trace=trace,
-            switch_interval=switch_interval,
-        )
+        super().__init__(**chosen(api.Saver, locals()))
         self._process_group, self._rank_timeout = process_group, rank_timeout
 
     async def _save(self, tensors: object, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
@@ -199,10 +165,9 @@ class Saver(api.Saver):
         self, state: object, destination: DestinationLike, make_options: MakeOptions, *, nested: bool | None
     ) -> PendingSave:
         ranks = _ranks(self._process_group, self._rank_timeout)
-        made: list[ShardedSave] = []
 
         async def make() -> PendingSave:
-            save = await _sharded(
+            return await _sharded(
                 state,
                 destination,
                 options,
@@ -213,18 +178,11 @@ class Saver(api.Saver):
                 when_begun=self._retention.begin,
                 when_durable=self._retention.add,
             )
-            made[:] = [save]
-            return save
 
-        try:  # the other ranks learn of wrong options too
+        async with ranks.reports():
             ranks.require_valid()
             options = make_options()
             return await self._begin(make, destination, options)
-        except BaseException:
-            if not any(save.told for save in made):
-                async with ranks:
-                    raise
-            raise
 
 
 def _ranks(process_group: ProcessGroup | None, rank_timeout: float) -> Ranks:

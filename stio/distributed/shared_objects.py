@@ -7,28 +7,31 @@ names it. One file alone is uploaded by the first rank, since the end of that up
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import zip_longest
+from typing import Annotated, Any
 
 import torch.distributed as dist
+from msgspec import Meta
 
 from stio.distributed.exchange import NUM_WINDOWS, TABLE_PART, WINDOW_BYTES, Exchange, SendPlan, table_bytes
-from stio.distributed.shared_save import OwnPart, ShardedSave
-from stio.distributed.windows import cut_again, cut_windows, owners_of
+from stio.distributed.ranks import Ranks
+from stio.distributed.shared_save import RankTransaction, ShardedSave
 from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import Hasher
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.operation import Operation
 from stio.saving.options import SaveResult
 from stio.saving.plan import WritePlan
-from stio.saving.plan_parts import Part, plan_stream
-from stio.storage.base import FileWriter, Transaction
+from stio.saving.plan_parts import Window, WrittenPart, plan_stream
+from stio.storage.base import Ending, FileWriter, Transaction
 from stio.storage.remote.save import RemoteDestination, RemoteTransaction, Uploads
 
 _SMALLEST_WINDOW_BYTES = 16 * PAGE_BYTES
+
+_WindowBytes = Annotated[int, Meta(ge=_SMALLEST_WINDOW_BYTES, le=WINDOW_BYTES, multiple_of=PAGE_BYTES)]
 
 
 def is_store(destination: object) -> bool:
@@ -52,8 +55,8 @@ class SaveToStore(ShardedSave):
         assert isinstance(self._absolute_destination, _Store)
         return self._absolute_destination
 
-    def _plan_own(self, plan: WritePlan, parts: Mapping[str, Part], block_bytes: int) -> WritePlan:
-        window_bytes = min(map(int, self._arrive("window", str(self._store.window_bytes).encode())))
+    def _plan_own(self, plan: WritePlan, parts: Mapping[str, WrittenPart], block_bytes: int) -> WritePlan:
+        window_bytes: int = min(self._arrive("window", self._store.window_bytes, kind=_WindowBytes))
         sizes = [shard.nbytes for shard in plan.shards]
         owners = owners_of(sizes, self._ranks.num_ranks)
         windows = cut_windows(sizes, owners, window_bytes)
@@ -61,8 +64,8 @@ class SaveToStore(ShardedSave):
         if window_bytes > _SMALLEST_WINDOW_BYTES:
             # The table of many tiny ranges is longer than their bytes.
             most_bytes = window_bytes // TABLE_PART // self._ranks.num_ranks
-            long = json.dumps([one.window for one in packets if table_bytes(one) > most_bytes])
-            long_of_all = {number for value in self._arrive("long", long.encode()) for number in json.loads(value)}
+            long = [one.window for one in packets if table_bytes(one) > most_bytes]
+            long_of_all = {number for found in self._arrive("long", long, kind=list[int]) for number in found}
             if long_of_all:
                 windows = cut_again(windows, long_of_all, _SMALLEST_WINDOW_BYTES)
                 own, packets = plan_stream(plan, parts, windows, block_bytes)
@@ -76,79 +79,76 @@ class SaveToStore(ShardedSave):
         )
         return own
 
-    def _share(self, transaction: Transaction, operation: Operation[SaveResult]) -> OwnPart:
+    def _share(self, transaction: Transaction, operation: Operation[SaveResult]) -> RankTransaction:
         assert isinstance(transaction, RemoteTransaction)
         transaction.share()
-        self._ranks.share("names", json.dumps(transaction.shard_names).encode())
-        return _Objects(transaction, self._exchange(operation), path=str(self._store))
+        self._ranks.share("names", transaction.shard_names)
+        return self._transaction(transaction, transaction, operation)
 
-    def _join(self, operation: Operation[SaveResult]) -> OwnPart:
-        uploads = self._store.inner.join(json.loads(run_blocking(self._ranks.fetch("names"))))
+    def _join(self, operation: Operation[SaveResult]) -> RankTransaction:
+        uploads = self._store.inner.join(run_blocking(self._ranks.fetch("names", kind=tuple[str, ...])))
         self._undo = uploads.roll_back
-        return _Objects(uploads, self._exchange(operation), path=str(self._store))
+        return self._transaction(None, uploads, operation)
 
-    def _exchange(self, operation: Operation[SaveResult]) -> Callable[[Sequence[FileWriter]], Exchange]:
-        """Return what makes the exchange, once the writers are there."""
-        return partial(
-            Exchange,
-            self._send_plan,
-            self._ranks,
-            save=operation,
-            new_hasher=self._hasher(),
-            trace=self._options.trace,
+    def _transaction(
+        self, first: Transaction | None, uploads: Uploads, operation: Operation[SaveResult]
+    ) -> RankTransaction:
+        new_exchange = partial(
+            Exchange, self._send_plan, self._ranks, save=operation, new_hasher=self._hasher(), trace=self._options.trace
         )
+        return _ObjectTransaction(first, uploads, new_exchange, self._ranks, path=str(self._store))
 
 
-class _Objects:
-    """What one rank uploads and sends.
+class _ObjectTransaction(RankTransaction):
+    """The transaction of a save to a store.
 
     Args:
-        uploads: Its uploads; on the first rank the transaction.
+        first: See `RankTransaction`.
+        uploads: What this rank uploads; on the first rank the transaction.
         new_exchange: Makes the exchange, with the writers of all files.
+        ranks: The ranks.
         path: The destination.
     """
 
     def __init__(
         self,
+        first: Transaction | None,
         uploads: Uploads,
         new_exchange: Callable[[Sequence[FileWriter]], Exchange],
+        ranks: Ranks,
         *,
         path: str,
     ) -> None:
+        super().__init__(first, ranks, path=path, shard_names=uploads.shard_names)
         self._uploads, self._new_exchange = uploads, new_exchange
-        self.shard_names, self.path = uploads.shard_names, path
         self._exchange: Exchange | None = None
 
-    def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
+    def _create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
         """Begin the exchange; return what takes the stream of this rank."""
         self._exchange = self._new_exchange(self._uploads.create(nbytes))
         self._exchange.start()
         return [self._exchange.stream]
 
-    def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
-        """Return the digests of the files that this rank has uploaded, computed during the upload."""
-        self.finish(check)
+    def _end(self, ending: Ending) -> None:
+        """End the exchange on all ranks, and begin to end the uploads of this one. `ShardedSave` deletes them later."""
+        if ending != "published":
+            self._uploads.stop()
+            if self._exchange is not None:
+                self._exchange.close()
+
+    def _digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
+        self._finish(check)  # they were computed during the upload
         assert self._exchange is not None
         return self._exchange.digests()
 
-    def finish(self, check: Callable[[], None]) -> None:
-        """Wait until the bytes of this rank are sent, and its files are uploaded."""
+    def _finish(self, check: Callable[[], None]) -> None:
         assert self._exchange is not None
         self._exchange.wait()
         check()
 
-    def prepare_commit(self, check: Callable[[], None]) -> None:
-        """Nothing to do: the objects are complete."""
-
-    def leave(self) -> None:
-        """Leave the objects to the first rank. Once it may have published them, another one must not delete them."""
+    def _leave(self) -> None:
+        # Once the first rank may have published the objects, another one must not delete them.
         self._uploads.leave()
-
-    def roll_back(self) -> None:
-        """End the exchange on all ranks, and begin to end the uploads of this one. `ShardedSave` deletes them later."""
-        self._uploads.stop()
-        if self._exchange is not None:
-            self._exchange.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,3 +173,59 @@ class _Store:
     def begin(self, **options: Any) -> Transaction:
         """Begin one save; see `RemoteDestination.begin`."""
         return self.inner.begin(**options)
+
+
+# Which rank uploads each file, and in which pieces the other ranks send it the bytes. Pure.
+
+
+def owners_of(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """Return the rank that uploads each file: the largest files first, each to the rank with the fewest bytes so far.
+
+    One file alone is the first rank's, which commits it.
+
+    Args:
+        sizes: Bytes of each file.
+        num_ranks: Number of ranks.
+    """
+    owned = [0] * num_ranks
+    owners = [0] * len(sizes)
+    for file in sorted(range(len(sizes)), key=lambda file: (-sizes[file], file)):
+        owner = owned.index(min(owned))
+        owners[file] = owner
+        owned[owner] += sizes[file]
+    return owners
+
+
+def cut_windows(sizes: Sequence[int], owners: Sequence[int], window_bytes: int) -> list[Window]:
+    """Return the windows of all files, in the order in which they are sent: one of each owner in turn.
+
+    An owner's files follow each other, so that few are under way at one time.
+
+    Args:
+        sizes: Bytes of each file.
+        owners: The rank that uploads each.
+        window_bytes: Size of a window; a multiple of `PAGE_BYTES`.
+    """
+    of_owner: dict[int, list[Window]] = {owner: [] for owner in sorted(set(owners))}
+    for file, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
+        of_owner[owner] += _cut(Window(file, 0, size), window_bytes)
+    return [window for turn in zip_longest(*of_owner.values()) for window in turn if window is not None]
+
+
+def cut_again(windows: Sequence[Window], numbers: Container[int], window_bytes: int) -> list[Window]:
+    """Return the windows with some of them cut into smaller ones, which take their places.
+
+    Args:
+        windows: All of them.
+        numbers: Which ones are cut.
+        window_bytes: Size of a smaller one; a multiple of `PAGE_BYTES`.
+    """
+    found: list[Window] = []
+    for number, window in enumerate(windows):
+        found += _cut(window, window_bytes) if number in numbers else [window]
+    return found
+
+
+def _cut(window: Window, window_bytes: int) -> list[Window]:
+    file, begin, end = window
+    return [Window(file, at, min(at + window_bytes, end)) for at in range(begin, end, window_bytes)]

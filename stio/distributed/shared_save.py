@@ -1,12 +1,12 @@
 """One save of many ranks: each writes its parts of the files, and the first rank publishes them.
 
-It is a `PendingSave` with three things of its own. The plan: ranks compare their layouts, then each plans its parts.
+It is a `PendingSave` with three things of its own. The plan: ranks compare their states, then each plans its parts.
 The transaction: the first rank has it, the others join it. The end: a rank agrees when what it writes is durable, and
 the first one commits when all have agreed. A rank that fails or is cancelled before that ends the save on all of them.
 The others have ended their writes before the first rank removes the files.
 
-How a rank writes depends on the destination: into files that all share (`shared_files.py`), or to the ranks that upload
-the files (`shared_objects.py`).
+How a rank writes depends on the destination: into files that all share (`SaveToFiles`), or to the ranks that upload the
+files (`shared_objects.py`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
+import msgspec
 import torch
 
 from stio.device.copy_out import copy_out
 from stio.device.describe import LazyTensor
-from stio.distributed.layout import TREE, Layout, Share, difference, merged
+from stio.distributed.rank_state import TREE, RankState, Share, difference, merged
 from stio.distributed.ranks import MOST_VALUE_BYTES, Ranks
-from stio.errors import MismatchError, printable
+from stio.errors import MismatchError, RankError, printable
 from stio.format.sharding import TensorSource
 from stio.format.shared import UNDECLARED, TiedNames, resolve_shared
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, sorted_tree, tree_entries
@@ -35,13 +36,20 @@ from stio.runtime.operation import Operation
 from stio.saving.options import DestinationLike, SaveOptions, SaveResult
 from stio.saving.pending import PendingSave
 from stio.saving.plan import WritePlan, plan_writes
-from stio.saving.plan_parts import Part, data_places
-from stio.storage.base import FileWriter, Note, Published, Transaction
-
-T = TypeVar("T")
+from stio.saving.plan_parts import WrittenPart, data_places, plan_parts
+from stio.storage.base import Ending, FileWriter, Note, Published, Transaction
+from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction
 
 _MOST_COMPARED_BYTES = 16 << 20
 """Longest tensor that is compared with those of other ranks: SHA-256 takes 10 ms of it."""
+
+
+class _Compared(msgspec.Struct, array_like=True):
+    """What a rank says of its state."""
+
+    digest: str
+    meshes: list[str]
+    ties: list[list[str]]
 
 
 class ShardedSave(PendingSave):
@@ -51,10 +59,10 @@ class ShardedSave(PendingSave):
 
     Args:
         tensors: What this rank holds of each tensor.
-        shares: Which part that is, see `Layout`.
+        shares: Which part that is, see `RankState`.
         destination: The destination.
         options: The keywords.
-        ranks: The ranks, not entered yet.
+        ranks: The ranks, not entered yet. The caller waits for the save in a block of `Ranks.reports`.
         tied: See `resolve_shared`; the same on all ranks.
     """
 
@@ -72,29 +80,8 @@ class ShardedSave(PendingSave):
         **arguments: Any,
     ) -> None:
         self._ranks, self._shares, self._tied = ranks, shares, tied
-        self.told = False
-        """Whether this rank has begun, or has reported that it failed before that."""
         self._undo: Callable[[], None] = _nothing
         super().__init__(tensors, destination, options, **arguments)
-
-    async def complete(self) -> SaveResult:
-        """See `PendingSave.complete`."""
-        return await self._telling(super().complete())
-
-    async def wait_staged(self) -> None:
-        """See `PendingSave.wait_staged`."""
-        await self._telling(super().wait_staged())
-
-    async def _telling(self, wait: Coroutine[Any, Any, T]) -> T:
-        """Wait; report an interruption that came before this rank has begun to the others."""
-        try:
-            return await wait
-        except BaseException:
-            if not self.told:
-                self.told = True
-                async with self._ranks:
-                    raise
-            raise
 
     def _run(self, operation: Operation[SaveResult]) -> SaveResult:
         try:
@@ -106,7 +93,7 @@ class ShardedSave(PendingSave):
             undo()
 
     async def _run_on_ranks(self, operation: Operation[SaveResult]) -> SaveResult:
-        ranks, self.told = self._ranks, True
+        ranks = self._ranks
         ranks.on_failure(operation.cancel)
         operation.on_cancel(ranks.interrupt)
         async with ranks:
@@ -115,12 +102,12 @@ class ShardedSave(PendingSave):
     # The plan.
 
     def _make_plans(self, sources: Sequence[TensorSource], block_bytes: int) -> tuple[WritePlan, WritePlan]:
-        """Return the plan of the files and that of this rank's parts, once all ranks have the same layout."""
+        """Return the plan of the files and that of this rank's parts, once all ranks have the same state."""
         options, ranks = self._options, self._ranks
         if options.shared == "error":
             resolve_shared(sources, "error")
         tree = _tree_of(options.metadata, sources)
-        layout = Layout(
+        state = RankState(
             sources=sources,
             shares=self._shares,
             settings=self._settings(tree),
@@ -128,8 +115,8 @@ class ShardedSave(PendingSave):
             rank=ranks.rank,
             num_ranks=ranks.num_ranks,
         )
-        layout, metadata, meshes, ties = self._agree(layout, tree)
-        whole = layout.whole(ties)
+        state, metadata, meshes, ties = self._agree(state, tree)
+        whole = state.whole(ties)
         plan = plan_writes(
             whole,
             block_bytes,
@@ -138,16 +125,17 @@ class ShardedSave(PendingSave):
             shared="dedupe" if ties else "clone",
             tied=self._tied,
         )
-        parts = layout.parts(plan.sources, meshes)
+        parts = state.parts(plan.sources, meshes)
         self._require_all_parts(plan, parts)
         return plan, self._plan_own(plan, parts, block_bytes)
 
-    def _require_all_parts(self, plan: WritePlan, parts: Mapping[str, Part]) -> None:
+    def _require_all_parts(self, plan: WritePlan, parts: Mapping[str, WrittenPart]) -> None:
         places, own_bytes = data_places(plan), [0] * len(plan.shards)
         for name, part in parts.items():
             own_bytes[places[name][0]] += part.source.nbytes
-        all_bytes = [json.loads(one) for one in self._arrive("parts", json.dumps(own_bytes).encode())]
-        for shard, *of_ranks in zip(plan.shards, *all_bytes, strict=True):
+        all_bytes = self._arrive("parts", own_bytes, kind=list[int])
+        for number, shard in enumerate(plan.shards):
+            of_ranks = [found[number] for found in all_bytes if len(found) == len(own_bytes)]
             if sum(of_ranks) != shard.data_bytes:
                 raise MismatchError(
                     "the parts of all ranks do not make up the tensors; are these all the ranks that have a part of "
@@ -199,55 +187,57 @@ class ShardedSave(PendingSave):
         return found
 
     def _agree(
-        self, layout: Layout, tree: bytes
-    ) -> tuple[Layout, Mapping[str, str] | None, list[list[str]], list[list[str]]]:
-        """Compare the layouts of all ranks.
+        self, state: RankState, tree: bytes
+    ) -> tuple[RankState, Mapping[str, str] | None, list[list[str]], list[list[str]]]:
+        """Compare the states of all ranks.
 
         Where only their orders differ, for example by the seed of Python's hashes, all ranks take that of the names.
 
         Returns:
-            The layout and the metadata to save, the meshes of each rank, and the groups of names that are one tensor on
+            The state and the metadata to save, the meshes of each rank, and the groups of names that are one tensor on
             all of them.
 
         Raises:
-            MismatchError: The layouts differ.
+            MismatchError: The states differ.
             RankError: On another rank.
         """
         metadata = self._options.metadata
-        found = self._compare("layout", layout)
+        found = self._compare("state", state)
         if _ranks_that_differ(found):
             in_order = sorted_tree(tree) if tree else b""
-            layout = layout.in_order_of_names(hashlib.sha256(in_order).hexdigest() if tree else "")
-            layout, metadata = _with_tree(layout, metadata, in_order)
-            found = self._compare("layout by names", layout)
+            state = state.in_order_of_names(hashlib.sha256(in_order).hexdigest() if tree else "")
+            state, metadata = _with_tree(state, metadata, in_order)
+            found = self._compare("state by names", state)
             if others := _ranks_that_differ(found):
-                self._raise_difference(layout, in_order, others)
-        meshes = [one["meshes"] for one in found]
-        groups = merged(group for one in found for group in one["ties"])
+                self._raise_difference(state, in_order, others)
+        meshes = [one.meshes for one in found]
+        if any(len(one) != len(state.meshes()) for one in meshes):
+            raise RankError("a rank has sent another number of meshes than its state has")
+        groups = merged(group for one in found for group in one.ties)
         if not groups:
-            return layout, metadata, meshes, []
-        agreed = self._arrive("ties", json.dumps([layout.is_tied(group) for group in groups]).encode())
-        counts = zip(groups, *map(json.loads, agreed), strict=True)
-        return layout, metadata, meshes, [group for group, *tied in counts if all(tied)]
+            return state, metadata, meshes, []
+        mine = [k for k, group in enumerate(groups) if state.is_tied(group)]
+        tied = set(mine).intersection(*self._arrive("ties", mine, kind=list[int]))
+        return state, metadata, meshes, [groups[k] for k in sorted(tied)]
 
-    def _compare(self, name: str, layout: Layout) -> list[dict[str, Any]]:
-        ties = layout.ties() if self._options.shared == "dedupe" else []
-        mine = {"digest": layout.digest(), "meshes": layout.meshes(), "ties": ties}
-        return [json.loads(value) for value in self._arrive(name, json.dumps(mine).encode())]
+    def _compare(self, name: str, state: RankState) -> list[_Compared]:
+        ties = state.ties() if self._options.shared == "dedupe" else []
+        return self._arrive(name, _Compared(state.digest(), state.meshes(), ties), kind=_Compared)
 
-    def _raise_difference(self, layout: Layout, tree: bytes, others: Sequence[int]) -> None:
+    def _raise_difference(self, state: RankState, tree: bytes, others: Sequence[int]) -> None:
         rank = self._ranks.rank
         mine: dict[str, str] = {}
         if rank in (0, others[0]):
-            mine = {**layout.settings, **(tree_entries(tree) if tree else {}), **layout.described()}
+            mine = {**state.settings, **(tree_entries(tree) if tree else {}), **state.described()}
             mine.pop(TREE, None)
         if rank == 0:
             described = zlib.compress(json.dumps(list(mine.items())).encode())
-            self._ranks.share("described", described if len(described) <= MOST_VALUE_BYTES else b"")
+            # What is too long is not sent, and the difference is not named. msgpack puts at most 5 bytes before it.
+            self._ranks.share("described", described if len(described) <= MOST_VALUE_BYTES - 5 else b"")
         if rank != others[0]:
             run_blocking(self._ranks.fetch("difference", of=others[0]))  # raises what that rank raises
         described = run_blocking(self._ranks.fetch("described"))
-        theirs = dict(json.loads(zlib.decompress(described))) if described else mine
+        theirs = _unpacked(described) if described else mine
         text = difference(mine, theirs, rank)
         raise MismatchError(f"the ranks do not save the same: {text}", path=str(self.destination))
 
@@ -255,26 +245,30 @@ class ShardedSave(PendingSave):
 
     def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
         if self._ranks.rank:
-            return _OtherRank(self._join(operation), self._ranks)
+            joined = self._join(operation)
+            if len(joined.shard_names) != num_shards:
+                joined.roll_back()
+                raise RankError("rank 0 has sent the names of another number of files", ranks=(0,))
+            return joined
         transaction = super()._begin_transaction(operation, num_shards)
         self._undo = transaction.roll_back
-        return _FirstRank(transaction, self._share(transaction, operation), self._ranks)
+        return self._share(transaction, operation)
 
-    def _arrive(self, name: str, value: bytes = b"") -> list[bytes]:
-        return run_blocking(self._ranks.arrive(name, value))
+    def _arrive(self, name: str, value: object, *, kind: Any) -> list[Any]:
+        return run_blocking(self._ranks.arrive(name, value, kind=kind))
 
     # What depends on the kind of destination.
 
-    def _plan_own(self, plan: WritePlan, parts: Mapping[str, Part], block_bytes: int) -> WritePlan:
+    def _plan_own(self, plan: WritePlan, parts: Mapping[str, WrittenPart], block_bytes: int) -> WritePlan:
         """Return the plan of what this rank stages and writes."""
         raise NotImplementedError
 
-    def _share(self, transaction: Transaction, operation: Operation[SaveResult]) -> OwnPart:
-        """Return what the first rank writes, which has the transaction. Its `create` lets the others join."""
+    def _share(self, transaction: Transaction, operation: Operation[SaveResult]) -> RankTransaction:
+        """Return the transaction of the first rank; its `create` lets the others join."""
         raise NotImplementedError
 
-    def _join(self, operation: Operation[SaveResult]) -> OwnPart:
-        """Return what another rank writes, once the first one lets it join."""
+    def _join(self, operation: Operation[SaveResult]) -> RankTransaction:
+        """Return that of another rank, once the first one lets it join."""
         raise NotImplementedError
 
 
@@ -282,8 +276,8 @@ def _nothing() -> None:
     pass
 
 
-def _ranks_that_differ(found: Sequence[Mapping[str, Any]]) -> list[int]:
-    return [rank for rank, one in enumerate(found) if one["digest"] != found[0]["digest"]]
+def _ranks_that_differ(found: Sequence[_Compared]) -> list[int]:
+    return [rank for rank, one in enumerate(found) if one.digest != found[0].digest]
 
 
 def _tree_of(metadata: Mapping[str, str] | None, sources: Sequence[TensorSource]) -> bytes:
@@ -296,117 +290,184 @@ def _tree_of(metadata: Mapping[str, str] | None, sources: Sequence[TensorSource]
 
 
 def _with_tree(
-    layout: Layout, metadata: Mapping[str, str] | None, tree: bytes
-) -> tuple[Layout, Mapping[str, str] | None]:
-    """Return a layout and the metadata with another text of the tree, in the place where it is."""
+    state: RankState, metadata: Mapping[str, str] | None, tree: bytes
+) -> tuple[RankState, Mapping[str, str] | None]:
+    """Return a state and the metadata with another text of the tree, in the place where it is."""
     text = (metadata or {}).get(STATE_KEY)
     if text is None or not tree:  # none, or metadata of another checkpoint
-        return layout, metadata
+        return state, metadata
     if text != POINTER:
-        return layout, {**(metadata or {}), STATE_KEY: tree.decode()}
+        return state, {**(metadata or {}), STATE_KEY: tree.decode()}
     data, nbytes = torch.frombuffer(bytearray(tree), dtype=torch.uint8), len(tree)
     sources = [
         replace(one, data=data, shape=(nbytes,), nbytes=nbytes, span=(0, nbytes), storage_key=None)
         if one.name == TREE_TENSOR
         else one
-        for one in layout.sources
+        for one in state.sources
     ]
-    return replace(layout, sources=sources), metadata
+    return replace(state, sources=sources), metadata
 
 
-class OwnPart(Protocol):
-    """What one rank writes of the files of a save, and how."""
-
-    path: str
-    """The destination."""
-    shard_names: tuple[str, ...]
-    """See `Transaction`."""
-
-    def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
-        """Return what the blocks of this rank are written with: see `Transaction.create`, for this rank's plan."""
-
-    def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
-        """Return the digests of some of the files, by number; all ranks together have all. See `Transaction`."""
-
-    def finish(self, check: Callable[[], None]) -> None:
-        """Wait until all that this rank writes is durable; nothing is written after that."""
-
-    def prepare_commit(self, check: Callable[[], None]) -> None:
-        """On the first rank, complete the files when all ranks have finished; see `Transaction`."""
-
-    def leave(self) -> None:
-        """On other ranks, leave the files to the first rank, which publishes or removes them."""
-
-    def roll_back(self) -> None:
-        """End the writes, before this rank leaves the others. Never raises; idempotent; does nothing after `leave`."""
+_MOST_DESCRIBED_BYTES = 256 << 20
+"""Longest description that is unpacked: a hundred times what fits into a store."""
 
 
-class _SharedTransaction(Transaction):
-    """What the transactions of all ranks have in common."""
+def _unpacked(described: bytes) -> dict[str, str]:
+    """Return the description of the first rank.
 
-    def __init__(self, part: OwnPart, ranks: Ranks) -> None:
-        self._part, self._ranks = part, ranks
-        self.path, self.shard_names = part.path, part.shard_names
-
-    def create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
-        """See `OwnPart`."""
-        return self._part.create(nbytes)
-
-    def roll_back(self) -> None:
-        """See `OwnPart`."""
-        self._part.roll_back()
-
-    def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> list[str]:
-        """Return the digest of each file; see `Transaction`."""
-        own = list(self._part.digests(new_hasher, check).items())
-        found: dict[int, str] = {}
-        for one in run_blocking(self._ranks.arrive("hashed", json.dumps(own).encode())):
-            found.update(json.loads(one))
-        return [found[k] for k in range(len(self.shard_names))]
+    Raises:
+        RankError: It is none.
+    """
+    try:
+        unpacked = zlib.decompressobj().decompress(described, _MOST_DESCRIBED_BYTES)
+        return dict(json.loads(unpacked))
+    except (zlib.error, ValueError, TypeError, RecursionError) as error:
+        raise RankError("rank 0 has sent no valid description of what it saves", ranks=(0,)) from error
 
 
-class _FirstRank(_SharedTransaction):
-    """The transaction on the first rank: it publishes when all ranks have agreed.
+class RankTransaction(Transaction):
+    """The transaction of a save on one rank; there is a subclass for each kind of destination.
 
-    `ShardedSave` rolls it back when the other ranks have left.
+    The first rank publishes when all have agreed. The others agree, and learn the outcome.
+
+    Args:
+        first: The transaction, on the first rank; `ShardedSave` rolls it back when the others have left.
+        ranks: The ranks.
+        path: The destination.
+        shard_names: See `Transaction`.
     """
 
-    def __init__(self, transaction: Transaction, part: OwnPart, ranks: Ranks) -> None:
-        super().__init__(part, ranks)
-        self._transaction = transaction
-        self.takes_index, self.is_recorded = transaction.takes_index, transaction.is_recorded
+    def __init__(self, first: Transaction | None, ranks: Ranks, *, path: str, shard_names: tuple[str, ...]) -> None:
+        self._first, self._ranks, self.path, self.shard_names = first, ranks, path, shard_names
+        self.takes_index = first is not None and first.takes_index
+        self.is_recorded = first is not None and first.is_recorded
+        self._hashed = range(len(shard_names))  # the files of which the ranks have the digests
+        self._is_prepared = False
 
     def read_note(self, name: str) -> bytes | None:
-        """See `Transaction`."""
-        return self._transaction.read_note(name)
+        """Return a note on the first rank, which writes the notes."""
+        return None if self._first is None else self._first.read_note(name)
+
+    def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> list[str]:
+        """Return the digest of each file, empty where no rank has it; see `Transaction`.
+
+        Raises:
+            MismatchError: The ranks have not hashed the files.
+        """
+        own, found = self._digests(new_hasher, check), dict[int, str]()
+        for one in run_blocking(self._ranks.arrive("hashed", own, kind=dict[int, str])):
+            found.update(one)
+        if found.keys() != set(self._hashed):
+            raise MismatchError("the ranks have not hashed the files of this save", path=self.path)
+        return [found.get(number, "") for number in range(len(self.shard_names))]
 
     def prepare_commit(self, check: Callable[[], None] = _nothing) -> None:
-        """Wait until all ranks have agreed, and take what the commit needs."""
-        self._part.finish(check)
-        run_blocking(self._ranks.arrive("agreed"))
-        self._part.prepare_commit(check)
-
-    def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
-        """Publish, and share that with the other ranks."""
-        self._transaction.commit(index=index, notes=notes)
-        self._ranks.share("committed", b"")
+        """Finish what this rank writes; on the first rank wait for the others, and take what the commit needs."""
+        if self._is_prepared:
+            return
+        self._finish(check)
+        if self._first is not None:
+            run_blocking(self._ranks.arrive("agreed"))
+            self._complete(check)
+        self._is_prepared = True
 
     def published(self) -> Published | None:
-        """Return what was published."""
-        return self._transaction.published()
+        """Return what was published, on the first rank."""
+        return None if self._first is None else self._first.published()
 
-
-class _OtherRank(_SharedTransaction):
-    """The transaction on the other ranks: they agree, and learn the outcome."""
-
-    takes_index = False
-
-    def prepare_commit(self, check: Callable[[], None] = _nothing) -> None:
-        """Finish what this rank writes."""
-        self._part.finish(check)
-
-    def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
-        """Agree, and wait for the outcome. From here on this rank cannot cancel."""
-        self._part.leave()
-        self._ranks.share("agreed", b"")
+    def _publish(self, index: bytes | None, notes: Sequence[Note]) -> None:
+        """Publish, or agree and wait for the outcome: a rank that has agreed cannot cancel."""
+        if self._first is not None:
+            self._first.commit(index=index, notes=notes)
+            self._ranks.share("committed")
+            return
+        self._leave()
+        self._ranks.share("agreed")
         run_blocking(self._ranks.fetch("committed"))
+
+    def _end(self, ending: Ending) -> None:
+        """End the writes of this rank, before it leaves the others. What they wrote is the first rank's."""
+        raise NotImplementedError
+
+    # What depends on the kind of destination, beside `_create` for this rank's plan.
+
+    def _digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
+        """Return the digests of some of the files, by number; all ranks together have all."""
+        raise NotImplementedError
+
+    def _finish(self, check: Callable[[], None]) -> None:
+        """Wait until all that this rank writes is durable; nothing is written after that."""
+        raise NotImplementedError
+
+    def _complete(self, check: Callable[[], None]) -> None:
+        """On the first rank, complete the files when all ranks have finished."""
+
+    def _leave(self) -> None:
+        """On other ranks, leave the files to the first rank, which publishes or removes them."""
+
+
+class SaveToFiles(ShardedSave):
+    """A `ShardedSave` to a path on a filesystem that all ranks share: each writes its ranges into the same files."""
+
+    def _plan_own(self, plan: WritePlan, parts: Mapping[str, WrittenPart], block_bytes: int) -> WritePlan:
+        own = plan_parts(plan, parts, block_bytes, with_headers=self._ranks.rank == 0)
+        self._own_bytes = bytes_of_files(own)
+        return own
+
+    def _share(self, transaction: Transaction, operation: Operation[SaveResult]) -> RankTransaction:
+        assert isinstance(transaction, LocalTransaction)
+        return FileTransaction(transaction, self._ranks, self._own_bytes)
+
+    def _join(self, operation: Operation[SaveResult]) -> RankTransaction:
+        invitation = Invitation.from_json(run_blocking(self._ranks.fetch("staging")))
+        return FileTransaction(JoinedTransaction(invitation, operation.check), self._ranks, self._own_bytes)
+
+
+def bytes_of_files(own: WritePlan) -> list[int]:
+    """Return how many bytes of each file a rank writes by its plan."""
+    return [sum(block.file_bytes for block in shard.blocks) for shard in own.shards]
+
+
+class FileTransaction(RankTransaction):
+    """The transaction of a save into files that all ranks write.
+
+    Args:
+        files: On the first rank the transaction, on others what has joined it.
+        ranks: The ranks.
+        own_bytes: Bytes that this rank writes to each file.
+    """
+
+    def __init__(self, files: LocalTransaction | JoinedTransaction, ranks: Ranks, own_bytes: Sequence[int]) -> None:
+        first = files if isinstance(files, LocalTransaction) else None
+        super().__init__(first, ranks, path=files.path, shard_names=files.shard_names)
+        self._files, self._own_bytes = files, own_bytes
+        self._nbytes: Sequence[int] = ()
+
+    def _create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
+        """Return writers of the files; the first rank creates them, and lets the others write into them."""
+        self._nbytes = nbytes
+        writers = self._files.create(nbytes, self._own_bytes)
+        if isinstance(self._files, LocalTransaction) and self._ranks.num_ranks > 1:
+            self._ranks.share("staging", self._files.invite().to_json())
+        return writers
+
+    def _end(self, ending: Ending) -> None:
+        """Close the files; `ShardedSave` removes them on the first rank."""
+        if self._first is None:
+            self._files.roll_back()
+
+    def _digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
+        ranks, names = self._ranks, self.shard_names
+        run_blocking(ranks.arrive("written"))
+        numbers = self._hashed[ranks.rank :: ranks.num_ranks]
+        return {number: self._files.digest(names[number], new_hasher(), check) for number in numbers}
+
+    def _finish(self, check: Callable[[], None]) -> None:
+        if self._first is None:
+            self._files.roll_back()  # nothing is written any more
+
+    def _complete(self, check: Callable[[], None]) -> None:
+        assert isinstance(self._files, LocalTransaction)
+        for name, nbytes in zip(self.shard_names, self._nbytes, strict=True):
+            self._files.finish_file(name, nbytes)
+        self._files.prepare_commit(check)

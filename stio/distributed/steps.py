@@ -1,8 +1,8 @@
-"""Work of all ranks in a Gloo group of their own, which they leave together.
+"""Transfers between ranks: in steps, in a Gloo group of their own, which all ranks leave together.
 
 An operation in the group cannot be interrupted: a rank that waits for one that does not take part would wait for ever.
-So the work consists of steps. At the start of each, the ranks add up a few numbers, among them whether one has to stop,
-because it failed or is cancelled. If one has, all leave. A step takes a fraction of a second, also while there is
+So a transfer consists of steps. At the start of each, the ranks add up a few numbers, among them whether one has to
+stop, because it failed or is cancelled. If one has, all leave. A step takes a fraction of a second, also while there is
 nothing to send. A rank that closes its connections, or is killed, is an error on the others at once.
 
 The group is made while the ranks can still be interrupted. Torch waits for connections as long as `Ranks.timeout`, so
@@ -26,6 +26,9 @@ from stio.distributed.ranks import Ranks, named
 from stio.errors import RankError, printable
 from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Cancelled, Operation, start_thread
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02
+"""Seconds that a rank waits for a change of its own before the next step; they double while nothing is sent."""
 
 _SILENT_SIGNS = 3
 """After a broken connection, a rank that omits so many signs of life is named as the cause."""
@@ -56,7 +59,7 @@ class _GlooStore(Store):
 
 
 class StepGroup:
-    """The group in which ranks take steps. One rank alone needs none. Close it.
+    """The group of a transfer. One rank alone needs none. Close it.
 
     Args:
         ranks: The ranks, all of which make one.
@@ -107,51 +110,99 @@ class StepGroup:
         return self._group.recv([data], rank, 0)
 
 
-def run_steps(
-    ranks: Ranks,
-    operation: Operation[Any],
-    steps: Callable[[StepGroup], bool],
-    raise_own_error: Callable[[], None],
-    *,
-    about: str,
-) -> None:
-    """Run a function in a group of the ranks, which all of them leave together.
+class SteppedTransfer:
+    """Sends bytes between ranks; there is a subclass for each kind of transfer. All ranks make one, and `run` it.
 
     Args:
-        ranks: The ranks, all of which call this.
-        operation: Its cancel wakes the ranks (`Ranks.wake`).
-        steps: Called with the group. Returns whether a rank had to stop. It keeps errors of this rank until the next
-            step, and then stops all. If one leaves it, no operation of this rank may be under way.
-        raise_own_error: Raises the error of this rank, if it has one.
-        about: What the ranks do, for messages.
-
-    Raises:
-        Cancelled: The operation was cancelled.
-        RankError: A rank has failed, or the connection to it broke.
-        BaseException: The error of this rank.
+        ranks: The ranks.
+        about: What they do, for messages.
     """
-    ended = partial(getattr, operation, "cancelled")
-    run_blocking(ranks.arrive("ready", ended=ended))  # Gloo's time limits begin
-    broken: str | None = None
-    has_stopped = True
-    try:
-        with closing(StepGroup(ranks, ended)) as group:
-            run_blocking(ranks.arrive("connected", ended=ended))
-            has_stopped = steps(group)
-    except (RankError, Cancelled):  # an error of this rank ends its steps by a cancel; that error is what is reported
-        raise
-    except RuntimeError as error:  # DistError and its subclasses
-        broken = printable(str(error).partition("\n")[0])
-    except BaseException as error:
-        ranks.report_error(error)  # the others get an error of their connections, and look for the cause
-        raise
-    raise_own_error()
-    operation.check()
-    if broken is not None:
-        failure = _broken(ranks, operation, broken, about)
-        ranks.report_failure(failure.ranks, failure.message)
-    if has_stopped:  # the rank that had to stop reports why
-        run_blocking(ranks.fetch("failure", ended=ended))
+
+    def __init__(self, ranks: Ranks, about: str) -> None:
+        self._ranks, self._about = ranks, about
+        self._error: BaseException | None = None
+        """Of this rank, in a step; the others learn of it in the next one."""
+
+    _operation: Operation[Any]
+    """The operation on whose thread it runs. Its cancel wakes the ranks (`Ranks.wake`)."""
+
+    # What depends on the kind.
+
+    def _failure(self) -> BaseException | None:
+        """Return an error of another thread of this rank, on which the transfer depends."""
+        raise NotImplementedError
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until this rank may have something to send, at most for some seconds."""
+        raise NotImplementedError
+
+    def _numbers(self) -> list[int]:
+        """Return the numbers that all ranks add up, as many on each."""
+        raise NotImplementedError
+
+    def _is_complete(self) -> bool:
+        """Return whether all is sent; the same on all ranks."""
+        raise NotImplementedError
+
+    def _step(self, group: StepGroup, sums: Sequence[int]) -> bool:
+        """Send what all ranks know from the sums; return whether there was something.
+
+        It keeps its errors in `_error`. If one leaves it, no operation of this rank may be under way.
+        """
+        raise NotImplementedError
+
+    # How.
+
+    def run(self) -> None:
+        """Send all. No operation in the group is under way when this returns or raises.
+
+        Raises:
+            Cancelled: The operation was cancelled.
+            RankError: A rank has failed, or the connection to it broke.
+            BaseException: The error of this rank.
+        """
+        ranks, operation = self._ranks, self._operation
+        ended = partial(getattr, operation, "cancelled")
+        run_blocking(ranks.arrive("ready", ended=ended))  # Gloo's time limits begin
+        broken: str | None = None
+        has_stopped = True
+        try:
+            with closing(StepGroup(ranks, ended)) as group:
+                run_blocking(ranks.arrive("connected", ended=ended))
+                has_stopped = self._send_all(group)
+        except (RankError, Cancelled):  # an error of this rank ends its steps by a cancel; that error is reported
+            raise
+        except RuntimeError as error:  # DistError and its subclasses
+            broken = printable(str(error).partition("\n")[0])
+        except BaseException as error:
+            ranks.report_error(error)  # the others get an error of their connections, and look for the cause
+            raise
+        for own in (self._failure(), self._error):
+            if own is not None:
+                raise own
+        operation.check()
+        if broken is not None:
+            failure = _broken(ranks, operation, broken, self._about)
+            ranks.report_failure(failure.ranks, failure.message)
+        if has_stopped:  # the rank that had to stop reports why
+            run_blocking(ranks.fetch("failure", ended=ended))
+
+    def _must_stop(self) -> bool:
+        return self._operation.cancelled or self._error is not None or self._failure() is not None
+
+    def _send_all(self, group: StepGroup) -> bool:
+        """Take steps until all is sent; return whether a rank had to stop before that."""
+        pause = 0.0
+        while True:
+            if pause:
+                self._wait(pause)
+            sums = group.add_up(self._numbers(), stop=self._must_stop())
+            if sums is None:
+                return True
+            if self._is_complete():
+                return False
+            has_sent = self._step(group, sums)
+            pause = 0.0 if has_sent else max(_SHORTEST_PAUSE, min(2 * pause, _LONGEST_PAUSE))
 
 
 def _connected(ranks: Ranks, store: Store, ended: Callable[[], bool]) -> Any:
@@ -206,5 +257,5 @@ def _broken(ranks: Ranks, operation: Operation[Any], reason: str, about: str) ->
 
 def _signs(ranks: Ranks, operation: Operation[Any]) -> list[bytes]:
     """Return the last sign of life of each rank."""
-    ended = partial(getattr, operation, "cancelled")
-    return [run_blocking(ranks.fetch("sign", rank, ended=ended)) for rank in range(ranks.num_ranks)]
+    keys = [f"sign/{rank}" for rank in range(ranks.num_ranks)]
+    return run_blocking(ranks.values(keys, ended=lambda: operation.cancelled))

@@ -16,7 +16,7 @@ from stio.runtime.limits import PAGE_BYTES
 from stio.saving.plan import Piece, Run, ShardPlan, WriteBlock, WritePlan
 
 
-class Part(NamedTuple):
+class WrittenPart(NamedTuple):
     """The bytes of a tensor that one process writes."""
 
     source: TensorSource
@@ -25,7 +25,14 @@ class Part(NamedTuple):
     """Where these bytes are in the whole tensor, in that order; no two overlap."""
 
 
-def plan_parts(plan: WritePlan, parts: Mapping[str, Part], block_bytes: int, *, with_headers: bool) -> WritePlan:
+def plan_parts(
+    plan: WritePlan,
+    parts: Mapping[str, WrittenPart],
+    block_bytes: int,
+    *,
+    with_headers: bool,
+    places: Mapping[str, tuple[int, int]] | None = None,
+) -> WritePlan:
     """Return the plan of what one process writes, where several write the files of a plan together.
 
     On a local filesystem no page is written partly past the page cache and partly through it, whichever processes write
@@ -37,17 +44,33 @@ def plan_parts(plan: WritePlan, parts: Mapping[str, Part], block_bytes: int, *, 
         parts: By tensor, the bytes that this process writes; tensors that it writes nothing of may be left out.
         block_bytes: Size of a block; a multiple of `PAGE_BYTES`.
         with_headers: Whether this process writes the headers.
+        places: Where the data of the parts' tensors are; None: see `data_places`.
 
     Returns:
         The same files with other blocks. Its sources are those of the parts.
     """
-    return plan_placed(plan, _placed(plan, parts), block_bytes, with_headers=with_headers)
+    placed = _placed(plan, parts, places)
+    sources = [part.source for of_shard in placed for _, part in of_shard]
+    shards, position = [], 0
+    for number, (shard, of_shard) in enumerate(zip(plan.shards, placed, strict=True)):
+        extents = _Extents(min(_STRIDED_BYTES, block_bytes))
+        if with_headers:
+            extents.add(ByteRange(0, len(shard.header)), None)
+        position = extents.add_parts(of_shard, position)
+        shards.append(replace(shard, blocks=_Packer(number, sources, block_bytes).pack(extents)))
+    return replace(plan, sources=tuple(sources), shards=tuple(shards))
 
 
-def _placed(plan: WritePlan, parts: Mapping[str, Part]) -> list[list[tuple[int, Part]]]:
+def _placed(
+    plan: WritePlan, parts: Mapping[str, WrittenPart], places: Mapping[str, tuple[int, int]] | None = None
+) -> list[list[tuple[int, WrittenPart]]]:
     """Return for each file the first byte of a tensor's data, and the part of it; in ascending order."""
-    places = data_places(plan)
-    return [[(places[name][1], parts[name]) for name in shard.names if name in parts] for shard in plan.shards]
+    places = data_places(plan) if places is None else places
+    placed: list[list[tuple[int, WrittenPart]]] = [[] for _ in plan.shards]
+    for name in sorted(parts, key=lambda name: places[name]):
+        number, begin = places[name]
+        placed[number].append((begin, parts[name]))
+    return placed
 
 
 def data_places(plan: WritePlan) -> dict[str, tuple[int, int]]:
@@ -60,28 +83,6 @@ def data_places(plan: WritePlan) -> dict[str, tuple[int, int]]:
             found[name] = number, begin
             begin += sizes[name]
     return found
-
-
-def plan_placed(
-    plan: WritePlan, placed: Sequence[Sequence[tuple[int, Part]]], block_bytes: int, *, with_headers: bool
-) -> WritePlan:
-    """Return the plan of what one process writes, as `plan_parts` does, where the caller says where the tensors are.
-
-    Args:
-        plan: The files; what they hold beside the parts does not matter.
-        placed: For each file the first byte of a tensor's data, and the part of it; in ascending order.
-        block_bytes: See `plan_parts`.
-        with_headers: See `plan_parts`.
-    """
-    sources = [part.source for of_shard in placed for _, part in of_shard]
-    shards, position = [], 0
-    for number, (shard, of_shard) in enumerate(zip(plan.shards, placed, strict=True)):
-        extents = _Extents(min(_STRIDED_BYTES, block_bytes))
-        if with_headers:
-            extents.add(ByteRange(0, len(shard.header)), None)
-        position = extents.add_parts(of_shard, position)
-        shards.append(replace(shard, blocks=_Packer(number, sources, block_bytes).pack(extents)))
-    return replace(plan, sources=tuple(sources), shards=tuple(shards))
 
 
 class Window(NamedTuple):
@@ -109,7 +110,7 @@ class Packet(NamedTuple):
 
 
 def plan_stream(
-    plan: WritePlan, parts: Mapping[str, Part], windows: Sequence[Window], block_bytes: int
+    plan: WritePlan, parts: Mapping[str, WrittenPart], windows: Sequence[Window], block_bytes: int
 ) -> tuple[WritePlan, list[Packet]]:
     """Plan what one process sends to the processes that write the files: its bytes of each window, one after the other.
 
@@ -175,7 +176,7 @@ class _Extents:
         self.found: list[tuple[ByteRange, list[tuple[int, _Origin]]]] = []
         """Each extent, and what it consists of: the length and the origin of each part, without a gap."""
 
-    def add_parts(self, placed: Sequence[tuple[int, Part]], position: int) -> int:
+    def add_parts(self, placed: Sequence[tuple[int, WrittenPart]], position: int) -> int:
         """Add parts of tensors, each with the first byte of the tensor's data.
 
         Args:

@@ -12,14 +12,14 @@ from support import eventually
 
 from stio.distributed.exchange import _NUM_IMAGES, _NUM_PACKED, Exchange, SendPlan
 from stio.distributed.ranks import Ranks
-from stio.distributed.windows import cut_windows
+from stio.distributed.shared_objects import cut_windows
 from stio.errors import MismatchError
 from stio.format.placements import ByteRange
 from stio.format.sharding import TensorSource
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, Operation
 from stio.saving.plan import plan_writes
-from stio.saving.plan_parts import Part, plan_stream
+from stio.saving.plan_parts import WrittenPart, plan_stream
 
 WINDOW_BYTES = 8192
 HEADER = 1000
@@ -77,7 +77,8 @@ class Case:
         owners = [0] * len(sizes)
         windows = cut_windows(sizes, owners, WINDOW_BYTES)
         parts = {
-            source.name: Part(source, [ByteRange(0, source.nbytes)]) for source in sources[: int(part * len(sources))]
+            source.name: WrittenPart(source, [ByteRange(0, source.nbytes)])
+            for source in sources[: int(part * len(sources))]
         }
         self.own, packets = plan_stream(self.plan, parts, windows, WINDOW_BYTES)
         self.files = [File(nbytes) for nbytes in sizes]

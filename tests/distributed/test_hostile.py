@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from stio import sync
 from stio.distributed import StioStager, StioStorageReader, StioStorageWriter, dcp_reader, ranks, shared_save
+from stio.distributed.rank_state import RankState
 from stio.distributed.ranks import Ranks
 from stio.loading import body
 from stio.runtime.blocking import run_blocking
+from stio.storage.commit.transaction import LocalTransaction
 
 NUM_RANKS = 3
 
@@ -159,6 +162,22 @@ def long_differences(folder: str) -> dict[str, Any]:
     with patched(shared_save, "MOST_VALUE_BYTES", 1000):
         found["metadata"] = outcome(lambda: sync.distributed.save(state, f"{folder}/never", metadata={"ü": text}))
     assert sync.load(f"{folder}/é\udcff").keys() == state.keys()
+    return found
+
+
+def lies(folder: str) -> dict[str, Any]:
+    """A rank sends what is of the right type, and does not fit what the others have."""
+    rank, state, found = dist.get_rank(), {"w": spread(torch.ones(7, 3))}, {}
+    invite, meshes = LocalTransaction.invite, RankState.meshes
+
+    def invite_more(self: LocalTransaction) -> Any:
+        invitation = invite(self)
+        return replace(invitation, shard_names=(*invitation.shard_names, "another"))
+
+    with patched(LocalTransaction, "invite", invite if rank else invite_more):
+        found["names"] = outcome(lambda: sync.distributed.save(state, f"{folder}/never"))
+    with patched(RankState, "meshes", (lambda self: [*meshes(self), "another"]) if rank == 1 else meshes):
+        found["meshes"] = outcome(lambda: sync.distributed.save(state, f"{folder}/never"))
     return found
 
 
@@ -397,6 +416,7 @@ def everything(folder: str) -> dict[str, Any]:
     found["calls"] = other_calls(folder)
     found["errors"] = errors()
     found["differences"] = long_differences(folder)
+    found["lies"] = lies(folder)
     found["late"] = late_begin()
     found["connection"] = no_connection(folder)
     found["address"] = no_address(folder)
@@ -458,6 +478,12 @@ def test_long_differences(found: list[dict[str, Any]]) -> None:
     assert set(kinds(found, "differences", "metadata")) <= {"MismatchError", "RankError"}
     assert "metadata of rank 1 differ from those of rank 0" in found[0]["differences"]["metadata"][1]
     assert kinds(found, "differences", "names") == [""] * NUM_RANKS
+
+
+def test_values_of_the_right_type_that_do_not_fit(found: list[dict[str, Any]]) -> None:
+    for name, text in (("names", "another number of files"), ("meshes", "another number of meshes")):
+        assert kinds(found, "lies", name) == ["RankError"] * NUM_RANKS
+        assert all(text in one["lies"][name][1] for one in found), [one["lies"][name] for one in found]
 
 
 def test_an_object_that_is_entered_long_after_it_was_made(found: list[dict[str, Any]]) -> None:

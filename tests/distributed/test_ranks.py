@@ -119,6 +119,14 @@ async def failing(rank: int, error: BaseException) -> None:
         await ranks.arrive("end")
 
 
+async def hostile(key: str) -> None:
+    """Rank 1 sets what no rank of stio sends."""
+    async with Ranks(about="load") as ranks:
+        if ranks.rank == 1:
+            ranks.put(key, pickle.dumps(OSError("x")))
+        await ranks.arrive("hostile" if ranks.rank != 1 else "nothing", b"x")
+
+
 async def cancelled(rank: int) -> None:
     async with Ranks(about="load") as ranks:
         if ranks.rank == rank:
@@ -154,6 +162,8 @@ def scenarios(folder: str) -> dict[str, Any]:
     found["first rank"] = outcome(failing(0, OSError(5, "a disk")))
     found["own class"] = outcome(failing(1, OwnError("a", "b")))
     found["interrupted"] = outcome(failing(1, KeyboardInterrupt()))
+    for key in ("failed", "hostile/1"):
+        found[key] = outcome(hostile(key))
     for name, body in {"cancelled": cancelled, "ended": ended_by_failure}.items():
         begin = time.monotonic()
         try:
@@ -225,10 +235,12 @@ def test_one_failure_is_raised_on_all_ranks(tmp_path: Path):
             "the load failed on rank 1: CheckpointNotFoundError: /x: nothing",
         )
         check(results, "first rank", rank, 0, "OSError", "the load failed on rank 0: OSError: [Errno 5] a disk")
-        check(results, "own class", rank, 1, "OwnError", "the load failed on rank 1: OwnError: ab", cause="NoneType")
+        check(results, "own class", rank, 1, "OwnError", "the load failed on rank 1: OwnError: ab", cause="RankError")
         check(
             results, "interrupted", rank, 1, "KeyboardInterrupt", "the load was cancelled on rank 1", cause="NoneType"
         )
+        for key in ("failed", "hostile/1"):
+            assert found[key][0] == "RankError" and "sent no valid message" in found[key][1], found[key]
         check(results, "load", rank, 1, "CheckpointNotFoundError", "the load failed on rank 1: CheckpointNotFoundError")
         check(results, "module", rank, 2, "MismatchError", "the load failed on rank 2: MismatchError")
         check(results, "option", rank, 0, "ValueError", "the load failed on rank 0: ValueError: budget_bytes")

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from stio.distributed.windows import cut_again, cut_windows, owners_of
+from stio.distributed.shared_objects import cut_again, cut_windows, owners_of
 
 
 def test_owners() -> None:

@@ -20,7 +20,7 @@ from stio.format.sharding import TensorSource
 from stio.format.shared import ALIASES_KEY
 from stio.runtime.limits import PAGE_BYTES
 from stio.saving.plan import WritePlan, plan_writes
-from stio.saving.plan_parts import _ALIGNED_BYTES, Part, Window, plan_parts, plan_stream
+from stio.saving.plan_parts import _ALIGNED_BYTES, Window, WrittenPart, plan_parts, plan_stream
 
 Layout = list[tuple[str, str, tuple[int, ...]]]
 
@@ -362,9 +362,9 @@ def test_100_000_tensors() -> None:
 # Plans of parts.
 
 
-def random_parts(plan: WritePlan, num_processes: int, chance: random.Random) -> list[dict[str, Part]]:
+def random_parts(plan: WritePlan, num_processes: int, chance: random.Random) -> list[dict[str, WrittenPart]]:
     """Give each element of each tensor to one process, in boxes; a tensor below a byte an element goes as a whole."""
-    parts: list[dict[str, Part]] = [{} for _ in range(num_processes)]
+    parts: list[dict[str, WrittenPart]] = [{} for _ in range(num_processes)]
     for source in plan.sources:
         whole = tuple(slice(0, size) for size in source.shape)
         sizes = [num_processes if source.shape and chance.random() < 0.8 and BITS[source.dtype] >= 8 else 1]
@@ -384,7 +384,7 @@ def random_parts(plan: WritePlan, num_processes: int, chance: random.Random) -> 
             )
             if data or chance.random() < 0.5:
                 local = dataclasses.replace(source, nbytes=len(data), data=data)
-                parts[rank][source.name] = Part(local, ranges)
+                parts[rank][source.name] = WrittenPart(local, ranges)
     return parts
 
 
@@ -508,7 +508,9 @@ def test_neighbouring_parts_are_one_run() -> None:
     """All rows of the even tensors: two ranges, whose pages are cut where the file's are."""
     sources = sources_of([(f"t{k}", "F32", (64, 256)) for k in range(4)])
     plan = plan_of(sources, block_bytes=16 * PAGE_BYTES)
-    parts = {source.name: Part(source, [ByteRange(0, source.nbytes)]) for source in sources if source.name != "t2"}
+    parts = {
+        source.name: WrittenPart(source, [ByteRange(0, source.nbytes)]) for source in sources if source.name != "t2"
+    }
     (shard,) = plan_parts(plan, parts, 1 << 20, with_headers=True).shards
     runs = [run for block in shard.blocks for run in block.runs]
     assert [(run.offset, run.nbytes) for run in runs] == [

@@ -171,6 +171,19 @@ class FilesTransaction(Transaction):
     """The directory with the new files."""
     _is_one_file = False
     """Whether the destination is one file."""
+    _own_bytes: Sequence[int] | None = None
+
+    def create(self, nbytes: Sequence[int], own_bytes: Sequence[int] | None = None) -> Sequence[LocalFileWriter]:
+        """Create all shards, their space reserved, or open those of the owner; see `Transaction.create`.
+
+        Args:
+            nbytes: Size of each.
+            own_bytes: Bytes of each that this process writes. If given, other processes write the rest: a writer's
+                `finish` makes this process's part durable, and `finish_file` completes a shard when all have ended.
+        """
+        self._own_bytes = own_bytes
+        super().create(nbytes)
+        return self._writers
 
     def digest(self, name: str, hasher: Hasher, check: Callable[[], None]) -> str:
         """Return the digest of a shard that is complete.
@@ -233,7 +246,6 @@ class LocalTransaction(FilesTransaction):
         self._target, self._policy, self._durable, self._last_wins = target, policy, durable, last_wins
         self.path = target.real
         self._is_one_file = target.kind == "file"
-        self._own_bytes: Sequence[int] | None = None
         self._finished: set[str] = set()  # names of the files that other libraries or processes wrote
         self._timeout = LockTimeout(lock_timeout)
         self._publication: Publication | None = None  # once the commit has begun
@@ -328,18 +340,6 @@ class LocalTransaction(FilesTransaction):
             is_file=self._is_one_file,
             durable=self._durable,
         )
-
-    def create(self, nbytes: Sequence[int], own_bytes: Sequence[int] | None = None) -> Sequence[LocalFileWriter]:
-        """Create all shards, their space reserved; see `Transaction.create`.
-
-        Args:
-            nbytes: Size of each.
-            own_bytes: Bytes of each that this process writes. If given, other processes write the rest: a writer's
-                `finish` makes this process's part durable, and `finish_file` completes a shard when all have ended.
-        """
-        self._own_bytes = own_bytes
-        super().create(nbytes)
-        return self._writers
 
     def _create(self, nbytes: Sequence[int]) -> Sequence[LocalFileWriter]:
         own_bytes, shards = self._own_bytes, self.shard_names
@@ -500,9 +500,21 @@ class Invitation:
 
     @classmethod
     def from_json(cls, text: bytes) -> Self:
-        """Return the invitation that `to_json` described."""
-        values = json.loads(text)
-        return cls(**{**values, "shard_names": tuple(values["shard_names"])})
+        """Return the invitation that `to_json` described.
+
+        Raises:
+            StorageError: It is none.
+        """
+        try:
+            values = json.loads(text)  # not by msgspec: paths may have surrogates
+            found = cls(**{**values, "shard_names": tuple(values["shard_names"])})
+            texts = (found.staging, found.nonce, found.destination, *found.shard_names)
+            flags = (found.is_file, found.durable)
+            if not (all(isinstance(one, str) for one in texts) and all(isinstance(one, bool) for one in flags)):
+                raise TypeError("a field has another type")
+            return found
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise StorageError("another process has sent no valid invitation to its save", found=text[:80]) from error
 
 
 class JoinedTransaction(FilesTransaction):
@@ -510,7 +522,6 @@ class JoinedTransaction(FilesTransaction):
 
     Args:
         invitation: The owner's.
-        own_bytes: Bytes that this process writes to each file, if that is not what `create` gets.
         check: Called while it waits for a network filesystem; it raises to end the wait.
 
     Raises:
@@ -519,19 +530,9 @@ class JoinedTransaction(FilesTransaction):
 
     takes_index = False
 
-    def __init__(
-        self,
-        invitation: Invitation,
-        own_bytes: Sequence[int] | None = None,
-        *,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.invitation, self._own_bytes = invitation, own_bytes
-        self.path, self.shard_names, self._is_one_file = (
-            invitation.destination,
-            invitation.shard_names,
-            invitation.is_file,
-        )
+    def __init__(self, invitation: Invitation, check: Callable[[], None] = lambda: None) -> None:
+        self.invitation, self.path = invitation, invitation.destination
+        self.shard_names, self._is_one_file = invitation.shard_names, invitation.is_file
 
         def look() -> bool:
             self._files_fd = _open_files(invitation)

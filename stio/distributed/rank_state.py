@@ -17,7 +17,7 @@ from stio.errors import printable
 from stio.format.dtypes import tensor_nbytes
 from stio.format.placements import ByteRange, byte_ranges
 from stio.format.sharding import TensorSource
-from stio.saving.plan_parts import Part
+from stio.saving.plan_parts import WrittenPart
 
 _SHOWN_CHARACTERS = 30
 _VALUES_OF = "the values of tensor "
@@ -43,7 +43,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class RankState:
     """The state of a save as one rank sees it."""
 
     sources: Sequence[TensorSource]
@@ -73,8 +73,8 @@ class Layout:
                     self._described[f"{_VALUES_OF}{printable(source.name)!r}"] = self.values[source.name]
         return self._described
 
-    def in_order_of_names(self, tree: str) -> Layout:
-        """Return the same layout, with the tensors in the order of their names.
+    def in_order_of_names(self, tree: str) -> RankState:
+        """Return the same state, with the tensors in the order of their names.
 
         Args:
             tree: What the settings say about the tree, in the order of its keys.
@@ -134,7 +134,7 @@ class Layout:
             )
         return found
 
-    def parts(self, saved: Sequence[TensorSource], meshes: Sequence[Sequence[str]]) -> dict[str, Part]:
+    def parts(self, saved: Sequence[TensorSource], meshes: Sequence[Sequence[str]]) -> dict[str, WrittenPart]:
         """Return what this rank writes of the tensors that are saved.
 
         Copies of one part are equal, and one rank writes it: the one that has least to write so far, the largest
@@ -156,7 +156,7 @@ class Layout:
             written[num_replicas] = loads
             source = held[whole.name]
             if replica == writer and source.nbytes:
-                parts[whole.name] = Part(source, self._ranges(source))
+                parts[whole.name] = WrittenPart(source, self._ranges(source))
         return parts
 
     def _replica_of(self, name: str, copies: Mapping[str, Sequence[str]]) -> tuple[int, int]:
