@@ -30,9 +30,8 @@ from stio.runtime.calls import LOOK_SECONDS
 from stio.runtime.hashing import Hasher
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled, Operation
+from stio.runtime.operation import Cancelled, Operation, is_interrupted
 from stio.runtime.trace import Trace
-from stio.runtime.workers import is_interrupted
 from stio.saving.plan_parts import Packet, Window
 from stio.storage.base import FileWriter
 

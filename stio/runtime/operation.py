@@ -82,12 +82,23 @@ class Cancelled(BaseException):
     """Raised inside the body of a cancelled operation. A caller that still waits gets `ClosedError`."""
 
 
-_thread_local = threading.local()
+this_thread = threading.local()
+"""Of a thread of stio: its `operation`, and the `pool` of workers to which it belongs."""
 
 
 def current_operation() -> Operation[Any] | None:
     """Return the operation to which the calling thread belongs; None for a thread that is not one of stio's."""
-    return getattr(_thread_local, "operation", None)
+    return getattr(this_thread, "operation", None)
+
+
+def is_interrupted() -> bool:
+    """Return whether the calling thread should end: its operation was cancelled, or its pool stopped.
+
+    For storages that wait for something that may never come. On a thread that is not one of stio's it is False.
+    """
+    operation = current_operation()
+    pool = getattr(this_thread, "pool", None)
+    return (operation is not None and operation.cancelled) or (pool is not None and pool.stopped)
 
 
 def start_thread(run: Callable[[], object], *, name: str) -> None:
@@ -102,7 +113,7 @@ def start_thread(run: Callable[[], object], *, name: str) -> None:
 
     def body() -> None:
         name_thread(name)
-        _thread_local.operation = operation
+        this_thread.operation = operation
         # This frame must hold no reference to `run`: the traceback of an error that passes through `run` refers to the
         # frames below it too, and `traceback.clear_frames` does not clear those.
         work.pop()()
@@ -344,7 +355,7 @@ class Operation(Generic[T]):
                 _live.discard(self)
             return
         self._started = True
-        _thread_local.operation = self
+        this_thread.operation = self
         self._run(running)
 
     def _run(self, running: stats.Running) -> None:

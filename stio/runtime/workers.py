@@ -9,28 +9,15 @@ The pool and the queue share one condition: a worker that sleeps on it until the
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
 from stio.runtime.locks import Condition
-from stio.runtime.operation import Cancelled, current_operation, start_thread, without_panic
+from stio.runtime.operation import Cancelled, start_thread, this_thread, without_panic
 from stio.runtime.process import be_nice
 
 T = TypeVar("T")
-
-_thread_local = threading.local()
-
-
-def is_interrupted() -> bool:
-    """Return whether the calling thread should end: its operation was cancelled, or its pool stopped.
-
-    For storages that wait for something that may never come. On a thread that is not one of stio's it is False.
-    """
-    operation = current_operation()
-    pool = getattr(_thread_local, "pool", None)
-    return (operation is not None and operation.cancelled) or (pool is not None and pool.stopped)
 
 
 class WorkerPool:
@@ -152,7 +139,7 @@ class WorkerPool:
         The traceback of an error refers to the frames below the one that caught it too, and those are not cleared. So
         no such frame may refer to the function: it would keep all memory of the load allocated.
         """
-        outer, _thread_local.pool = getattr(_thread_local, "pool", None), self
+        outer, this_thread.pool = getattr(this_thread, "pool", None), self
         try:
             once.pop()()
         except BaseException as error:
@@ -160,7 +147,7 @@ class WorkerPool:
                 if self._error is None and not isinstance(error, Cancelled):
                     self._error = without_panic(error)
             self.stop()
-        _thread_local.pool = outer
+        this_thread.pool = outer
         with self.changed:
             self._num_working -= 1
             self.changed.notify_all()

@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 
 from stio.runtime import memory
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled
-from stio.runtime.workers import WorkerPool, is_interrupted
+from stio.runtime.operation import Cancelled, is_interrupted
+from stio.runtime.workers import WorkerPool
 from stio.storage.base import Identity, Requests, Source
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import LockTimeout, boot_id
@@ -54,7 +54,7 @@ def object_key(path: str, identity: Identity) -> str:
 
 
 def check_interrupted() -> None:
-    """Raise `Cancelled` if the calling thread should end (`stio.runtime.workers.is_interrupted`)."""
+    """Raise `Cancelled` if the calling thread should end (`stio.runtime.operation.is_interrupted`)."""
     if is_interrupted():
         raise Cancelled
 

@@ -30,7 +30,7 @@ from stio import sync
 from stio.device.describe import LazyTensor
 from stio.errors import RankError
 from stio.format.placements import Cut, local_part
-from stio.runtime.workers import is_interrupted
+from stio.runtime.operation import is_interrupted
 from stio.saving import pending, scheduler
 from stio.saving.staging_pool import StagingPool
 from stio.storage.commit import syscalls as calls

@@ -14,9 +14,9 @@ from support import PATIENCE_SECONDS, eventually, nothing_left
 
 from stio.runtime import workers
 from stio.runtime.locks import Condition, require_unlocked
-from stio.runtime.operation import Cancelled, Operation, start_thread
+from stio.runtime.operation import Cancelled, Operation, is_interrupted, start_thread
 from stio.runtime.process import NICENESS
-from stio.runtime.workers import WorkerPool, is_interrupted
+from stio.runtime.workers import WorkerPool
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,8 @@ from stio.runtime import memory
 from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled
-from stio.runtime.workers import WorkerPool, is_interrupted
+from stio.runtime.operation import Cancelled, is_interrupted
+from stio.runtime.workers import WorkerPool
 from stio.storage.remote.failures import Failure, failure_of
 from stio.storage.remote.source import RemoteRoot
 from stio.storage.remote.stores import require_obstore

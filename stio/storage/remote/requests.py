@@ -30,8 +30,7 @@ from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Requ
 from stio.errors import StorageError
 from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.log import RareWarnings, log
-from stio.runtime.operation import Cancelled
-from stio.runtime.workers import is_interrupted
+from stio.runtime.operation import Cancelled, is_interrupted
 from stio.storage.remote.failures import (
     WEB_PAGE,
     Failure,

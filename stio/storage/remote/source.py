@@ -357,7 +357,7 @@ class RemoteSource:
         """Fill the regions, one after the other, with the bytes from `offset` on. Blocks.
 
         A long read is several requests at one time. On a thread of stio's, `Cancelled` is raised within a second after
-        the thread should end (`stio.runtime.workers.is_interrupted`).
+        the thread should end (`stio.runtime.operation.is_interrupted`).
 
         Raises:
             TruncatedError: The object ends before the last region is full.
