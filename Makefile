@@ -166,7 +166,7 @@ frameworks: $(ENGINE) $(MODEL_STAMP) $(FRAMEWORKS_STAMP)  ## frameworks that use
 	STIO_TEST_FRAMEWORKS=all $(FRAMEWORKS)/bin/python -m pytest -q tests/frameworks tests/integrations/test_trainer_peft.py
 	$(BIN)/python tests/integrations/check_published.py --download
 
-engines: $(ENGINE) $(ENGINES_STAMP)  ## vLLM's engine for the CPU loads, serves and reloads over stio: six minutes, and two to install it
+engines: $(ENGINE) $(ENGINES_STAMP)  ## vLLM's engine for the CPU loads, serves and reloads over stio: takes minutes, and two to install it
 	$(ENGINES)/bin/python -m pytest -q tests/engines tests/integrations/test_vllm.py
 
 mutants: $(ENGINE)  ## break the code of devices and the engine at one place at a time; the tests must detect each mutant

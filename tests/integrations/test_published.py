@@ -45,6 +45,14 @@ class LoadConfig:
     model_loader_extra_config: dict
     ignore_patterns: list
     use_tqdm_on_load: bool
+    safetensors_load_strategy: str
+""",
+    "vllm/config/model.py": """
+class ModelConfig:
+    model_weights: str
+""",
+    "vllm/model_executor/model_loader/ep_weight_filter.py": """
+def should_skip_weight(weight_name, local_expert_ids): ...
 """,
     "vllm/model_executor/model_loader/default_loader.py": """
 class DefaultModelLoader:
@@ -61,6 +69,8 @@ class DefaultModelLoader:
         b = getattr(model, "allow_patterns_overrides", None)
         c = getattr(model, "is_unused_checkpoint_weight", None)
         d = getattr(model, "secondary_weights", ())
+    def _init_ep_weight_filter(self, model_config): ...
+    def _init_mm_encoder_only_weight_filter(self, model, model_config): ...
 """,
     "vllm/model_executor/model_loader/reload/inplace.py": """
 def reload_weights(vllm_config, model):
@@ -88,6 +98,9 @@ MOVED = [
     (VLLM, "    def load_model", "    @abstractmethod\n    def load_model"),
     (VLLM, "    use_tqdm_on_load: bool\n", ""),
     (VLLM, "        prefix: str\n", ""),
+    (VLLM, "def _init_ep_weight_filter(self, model_config)", "def _init_ep_weight_filter(self)"),
+    (VLLM, "weight_name, local_expert_ids", "weight_name"),
+    (VLLM, "model_weights", "weights"),
     (VLLM, "secondary_weights", "further_weights"),
     (VLLM, "class DefaultModelLoader", "class ModelLoader"),
     (VLLM, "def get_all_weights(self, model_config, model)", "def get_all_weights(self, model, model_config)"),
