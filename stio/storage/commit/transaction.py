@@ -226,7 +226,14 @@ class LocalTransaction:
         self._publication: Publication | None = None  # once the commit has begun
         self._lock: ExitStack | None = None  # holds the lock of the directory, where the commit needs it
         try:
-            recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
+            left = recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
+            if left.newer:
+                raise StorageError(
+                    "a save by another version of stio was interrupted here; run `stio gc` of that version, or delete "
+                    "this directory if the checkpoint beside it is whole",
+                    path=left.newer[0],
+                    errno=errno.ENOTSUP,
+                )
             self._plan, self._staging = self._stage()
         except BaseException:
             calls.close(home_fd)
