@@ -245,7 +245,9 @@ def _decide(tensors: Sequence[_Tensor], found: Sequence[bytes], *, required: boo
     for rank, need in enumerate(needs):
         if need.checkpoint != needs[0].checkpoint:
             raise ChangedDuringReadError(
-                f"ranks 0 and {rank} have opened different checkpoints; was it replaced meanwhile?", path=path
+                f"ranks 0 and {rank} have opened different checkpoints: it was replaced between their opens; load it "
+                "again",
+                path=path,
             )
     of_ranks = [_unpacked(need.rows) for need in needs]
     rows = [common_rows(one) for one in zip(*of_ranks, strict=True)]

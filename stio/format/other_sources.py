@@ -96,6 +96,8 @@ def advice_for_missing(path: str, *, parent_exists: bool) -> str:
             return (
                 f"; it looks like the URL {text}, from which a pathlib.Path has removed a slash: pass the URL as text"
             )
+        if scheme.lower() == "file":
+            return f"; pass the path of a file of this machine, not a URL: {printable('/' + rest.lstrip('/'))!r}"
         cut = "" if second_slash else ", from which a pathlib.Path has removed a slash"
         return f"; it looks like the URL {text}{cut}; stio has no scheme {printable(scheme)!r}"
     if path.startswith("~"):

@@ -118,8 +118,10 @@ def checked_size(size: Size, keyword: str = "budget_bytes") -> int:
             return parse_size(size)
         except ValueError as error:
             raise ValueError(f"{keyword}: {error}") from None
-    if not isinstance(size, int) or isinstance(size, bool):
-        raise TypeError(f"{keyword} takes a number of bytes, or text such as '2GB', not {size!r}")
+    try:
+        size = operator.index(size if not isinstance(size, bool) else "")
+    except TypeError:
+        raise TypeError(f"{keyword} takes a number of bytes, or text such as '2GB', not {size!r}") from None
     if size <= 0:
         raise ValueError(f"{keyword} must be positive, not {size}")
     return size

@@ -20,9 +20,10 @@ from stio.format.naming import advice_for_destination, check_pattern
 from stio.format.other_sources import NO_HOME
 from stio.format.shared import MADE_ANEW, SharedPolicy
 from stio.runtime.hashing import HashName, new_hasher
-from stio.runtime.limits import parse_size
+from stio.runtime.limits import checked_size, parse_size
 from stio.runtime.locks import require_unlocked
 from stio.runtime.notebook import table
+from stio.runtime.process import check_switch_interval
 from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.trace import Trace
 from stio.runtime.units import counted, show_bytes, show_seconds
@@ -196,7 +197,7 @@ class SaveOptions:
             passed_on = {key: text for key, text in self.metadata.items() if key not in MADE_ANEW}
             object.__setattr__(self, "metadata", passed_on)
         if self.max_shard_size is not None:
-            parse_size(self.max_shard_size)
+            checked_size(self.max_shard_size, "max_shard_size")
         check_pattern(self.filename_pattern)
         for keyword, value, choices in (
             ("shared", self.shared, get_args(SharedPolicy)),
@@ -211,9 +212,10 @@ class SaveOptions:
         if isinstance(self.lock_timeout, bool) or not isinstance(self.lock_timeout, int | float):
             raise TypeError(f"lock_timeout= takes a number of seconds, not {self.lock_timeout!r}")
         if not 0 <= self.lock_timeout <= TIMEOUT_MAX:  # also False for NaN
-            raise ValueError(f"lock_timeout must be from 0 to {TIMEOUT_MAX:.0f} seconds")
-        if self.switch_interval is not None and not self.switch_interval > 0:
-            raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")
+            raise ValueError(f"lock_timeout must be from 0 to {TIMEOUT_MAX:.0f} seconds, not {self.lock_timeout}")
+        check_switch_interval(self.switch_interval)
+        if self.trace is not None and not isinstance(self.trace, Trace):
+            raise TypeError(f"trace= takes a stio.Trace, not {self.trace!r}")
 
     def with_changes(self, **changes: object) -> SaveOptions:
         """Return these options with the given fields replaced; fields that are `INHERITED` stay as they are."""
