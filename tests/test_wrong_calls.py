@@ -13,6 +13,7 @@ from support import save_file
 
 import stio
 from stio import sync
+from stio.loading.pull import pull
 
 WEIGHTS = {"w": torch.ones(2, 3), "b": torch.ones(2)}
 
@@ -66,6 +67,41 @@ def test_a_wrong_value_names_its_keyword(
     assert sorted(model.parent.iterdir()) == before
 
 
+def _read(path: Path, name: Any) -> object:
+    with sync.open(path) as checkpoint:
+        return checkpoint.read(name)
+
+
+def _info(path: Path, name: Any) -> object:
+    with sync.open(path) as checkpoint:
+        return checkpoint.info(name)
+
+
+def _into(path: Path, value: Any) -> object:
+    return sync.load_into(torch.nn.Linear(3, 2), path, assign=value, strict=False)
+
+
+def _warm(path: Path, value: Any) -> object:
+    with sync.warm_start(torch.nn.Linear(3, 2, device="meta"), path, device="cpu", order=value):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("call", "value", "text"),
+    [
+        (_read, None, "the name of a tensor is text, not None"),
+        (_read, ["w"], "the name of a tensor is text, not ['w']"),
+        (_info, ["w"], "the name of a tensor is text, not ['w']"),
+        (_into, "cuda", "assign= takes True or False, not 'cuda'"),
+        (_warm, 5, "order= takes names of parameters and submodules, not 5"),
+    ],
+)
+def test_a_wrong_argument_is_named(call: Callable[..., object], value: Any, text: str, model: Path) -> None:
+    with pytest.raises(TypeError) as caught:
+        call(model, value)
+    assert text in str(caught.value)
+
+
 def test_slices_of_another_kind_are_refused_with_names_too(tmp_path: Path) -> None:
     sync.save(WEIGHTS, tmp_path / "m", max_shard_size=8)
     with pytest.raises(TypeError, match="slices= takes a mapping"):
@@ -106,3 +142,53 @@ def test_an_empty_destination_has_no_path_in_its_message() -> None:
         stio.StorageError, match=r"^the destination is an empty path; give a file, a directory or a URL$"
     ):
         sync.save(WEIGHTS, "")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "text"),
+    [
+        (5, TypeError, "takes the path of a directory, not 5"),
+        ("", ValueError, "takes a directory, not an empty path"),
+        ("~/cache", ValueError, "pass os.path.expanduser(path)"),
+        (
+            "s3://user:secret@bucket/cache",
+            ValueError,
+            "takes a directory of this machine, not the URL s3://bucket/cache",
+        ),
+        (Path("s3://bucket/cache"), ValueError, "takes a directory of this machine, not the URL s3:/bucket/cache"),
+    ],
+    ids=["a number", "nothing", "a home directory", "a URL", "a URL as a path"],
+)
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda path: stio.DiskCache(path, max_bytes="1GB"),
+        lambda path: pull("http://localhost:1/m.safetensors", path),
+        lambda path: stio.Saver(adopt=path, keep_last=1),
+        stio.latest,
+    ],
+    ids=["DiskCache", "pull", "Saver", "latest"],
+)
+def test_what_is_no_directory_of_this_machine_is_refused(
+    take: Callable[[Any], object],
+    path: Any,
+    kind: type[Exception],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(kind) as caught:
+        take(path)
+    assert text in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"), [("trace", 5), ("max_hold_seconds", "a"), ("max_hold_seconds", True)], ids=str
+)
+def test_keywords_of_a_pool(keyword: str, value: Any) -> None:
+    keywords: dict[str, Any] = {keyword: value}
+    with pytest.raises(TypeError, match=f"{keyword}= takes"):
+        stio.ModelPool(device="cpu", device_bytes="1MB", **keywords)

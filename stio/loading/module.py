@@ -113,6 +113,8 @@ class ModuleTarget:
                 f"load_into takes a module, not {_kind_of(module)}; stio.load returns tensors, and "
                 "stio.distributed.load_into fills those of a dictionary"
             )
+        if not isinstance(assign, bool):
+            raise TypeError(f"assign= takes True or False, not {assign!r}")
         self._module = module
         self._fills = fills
         self.assigns = assign

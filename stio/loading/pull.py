@@ -50,6 +50,7 @@ from stio.storage.download import (
 from stio.storage.hub import HubRoot
 from stio.storage.local import LocalFile
 from stio.storage.open import open_url
+from stio.storage.paths import local_directory
 
 RECORD_NAME = "stio-pull.json"
 """File of a pulled directory that names the state of each of its files in the store."""
@@ -122,7 +123,7 @@ def pull(
     if not is_url(url):
         raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {without_secrets(url)!r} is no URL")
     refuse_pickle_at_url(url)
-    target = os.path.abspath(os.fsdecode(directory))
+    target = local_directory(directory, "pull")
     parent, name = os.path.split(target)
     if not name or os.path.ismount(target):
         raise StorageError(

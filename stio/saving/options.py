@@ -32,6 +32,7 @@ from stio.storage.base import Transaction
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.commit.target import OneFile, is_one_file
 from stio.storage.open import open_destination
+from stio.storage.paths import local_directory
 
 DEFAULT_MAX_SHARD_SIZE = "5GB"
 DEFAULT_PATTERN = "model{suffix}.safetensors"
@@ -128,16 +129,12 @@ def adopted_directory(adopt: str | os.PathLike[str] | None, keep_last: int | Non
     """
     if adopt is None:
         return None
-    if not isinstance(adopt, str | os.PathLike):
-        raise TypeError(f"adopt= takes the path of a directory, not {type(adopt).__name__}")
-    path = os.fsdecode(adopt)
-    if is_url(path):
-        raise ValueError(f"adopt= takes a directory of this machine, not the URL {without_secrets(path)}")
-    if not path or (os.path.exists(path) and not os.path.isdir(path)):
-        raise ValueError(f"adopt= takes a directory, not {printable(path)!r}")
+    path = local_directory(adopt, "adopt=")
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ValueError(f"adopt= takes a directory, not {printable(os.fsdecode(adopt))!r}")
     if keep_last is None:
         raise ValueError("adopt= needs keep_last=: without it no step is deleted")
-    return os.path.abspath(path)
+    return path
 
 
 class Inherited(Enum):

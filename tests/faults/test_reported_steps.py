@@ -135,7 +135,7 @@ def test_c319_a_first_run_has_the_same_call(tmp_path: Path) -> None:
     ("adopt", "keep_last", "error", "message"),
     [
         ("run", None, ValueError, "adopt= needs keep_last="),
-        (3, 3, TypeError, "adopt= takes the path of a directory, not int"),
+        (3, 3, TypeError, "adopt= takes the path of a directory, not 3"),
         ("s3://bucket/run", 3, ValueError, "not the URL s3://bucket/run"),
         ("", 3, ValueError, "adopt= takes a directory"),
         (__file__, 3, ValueError, "adopt= takes a directory"),

@@ -52,6 +52,7 @@ from stio.storage.download import (
 )
 from stio.storage.local import HAVE_PREADV, LocalFile
 from stio.storage.open import most_open_files
+from stio.storage.paths import local_directory
 
 T = TypeVar("T")
 
@@ -93,11 +94,11 @@ class DiskCache:
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `max_bytes` is not positive, or no size.
+        ValueError: `max_bytes` is not positive, or no size; or `path` is empty, a URL, or begins with `~`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: int | str) -> None:
-        self.path = os.path.abspath(os.fsdecode(path))
+        self.path = local_directory(path, "path=")
         """The directory."""
         self.max_bytes = checked_size(max_bytes, "max_bytes")
         """Most bytes of files in it."""
