@@ -13,13 +13,17 @@ from contextlib import closing, suppress
 
 from stio.errors import StioError, printable
 from stio.format.directory import INDEX_NAME, NamedCheckpoint, choose, of_index, without_index
+from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
 from stio.format.index import ShardIndex, parse_index
-from stio.format.naming import INDEX_SUFFIX, shard_number
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, shard_number
 from stio.runtime.limits import Limits
 from stio.runtime.log import log
 from stio.runtime.memory import allocate
-from stio.storage.base import ParallelRoot, Root
+from stio.storage.base import ParallelRoot, Root, Source
 from stio.storage.open import open_directory
+
+_READ_BY_NAME = {"diffusion_pytorch_model.safetensors": "diffusers", "adapter_model.safetensors": "PEFT"}
+"""Files that a library reads whatever else is in a directory."""
 
 
 def hiding_index(root: Root, index: str | None, files: Collection[str], tensors: Iterable[str]) -> str | None:
@@ -70,6 +74,29 @@ def hiding_on_disk(path: str, index: str | None, files: Collection[str], tensors
     return None
 
 
+def warn_of_another_name(path: str, tensors: Iterable[str]) -> None:
+    """Log that the directory of a saved checkpoint has a file with its tensors that a framework reads by its name.
+
+    Args:
+        path: The directory, on this machine, to which a save with the default pattern of names has saved.
+        tensors: Names of the tensors of the saved checkpoint.
+    """
+    with suppress(StioError), open_directory(path, follow_symlinks=False) as root:
+        for name, library in _READ_BY_NAME.items():
+            with suppress(StioError), closing(root.open(name)) as file:
+                if _tensors_of(file).isdisjoint(tensors):
+                    continue
+                log(
+                    logging.WARNING,
+                    "%s: saved, but %s reads %s there, which has other values of these tensors; save with "
+                    "filename_pattern=%r, or delete that file",
+                    printable(path),
+                    library,
+                    name,
+                    name.replace(FILE_SUFFIX, "{suffix}" + FILE_SUFFIX),
+                )
+
+
 def warn_of_hiding(hiding: str, path: str, first: str | None) -> None:
     """Log that a load of the directory of a saved checkpoint gets another one.
 
@@ -85,6 +112,21 @@ def warn_of_hiding(hiding: str, path: str, first: str | None) -> None:
         printable(path if first is None else f"{path.rstrip('/')}/{first}"),
         printable(hiding),
     )
+
+
+def _tensors_of(file: Source) -> set[str]:
+    """Return the names in a header."""
+    file_bytes = file.identity.nbytes
+    prefix = _bytes(file, 0, min(PREFIX_BYTES, file_bytes))
+    nbytes = header_nbytes(prefix, file_bytes=file_bytes, path=file.path)
+    raw = _bytes(file, PREFIX_BYTES, nbytes)
+    return {*parse_header(raw, file_bytes=file_bytes, path=file.path, shard="").names}
+
+
+def _bytes(file: Source, offset: int, nbytes: int) -> bytes:
+    region = allocate(max(nbytes, 1)).sub(0, nbytes)
+    file.read_into(offset, [region])
+    return region.tobytes()
 
 
 def _names(root: Root, own: NamedCheckpoint) -> list[str]:
@@ -103,7 +145,4 @@ def _exists(root: Root, name: str) -> bool:
 
 def _read(root: Root, name: str) -> ShardIndex:
     with closing(root.open(name)) as file:
-        nbytes = min(file.identity.nbytes, Limits().header_bytes)
-        region = allocate(max(nbytes, 1)).sub(0, nbytes)
-        file.read_into(0, [region])
-        return parse_index(region.tobytes(), path=file.path)
+        return parse_index(_bytes(file, 0, min(file.identity.nbytes, Limits().header_bytes)), path=file.path)

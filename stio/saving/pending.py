@@ -31,8 +31,9 @@ from stio.runtime.process import collection_paused, switch_interval
 from stio.runtime.progress import progress_callback
 from stio.runtime.spans import CALLER
 from stio.runtime.trace import shown, traced
-from stio.saving.hidden import hiding_index, hiding_on_disk, warn_of_hiding
+from stio.saving.hidden import hiding_index, hiding_on_disk, warn_of_another_name, warn_of_hiding
 from stio.saving.options import (
+    DEFAULT_PATTERN,
     Destination,
     DestinationLike,
     SaveOptions,
@@ -314,6 +315,8 @@ class PendingSave:
             self._when_durable(transaction.path, self._own_pattern(), published)
         if self.written is not None:  # after the commit: it may have replaced an index
             hiding = hiding_on_disk(transaction.path, *self._saved_as(plan, transaction))
+            if self._own_pattern() == DEFAULT_PATTERN:
+                warn_of_another_name(transaction.path, self._saved_as(plan, transaction)[2])
         if hiding is not None:
             first = (self._saved_as(plan, transaction)[0] or names[0]) if self._max_shard_bytes is not None else None
             warn_of_hiding(hiding, transaction.path, first)

@@ -204,6 +204,33 @@ def test_c306_a_directory_that_is_saved_under_another_pattern_warns(
     assert len(warnings_of(caplog)) == 1
 
 
+@pytest.mark.parametrize("name", ["diffusion_pytorch_model.safetensors", "adapter_model.safetensors"])
+@pytest.mark.parametrize("size", [None, 12], ids=["one file", "shards"])
+def test_c306_a_file_that_a_library_reads_by_its_name_is_told(
+    name: str, size: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    safetensors_torch.save_file(OLD, folder / name)
+    sync.save(NEW, folder, max_shard_size=size)
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith(f"{folder}: saved, but ") and f" reads {name} there" in warning
+    pattern = name.replace(".safetensors", "{suffix}.safetensors")
+    assert repr(pattern) in warning
+    sync.save(NEW, folder, filename_pattern=pattern)  # the advice
+    require_equal(safetensors_torch.load_file(folder / name), NEW)
+
+
+def test_c306_an_adapter_beside_its_model_is_no_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    safetensors_torch.save_file({"lora_A": torch.zeros(2)}, folder / "adapter_model.safetensors")
+    (folder / "diffusion_pytorch_model.safetensors").write_bytes(b"no checkpoint")
+    sync.save(NEW, folder)
+    sync.save(NEW, folder / "other.safetensors")
+    assert warnings_of(caplog) == []
+
+
 def test_c306_a_directory_of_torchs_own_writer_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "m"
     with warnings.catch_warnings():
