@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from stio.errors import FormatError, printable
 from stio.format.file_kinds import CONVERT, TORCH_SAVE, FileKind
 from stio.format.naming import FILE_SUFFIXES, INDEX_SUFFIX, is_index, shard_number, whole_name
+from stio.format.step_names import step_named
 from stio.runtime.urls import SCHEMES, is_url, without_secrets
 
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -132,7 +133,12 @@ def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], F
     if states and not found:
         return f"; {printable(states[0])} holds the state of a training, and no weights"
     if not found:
-        return ""
+        steps = {step: name for name in names if "." not in name and (step := step_named(name)) is not None}
+        if not steps:
+            return ""
+        return (
+            f"; {printable(steps[max(steps)])} may be one: give its path (stio.latest finds the newest complete step)"
+        )
     kind = kind_of(found[0])
     if kind is not None:
         return f"; {printable(found[0])} is {kind.name}: {kind.advice_at(path)}"

@@ -393,3 +393,11 @@ def test_c320_a_fresh_training_of_trainer(tmp_path: Path, resumes: bool, caplog:
     trainer.train(resume_from_checkpoint=True if resumes else None)
     told = [line for line in warnings_in(caplog) if "this run begins at step 0" in line and "2, 4" in line]
     assert bool(told) != resumes
+
+
+def test_c321_a_directory_of_steps_names_the_newest(tmp_path: Path) -> None:
+    for step in (9, 10):
+        sync.save(STATE, tmp_path / f"checkpoint-{step}")
+    with pytest.raises(stio.CheckpointNotFoundError, match=r"; checkpoint-10 may be one: give its path \(stio\.latest"):
+        sync.load(tmp_path)
+    assert stio.latest(tmp_path) == str(tmp_path / "checkpoint-10")
