@@ -137,7 +137,7 @@ def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], F
         if not steps:
             return ""
         return (
-            f"; {printable(steps[max(steps)])} may be one: give its path (stio.latest finds the newest complete step)"
+            f"; {printable(steps[max(steps)])} may be one: give its path (stio.latest finds the newest)"
         )
     kind = kind_of(found[0])
     if kind is not None:
