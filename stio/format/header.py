@@ -35,6 +35,7 @@ METADATA_KEY = "__metadata__"
 _METADATA_START = b'"__metadata__"'
 _MINUS_BEFORE_NUMBER = re.compile(rb"[\[,\s]-")
 _TENSOR_QUOTES = 10
+_CUT = "its download or copy may be incomplete: fetch it again"
 _DEFAULT_LIMITS = Limits()
 
 
@@ -56,14 +57,18 @@ def header_nbytes(prefix: bytes, *, file_bytes: int, limits: Limits = _DEFAULT_L
     """
     if len(prefix) < PREFIX_BYTES:
         raise FormatError(
-            "too short for a safetensors file", path=path, offset=0, expected="8 bytes or more", found=len(prefix)
+            f"too short for a safetensors file; {_CUT}",
+            path=path,
+            offset=0,
+            expected="8 bytes or more",
+            found=len(prefix),
         )
     nbytes = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     if nbytes > limits.header_bytes:
         raise LimitError(
             "the header's length exceeds the limit `header_bytes`" + advice_on_limit("header_bytes")
             if nbytes <= file_bytes - PREFIX_BYTES
-            else "this is no safetensors file: its first 8 bytes are not the length of a header",
+            else "this is no safetensors file: its first 8 bytes are not the length of a header; fetch it again",
             path=path,
             offset=0,
             expected=f"at most {limits.header_bytes}",
@@ -72,7 +77,7 @@ def header_nbytes(prefix: bytes, *, file_bytes: int, limits: Limits = _DEFAULT_L
     # Compared after the limit, and by subtraction, so no number here can overflow.
     if nbytes > file_bytes - PREFIX_BYTES:
         raise FormatError(
-            "the header's length leads past the end of the file",
+            f"the header's length leads past the end of the file; {_CUT}",
             path=path,
             offset=0,
             expected=f"at most {max(0, file_bytes - PREFIX_BYTES)}",
@@ -117,7 +122,10 @@ def parse_header(
     data_end = data_start + (columns.ends[-1] if columns.ends else 0)
     if data_end > file_bytes:
         raise TruncatedError(
-            "the file ends before its last tensor does", path=path, expected=f"{data_end} bytes", found=file_bytes
+            f"the file ends before its last tensor does; {_CUT}",
+            path=path,
+            expected=f"{data_end} bytes",
+            found=file_bytes,
         )
     if data_end < file_bytes and trailing == "error":
         raise FormatError(
