@@ -136,9 +136,7 @@ def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], F
         steps = {step: name for name in names if "." not in name and (step := step_named(name)) is not None}
         if not steps:
             return ""
-        return (
-            f"; {printable(steps[max(steps)])} may be one: give its path (stio.latest finds the newest)"
-        )
+        return f"; {printable(steps[max(steps)])} may be one: give its path (stio.latest finds the newest)"
     kind = kind_of(found[0])
     if kind is not None:
         return f"; {printable(found[0])} is {kind.name}: {kind.advice_at(path)}"

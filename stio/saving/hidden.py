@@ -88,7 +88,7 @@ def warn_of_another_name(path: str, tensors: Iterable[str]) -> None:
                     continue
                 log(
                     logging.WARNING,
-                    "%s: saved, but %s reads %s there, which has other values of these tensors; save with "
+                    "%s: saved, but %s reads %s there, which has tensors of these names; save with "
                     "filename_pattern=%r, or delete that file",
                     printable(path),
                     library,
