@@ -220,13 +220,6 @@ def _pickles_in(directory: str) -> _Pickles | None:
         raise refused("listing the directory", directory, error) from error
     names = [name for name in names if not is_hidden(name)]
     if any(map(names_checkpoint, names)):
-        if pickles := [name for name in names if is_pickle_of_weights(name)]:
-            log(
-                logging.WARNING,
-                "%s: its safetensors are converted, and %s, of torch.save, is not; give its path if you mean it",
-                printable(directory),
-                listed(pickles),
-            )
         return None
     indices = [name for name in names if is_index(name) and whole_name(name).endswith(PICKLE_SUFFIXES)]
     files = without_index([name for name in names if is_pickle_of_weights(name)], PICKLE_SUFFIXES)

@@ -468,19 +468,6 @@ def test_c326_weights_beside_the_states_of_a_training(tmp_path: Path, training: 
         sync.load(folder)
 
 
-def test_c326_weights_beside_safetensors_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A training may have written them later; a user who converts means one of the two."""
-    folder = tmp_path / "m"
-    sync.save({"w": torch.zeros(2)}, folder)
-    torch.save({"w": torch.ones(2)}, folder / "pytorch_model.bin")
-    sync.convert(folder, tmp_path / "a")
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith(f"{folder}: its safetensors are converted, and pytorch_model.bin, of torch.save, is not")
-    assert sync.load(tmp_path / "a")["w"].tolist() == [0, 0]
-    sync.convert(folder / "pytorch_model.bin", tmp_path / "b")  # the advice
-    assert sync.load(tmp_path / "b")["w"].tolist() == [1, 1]
-
-
 def test_c326_two_files_of_weights_are_still_two(tmp_path: Path) -> None:
     for name in ("pytorch_model.bin", "ema.bin", "optimizer.pt"):
         torch.save(WEIGHTS, tmp_path / name)

@@ -281,6 +281,24 @@ def test_c306_shards_beside_the_index_are_named(old: Path, caplog: pytest.LogCap
     assert "model-00001-of-00003.safetensors and 2 others" in warning
 
 
+@pytest.mark.parametrize("load", LOADS)
+def test_c307_an_index_that_names_nothing_beside_a_whole_file(
+    load: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / INDEX).write_text('{"metadata": {}, "weight_map": {}}')
+    save_file(NEW, folder / WHOLE)
+    require_equal(LOADS[load](folder), NEW)
+    (warning,) = warnings_of(caplog)
+    assert WHOLE in warning and INDEX in warning
+
+
+def test_c307_a_save_of_nothing_is_nothing(old: Path) -> None:
+    sync.save({}, old)
+    assert sync.load(old) == {}
+
+
 def test_c306_files_that_are_no_checkpoint_are_not_named(old: Path, caplog: pytest.LogCaptureFixture) -> None:
     (old / "broken.safetensors").write_bytes(b"no")
     (old / "empty.safetensors").touch()
