@@ -102,6 +102,17 @@ def test_a_wrong_argument_is_named(call: Callable[..., object], value: Any, text
     assert text in str(caught.value)
 
 
+def test_a_device_that_moves_nothing_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = torch.nn.Linear(3, 2)
+    sync.save(module, tmp_path / "m")
+    for keywords in ({}, {"device": "cpu"}, {"device": "auto"}, {"assign": True}):
+        sync.load_into(module, tmp_path / "m", **keywords)
+    assert caplog.records == []
+    sync.load_into(module, tmp_path / "m", device="cuda:0")
+    (record,) = caplog.records
+    assert "stay on cpu; move the module first, or pass assign=True" in record.getMessage()
+
+
 def test_slices_of_another_kind_are_refused_with_names_too(tmp_path: Path) -> None:
     sync.save(WEIGHTS, tmp_path / "m", max_shard_size=8)
     with pytest.raises(TypeError, match="slices= takes a mapping"):

@@ -208,7 +208,9 @@ async def load_into(
         trace=trace,
         switch_interval=switch_interval,
     )
-    return await fill_from(source, ModuleTarget(module, assign=assign), options)
+    target = ModuleTarget(module, assign=assign)
+    target.warn_of_device(device)
+    return await fill_from(source, target, options)
 
 
 async def fill_from(

@@ -425,6 +425,21 @@ class ModuleTarget:
         """Names of the tensors that are kept until the end of the load, after `match`; None: all."""
         return None if self.assigns else self._kept_names
 
+    def warn_of_device(self, device: object) -> None:
+        """Log that `device=` of a call moves nothing, if the module's tensors are copied into and are elsewhere."""
+        if self.assigns or not isinstance(device, str | torch.device):
+            return
+        own = {target.device.type for target in self._targets.values()}
+        wanted = str(device).partition(":")[0]
+        if own and wanted not in {"cpu", "auto", *own} and "meta" not in own:
+            log(
+                logging.WARNING,
+                "device=%r of load_into is for assign=True: without it the module's tensors stay on %s; move the "
+                "module first, or pass assign=True",
+                str(device),
+                listed(sorted(own)),
+            )
+
     @property
     def device(self) -> str | Callable[[str], str]:
         """Device to load to: that of the module, if all its tensors are on one device; otherwise the CPU.
