@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, fields
-from typing import TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 Size: TypeAlias = int | str
 """A size: a number of bytes, or text such as `"5GB"` or `"512MiB"`; see `parse_size`."""
@@ -118,10 +118,9 @@ def checked_size(size: Size, keyword: str = "budget_bytes") -> int:
             return parse_size(size)
         except ValueError as error:
             raise ValueError(f"{keyword}: {error}") from None
-    try:
-        size = operator.index(size if not isinstance(size, bool) else "")
-    except TypeError:
-        raise TypeError(f"{keyword} takes a number of bytes, or text such as '2GB', not {size!r}") from None
+    if isinstance(size, bool) or not isinstance(size, SupportsIndex):
+        raise TypeError(f"{keyword} takes a number of bytes, or text such as '2GB', not {size!r}")
+    size = operator.index(size)
     if size <= 0:
         raise ValueError(f"{keyword} must be positive, not {size}")
     return size
