@@ -621,3 +621,17 @@ def test_the_other_version_is_no_stio(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert "import stio" not in SCRIPT.read_text()
+
+
+@pytest.mark.parametrize("lock", ['{"version": 2}', '{"pid": 1, "version": "next"}'])
+def test_a_newer_save_beside_a_new_directory_is_none_of_its_business(lock: str, tmp_path: Path) -> None:
+    """It may be of any other destination there. A file is renamed over one that the newer record may name."""
+    staging = tmp_path / ".stio-0123456789"
+    (staging / "new").mkdir(parents=True)
+    (staging / "lock").write_text(lock)
+    tensors = {"w": torch.zeros(2)}
+    stio.sync.save(tensors, tmp_path / "new")
+    with pytest.raises(stio.StorageError, match="another version of stio was interrupted here"):
+        stio.sync.save(tensors, tmp_path / "m.safetensors")
+    assert (staging / "lock").read_text() == lock
+    assert sorted(path.name for path in tmp_path.iterdir()) == [staging.name, "new"]

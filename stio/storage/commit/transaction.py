@@ -227,7 +227,7 @@ class LocalTransaction:
         self._lock: ExitStack | None = None  # holds the lock of the directory, where the commit needs it
         try:
             left = recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
-            if left.newer:
+            if left.newer and target.kind != "fresh":  # beside a new directory it concerns another destination
                 raise StorageError(
                     "a save by another version of stio was interrupted here; run `stio gc` of that version, or delete "
                     "this directory if the checkpoint beside it is whole",
