@@ -34,7 +34,7 @@ from stio.loading.open import OpenCheckpoint, chosen, open_checkpoint
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Identity, ParallelRoot, RequestedSource, Requests, Root, Source
-from stio.storage.checks import refused
+from stio.storage.checks import local_directory, refused
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import FileLock
 from stio.storage.commit.files import status_at
@@ -122,7 +122,7 @@ def pull(
     if not is_url(url):
         raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {without_secrets(url)!r} is no URL")
     refuse_pickle_at_url(url)
-    target = os.path.abspath(os.fsdecode(directory))
+    target = local_directory(directory, "pull")
     parent, name = os.path.split(target)
     if not name or os.path.ismount(target):
         raise StorageError(

@@ -15,6 +15,7 @@ from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport, collect
 from stio.storage.open import open_destination
 
 _KEPT = "left alone, its process runs or may run, or it cannot be removed"
+_NEWER = "left alone, another version of stio made it; run `stio gc` of that version"
 _KEPT_IN_STORE = "left alone, no index names it, but it is younger than --max-age, and its save may be under way"
 
 _NO_DESTINATION = "there is no such destination, and no save to it was interrupted; check the path"
@@ -61,7 +62,8 @@ def _lines(path: str, report: GarbageReport, dry_run: bool) -> Iterator[str]:
         (report.removed, f"{would}removed, an earlier cleanup was interrupted"),
         (report.unused, f"{would}deleted, no index names it"),
         (report.aborted, f"{would}aborted, its upload was not completed"),
-        (report.kept, _KEPT_IN_STORE if is_url(path) else _KEPT),
+        (report.newer, _NEWER),
+        ([one for one in report.kept if one not in report.newer], _KEPT_IN_STORE if is_url(path) else _KEPT),
     ):
         yield from (f"{one_line(directory)}: {text}" for directory in directories)
     if report == GarbageReport():

@@ -156,7 +156,9 @@ def resolve_device(device: Any) -> torch.device:
         parsed = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         advice = "; `memory='lazy'` leaves tensors on the CPU in their files" if device == "disk" else ""
-        raise DeviceError(f"torch has no such device{advice}", requested=device, expected=_devices_here()) from error
+        raise DeviceError(
+            f"torch has no such device{advice}", requested=str(device), expected=_devices_here()
+        ) from error
     if parsed.type in ("cpu", "meta"):
         if parsed.type == "meta":
             raise DeviceError(

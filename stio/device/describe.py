@@ -211,6 +211,8 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
         advice = f"save_state takes {state_of_object(tensor) or 'nested state and plain values'}"
         if is_packed(tensor) or "_packed_params" in name:
             advice = PACKED
+        elif kind == "ndarray":
+            advice = f"torch.as_tensor() makes one of it, and {advice}"
         raise TypeError(f"{shown!r} is no tensor, its type is {kind}; {advice}")
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise ValueError(f"tensor {shown!r} is a lazy parameter without data; run the module once, then save")

@@ -243,7 +243,9 @@ def _decide(
     for rank, need in enumerate(needs):
         if need.checkpoint != needs[0].checkpoint:
             raise ChangedDuringReadError(
-                f"ranks 0 and {rank} have opened different checkpoints; was it replaced meanwhile?", path=path
+                f"ranks 0 and {rank} have opened different checkpoints: it was replaced between their opens; load it "
+                "again",
+                path=path,
             )
         _require_rows(need.rows, tensors)
     of_ranks = [need.rows for need in needs]

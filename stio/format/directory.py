@@ -223,6 +223,22 @@ def warning_of_others(path: str, index: str, files: Sequence[str]) -> str:
     )
 
 
+def of_other_suffix(loaded: NamedCheckpoint, names: Iterable[str]) -> str | None:
+    """Return an `.sft` file beside `.safetensors` that decide without an index; None: there is none."""
+    if loaded.index is not None or not loaded.whole.endswith(FILE_SUFFIX):
+        return None
+    others = (name for name in names if name.endswith(FILE_SUFFIXES) and not name.endswith(FILE_SUFFIX))
+    return next((name for name in others if not is_hidden(name)), None)
+
+
+def warning_of_other_suffix(path: str, loaded: NamedCheckpoint, other: str) -> str:
+    """Return a warning of what `of_other_suffix` found."""
+    return (
+        f"{printable(path)}: {loaded} is what is loaded, and {printable(other)} in the same directory is not read; "
+        "load it by its path if it is the one you mean"
+    )
+
+
 def warning_of_pickle(path: str, loaded: NamedCheckpoint, pickle: str) -> str:
     """Return a warning of a model in a file of torch.save beside a checkpoint that is not the same model."""
     return (

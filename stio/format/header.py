@@ -43,6 +43,7 @@ METADATA_KEY = "__metadata__"
 _METADATA_START = b'"__metadata__"'
 _MINUS_BEFORE_NUMBER = re.compile(rb"[\[,\s]-")
 _TENSOR_QUOTES = 10
+_CUT = "its download or copy may be incomplete: fetch it again"
 _DEFAULT_LIMITS = Limits()
 
 
@@ -64,7 +65,11 @@ def header_nbytes(prefix: bytes, *, file_bytes: int, limits: Limits = _DEFAULT_L
     """
     if len(prefix) < PREFIX_BYTES:
         raise FormatError(
-            "too short for a safetensors file", path=path, offset=0, expected="8 bytes or more", found=len(prefix)
+            f"too short for a safetensors file; {_CUT}",
+            path=path,
+            offset=0,
+            expected="8 bytes or more",
+            found=len(prefix),
         )
     nbytes = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     left = max(0, file_bytes - PREFIX_BYTES)  # subtracted, so that no number here can overflow
@@ -73,10 +78,10 @@ def header_nbytes(prefix: bytes, *, file_bytes: int, limits: Limits = _DEFAULT_L
         if nbytes <= left:
             what = "the header's length exceeds"
             raise limit_error(what, "header_bytes", most, path=path, offset=0, found=nbytes)
-        message = "this is no safetensors file: its first 8 bytes are not the length of a header"
+        message = "this is no safetensors file: its first 8 bytes are not the length of a header; fetch it again"
         raise LimitError(message, path=path, offset=0, expected=f"at most {most}", found=nbytes)
     if nbytes > left:
-        message = "the header's length leads past the end of the file"
+        message = f"the header's length leads past the end of the file; {_CUT}"
         raise FormatError(message, path=path, offset=0, expected=f"at most {left}", found=nbytes)
     if nbytes == 0:
         raise FormatError("the header is empty", path=path, offset=0, expected="a JSON object", found="no bytes")
@@ -108,7 +113,10 @@ def parse_header(raw: bytes, *, file_bytes: int, path: str, shard: str, limits: 
     data_end = data_start + (columns.ends[-1] if columns.ends else 0)
     if data_end > file_bytes:
         raise TruncatedError(
-            "the file ends before its last tensor does", path=path, expected=f"{data_end} bytes", found=file_bytes
+            f"the file ends before its last tensor does; {_CUT}",
+            path=path,
+            expected=f"{data_end} bytes",
+            found=file_bytes,
         )
     if data_end < file_bytes:
         raise FormatError(

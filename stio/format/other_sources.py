@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from stio.errors import FormatError, StioError, listed, printable
-from stio.format.naming import FILE_SUFFIXES, INDEX_SUFFIX, is_index, shard_number, whole_name
+from stio.format.naming import FILE_SUFFIXES, INDEX_SUFFIX, is_index, shard_number, step_named, whole_name
 from stio.runtime.urls import SCHEMES, is_url, without_secrets
 
 HEAD_BYTES = 512
@@ -251,6 +251,8 @@ def advice_for_missing(path: str, *, parent_exists: bool) -> str:
             return (
                 f"; it looks like the URL {text}, from which a pathlib.Path has removed a slash: pass the URL as text"
             )
+        if scheme.lower() == "file":
+            return f"; pass the path of a file of this machine, not a URL: {printable('/' + rest.lstrip('/'))!r}"
         cut = "" if second_slash else ", from which a pathlib.Path has removed a slash"
         return f"; it looks like the URL {text}{cut}; stio has no scheme {printable(scheme)!r}"
     if path.startswith("~"):
@@ -281,7 +283,10 @@ def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], F
     if states and not found:
         return f"; {printable(states[0])} holds the state of a training, and no weights"
     if not found:
-        return ""
+        steps = {step: name for name in names if "." not in name and (step := step_named(name)) is not None}
+        if not steps:
+            return ""
+        return f"; {printable(steps[max(steps)])} may be one: give its path (stio.latest finds the newest)"
     kind = kind_of(found[0])
     if kind is not None:
         return f"; {printable(found[0])} is {kind.name}: {kind.advice_at(path)}"

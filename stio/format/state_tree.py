@@ -410,6 +410,8 @@ class _Builder:
         if tag in _CONTAINERS:
             self._open(tag, value, in_key=in_key)
             return
+        if tag not in _SCALARS and tag not in _FOREIGN and tag not in _REFERENCES:
+            self._fail("unknown tag; a newer stio may know it", found=tag)
         if not isinstance(value, str):
             self._fail("a row of a tag and text was expected", found=tag)
         if tag in _SCALARS:
@@ -419,13 +421,11 @@ class _Builder:
             frame.items.append(item)
         elif tag in _FOREIGN:
             frame.items.append(self._made_by_caller(tag, value))
-        elif tag in _REFERENCES:
+        else:
             reference = Reference(cast(ReferenceKind, tag), value)
             self.tree.references.append(reference)
             frame.late.append((len(frame.items), reference))
             frame.items.append(None)
-        else:
-            self._fail("unknown tag; a newer stio may know it", found=tag)
         if len(frame.items) == frame.size:
             self._close()
 

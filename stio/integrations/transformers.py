@@ -151,6 +151,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         hash: HashName | None = None,
         budget_bytes: int | str | None = None,
     ) -> None:
+        if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int)):
+            raise TypeError(f"keep_last takes a number, not {keep_last!r}")
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, not {keep_last}")
         self._output_dir = output_dir

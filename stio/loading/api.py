@@ -201,7 +201,9 @@ async def load_into(
         trace=trace,
         switch_interval=switch_interval,
     )
-    return await fill_from(source, ModuleTarget(module, assign=assign), options)
+    target = ModuleTarget(module, assign=assign)
+    target.warn_of_device(device)
+    return await fill_from(source, target, options)
 
 
 async def fill_from(
@@ -360,7 +362,7 @@ class Checkpoint:
         Raises:
             TensorNotFoundError: There is no tensor of this name.
         """
-        return self._now.info(name)
+        return self._now.info(_checked_name(name))
 
     async def __aenter__(self) -> Self:
         if self._opened is not None:
@@ -435,6 +437,7 @@ class Checkpoint:
             SliceError: The index does not fit the shape of the tensor.
             ClosedError: The checkpoint is not open, or was closed during the read.
         """
+        _checked_name(name)
         slices = None if index is None else {self._now.aliases.get(name, name): index}
         take = await self._load_operation(name, slices).wait()
         return take()[name]
@@ -503,6 +506,17 @@ class Checkpoint:
         if self._opened is None:
             raise ClosedError("the checkpoint was closed", path=shown(self._source))
         return operation
+
+
+def _checked_name(name: str) -> str:
+    """Return the name of one tensor.
+
+    Raises:
+        TypeError: It is no text.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a tensor is text, not {printable(name)}; load() takes several names")
+    return name
 
 
 class Stream(AsyncIterator[tuple[str, torch.Tensor]]):

@@ -27,8 +27,7 @@ from stio.format.naming import (
 from stio.format.other_sources import is_pickle_of_weights
 from stio.loading.open import open_checkpoint
 from stio.runtime.log import log
-from stio.runtime.urls import is_url, without_secrets
-from stio.storage.checks import refused
+from stio.storage.checks import local_directory, refused
 
 _FILES = (FILE_SUFFIX, ".sft", ".ckpt")
 """Ends of the names of files that are checkpoints: those of safetensors, and of Lightning by stio."""
@@ -60,11 +59,10 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False) 
         UnsafePathError: A file of a newer step is a link that leads out of its directory.
         StorageError: The operating system reported an error.
         TypeError: It is no path.
-        ValueError: It is a URL.
+        ValueError: It is empty or a URL, or begins with `~`.
     """
+    local_directory(directory, "stio.latest")
     path = os.fsdecode(directory)
-    if is_url(path):
-        raise ValueError(f"stio.latest looks into a directory of this machine, not into {without_secrets(path)}")
     by_step: dict[int, list[str]] = defaultdict(list)
     dated: list[str] = []
     for name in _names_in(path):

@@ -71,6 +71,8 @@ class ModuleTarget(LoadTarget):
                 f"load_into takes a module, not {_kind_of(module)}; stio.load returns tensors, and "
                 "stio.distributed.load_into fills those of a dictionary"
             )
+        if not isinstance(assign, bool):
+            raise TypeError(f"assign= takes True or False, not {assign!r}")
         super().__init__()
         self._module = module
         self._fills = fills
@@ -344,6 +346,21 @@ class ModuleTarget(LoadTarget):
             name: (self._source_of(self._chosen.get(self._keys[name], name)), target)
             for name, target in self._targets.items()
         }
+
+    def warn_of_device(self, device: object) -> None:
+        """Log that `device=` of a call moves nothing, if the module's tensors are copied into and are elsewhere."""
+        if self.assigns or not isinstance(device, str | torch.device):
+            return
+        own = {target.device.type for target in self._targets.values()}
+        wanted = str(device).partition(":")[0]
+        if own and wanted not in {"cpu", "auto", *own} and "meta" not in own:
+            log(
+                logging.WARNING,
+                "device=%r of load_into is for assign=True: without it the module's tensors stay on %s; move the "
+                "module first, or pass assign=True",
+                str(device),
+                listed(sorted(own)),
+            )
 
     def copy(self, group: LoadedGroup) -> None:
         """See `LoadTarget.copy`; also keeps what hooks and extra state need."""

@@ -32,7 +32,9 @@ from stio.format.directory import (
     beside,
     choose,
     of_index,
+    of_other_suffix,
     warning_of_gone_shards,
+    warning_of_other_suffix,
     warning_of_others,
     warning_of_pickle,
 )
@@ -360,6 +362,8 @@ class _Opening:
         files = found.files
         if found.index is not None:
             whole_index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.limits)
+            if not whole_index.shards and (whole := self._instead_of_shards(root, found, text, names)):
+                return self._named(root, whole, b"", names)
             index = self._part(whole_index)
             files = index.shards
         openers = {name: partial(root.open, name) for name in files}
@@ -371,6 +375,8 @@ class _Opening:
         try:
             if (pickle := pickle_of_another(names, found.stem)) is not None:
                 self.warn(warning_of_pickle(root.path, found, pickle))
+            if (other := of_other_suffix(found, names)) is not None:
+                self.warn(warning_of_other_suffix(root.path, found, other))
             if whole_index is not None and found.index is not None:
                 self._warn_of_others(root, found.index, whole_index, names)
         except BaseException:

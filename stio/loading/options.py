@@ -18,6 +18,7 @@ from stio.device.base import Accelerator, current_device, current_streams, with_
 from stio.device.tensors import DtypeLike, checked_cast
 from stio.loading.cache.entries import FileCache, ObjectCache
 from stio.runtime.limits import Limits, checked_size
+from stio.runtime.process import check_switch_interval
 from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.trace import Trace
 from stio.storage.base import Root
@@ -84,8 +85,7 @@ class LoadOptions:
         if self.streams is None:
             object.__setattr__(self, "streams", current_streams())
         progress_callback(self.progress)  # raises for a wrong value, before the load starts
-        if self.switch_interval is not None and not self.switch_interval > 0:
-            raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")
+        check_switch_interval(self.switch_interval)
         if self.memory not in get_args(Memory):
             raise ValueError(f"memory= takes one of {', '.join(map(repr, get_args(Memory)))}, not {self.memory!r}")
         if any(not isinstance(one, FileCache | ObjectCache) for one in self._caches):

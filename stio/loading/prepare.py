@@ -37,7 +37,15 @@ from stio.loading.plain import PlainExecutor
 from stio.loading.plan import GAP_BYTES, FileSelection, Group, Names, ReadPlan, plan_reads
 from stio.loading.read_paths import CacheFillPath, CopiedPath, Delivery, DevicePath, MappedPath, StagingSlots
 from stio.loading.scheduler import Executor, LoadScheduler, ReadPath
-from stio.loading.select import PlacedParts, PlacementsLike, Selected, placed_parts, reusable_names, select_by_device
+from stio.loading.select import (
+    PlacedParts,
+    PlacementsLike,
+    Selected,
+    checked_slices,
+    placed_parts,
+    reusable_names,
+    select_by_device,
+)
 from stio.runtime import memory
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.runtime.progress import progress_callback
@@ -98,6 +106,7 @@ def prepare(
         SliceError: A slice does not fit its tensor.
         UnsupportedDtypeError: torch does not have the dtype of a tensor.
     """
+    slices = checked_slices(slices)
     with traced(options.trace, "plan", detail=opened.path):
         device = resolve_placement(options.device)
         if placements is not None:
@@ -106,14 +115,14 @@ def prepare(
                 opened.headers,
                 opened.aliases,
                 names,
-                slices or {},
+                slices,
                 placements,
                 device,
                 path=opened.path,
                 strict=options.strict,
             )
             slices, deliver = placed.slices, partial(_deliver_made, deliver, placed)
-        by_stored_name = _by_stored_name(slices or {}, opened)
+        by_stored_name = _by_stored_name(slices, opened)
         selections = select_by_device(opened.headers, opened.aliases, names, device, path=opened.path)
         wanted = [shard for shard in range(len(opened.files)) if any(chosen[shard] for _, chosen, _ in selections)]
         with ExitStack() as undo:

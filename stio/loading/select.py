@@ -85,7 +85,7 @@ def shards_of(
         return None
     if callable(names) and (ALIASES_KEY in index.metadata or not strict):
         return index.shards
-    selected = [*(slices or ()), *_selected(index.weight_map, names)]
+    selected = [*checked_slices(slices), *_selected(index.weight_map, names)]
     if any(name not in index.weight_map for name in selected):
         return index.shards  # an alias, or a name that does not exist
     return frozenset(index.weight_map[name] for name in selected)
@@ -95,6 +95,17 @@ def _selected(known: Iterable[str], names: Names) -> Iterable[str]:
     if isinstance(names, str):
         return [names]
     return filter(names, known) if callable(names) else names
+
+
+def checked_slices(slices: Mapping[str, object] | None) -> Mapping[str, object]:
+    """Return the value of `slices=`, or an empty mapping.
+
+    Raises:
+        TypeError: It is no mapping.
+    """
+    if slices is not None and not isinstance(slices, Mapping):
+        raise TypeError(f"slices= takes a mapping from names to indices, not {printable(slices)}")
+    return slices or {}
 
 
 def plain_names(names: str | Iterable[str]) -> set[str]:

@@ -120,6 +120,10 @@ class ModelPool:
             raise TypeError(f"device= takes a device of torch's or 'auto', not {device!r}")
         if disk is not None and not isinstance(disk, DiskCache):
             raise TypeError(f"disk= takes a stio.DiskCache, not {disk!r}")
+        if trace is not None and not isinstance(trace, Trace):
+            raise TypeError(f"trace= takes a stio.Trace, not {trace!r}")
+        if isinstance(max_hold_seconds, bool) or not isinstance(max_hold_seconds, int | float):
+            raise TypeError(f"max_hold_seconds= takes a number of seconds, not {max_hold_seconds!r}")
         if not max_hold_seconds >= 0:
             raise ValueError(f"max_hold_seconds must not be negative, not {max_hold_seconds!r}")
         if not isinstance(max_loads, int) or max_loads < 1:

@@ -277,11 +277,12 @@ def _on_meta(old: torch.Tensor) -> torch.Tensor:
 def _holder_of(storage: StorageWeakRef) -> str | None:
     """Return what refers to a tensor over a storage, in words."""
     for one in gc.get_objects():
-        if not isinstance(one, torch.Tensor) or one.is_meta:
+        # By its type: `isinstance` asks an object for its `__class__`, and that of a proxy may raise or warn.
+        if not issubclass(type(one), torch.Tensor):
             continue
         try:
-            is_over = one.untyped_storage()._cdata == storage.cdata
-        except (RuntimeError, NotImplementedError):  # sparse, or a subclass without a storage
+            is_over = not one.is_meta and one.untyped_storage()._cdata == storage.cdata
+        except Exception:  # sparse, or a subclass: without a storage, or with methods of its own
             continue
         if is_over:
             for holder in gc.get_referrers(one):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, fields
-from typing import TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 from stio.errors import LimitError
 
@@ -128,8 +128,9 @@ def checked_size(size: Size, keyword: str = "budget_bytes") -> int:
             return parse_size(size)
         except ValueError as error:
             raise ValueError(f"{keyword}: {error}") from None
-    if not isinstance(size, int) or isinstance(size, bool):
+    if isinstance(size, bool) or not isinstance(size, SupportsIndex):
         raise TypeError(f"{keyword} takes a number of bytes, or text such as '2GB', not {size!r}")
+    size = operator.index(size)
     if size <= 0:
         raise ValueError(f"{keyword} must be positive, not {size}")
     return size

@@ -75,6 +75,21 @@ _intervals: list[float] = []
 _original_interval = 0.0
 
 
+def check_switch_interval(seconds: object) -> None:
+    """Check the value of `switch_interval=`.
+
+    Raises:
+        TypeError: It is neither None nor a number.
+        ValueError: It is not positive.
+    """
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"switch_interval= takes a number of seconds, not {seconds!r}")
+    if not seconds > 0:
+        raise ValueError(f"switch_interval must be positive, not {seconds}")
+
+
 @contextmanager
 def switch_interval(seconds: float | None) -> Iterator[None]:
     """Shorten the interpreter's switch interval while the block runs; None does not change it.

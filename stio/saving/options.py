@@ -20,13 +20,15 @@ from stio.format.naming import advice_for_destination, check_pattern
 from stio.format.other_sources import NO_HOME
 from stio.format.shared import MADE_ANEW, SharedPolicy
 from stio.runtime.hashing import HashName, new_hasher
-from stio.runtime.limits import parse_size
+from stio.runtime.limits import checked_size, parse_size
 from stio.runtime.locks import require_unlocked
+from stio.runtime.process import check_switch_interval
 from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.text import counted, show_bytes, show_seconds, table
 from stio.runtime.trace import Trace
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Root, Transaction
+from stio.storage.checks import local_directory
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.commit.target import OneFile, is_one_file
 from stio.storage.open import open_destination
@@ -126,16 +128,12 @@ def adopted_directory(adopt: str | os.PathLike[str] | None, keep_last: int | Non
     """
     if adopt is None:
         return None
-    if not isinstance(adopt, str | os.PathLike):
-        raise TypeError(f"adopt= takes the path of a directory, not {type(adopt).__name__}")
-    path = os.fsdecode(adopt)
-    if is_url(path):
-        raise ValueError(f"adopt= takes a directory of this machine, not the URL {without_secrets(path)}")
-    if not path or (os.path.exists(path) and not os.path.isdir(path)):
-        raise ValueError(f"adopt= takes a directory, not {printable(path)!r}")
+    path = local_directory(adopt, "adopt=")
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ValueError(f"adopt= takes a directory, not {printable(os.fsdecode(adopt))!r}")
     if keep_last is None:
         raise ValueError("adopt= needs keep_last=: without it no step is deleted")
-    return os.path.abspath(path)
+    return path
 
 
 class Inherited(Enum):
@@ -195,7 +193,7 @@ class SaveOptions:
             passed_on = {key: text for key, text in self.metadata.items() if key not in MADE_ANEW}
             object.__setattr__(self, "metadata", passed_on)
         if self.max_shard_size is not None:
-            parse_size(self.max_shard_size)
+            checked_size(self.max_shard_size, "max_shard_size")
         check_pattern(self.filename_pattern)
         for keyword, value, choices in (
             ("shared", self.shared, get_args(SharedPolicy)),
@@ -210,9 +208,10 @@ class SaveOptions:
         if isinstance(self.lock_timeout, bool) or not isinstance(self.lock_timeout, int | float):
             raise TypeError(f"lock_timeout= takes a number of seconds, not {self.lock_timeout!r}")
         if not 0 <= self.lock_timeout <= TIMEOUT_MAX:  # also False for NaN
-            raise ValueError(f"lock_timeout must be from 0 to {TIMEOUT_MAX:.0f} seconds")
-        if self.switch_interval is not None and not self.switch_interval > 0:
-            raise ValueError(f"switch_interval must be positive, not {self.switch_interval}")
+            raise ValueError(f"lock_timeout must be from 0 to {TIMEOUT_MAX:.0f} seconds, not {self.lock_timeout}")
+        check_switch_interval(self.switch_interval)
+        if self.trace is not None and not isinstance(self.trace, Trace):
+            raise TypeError(f"trace= takes a stio.Trace, not {self.trace!r}")
 
     def with_changes(self, **changes: object) -> SaveOptions:
         """Return these options with the given fields replaced; fields that are `INHERITED` stay as they are."""

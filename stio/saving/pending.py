@@ -24,9 +24,10 @@ from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import require_no_placeholders
 from stio.errors import SaveInProgressError, StioError, printable
 from stio.format.directory import INDEX_NAME, NamedCheckpoint, choose, of_index, without_index
+from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
 from stio.format.index import ShardIndex, parse_index
 from stio.format.manifest import FileState, manifest_change
-from stio.format.naming import INDEX_SUFFIX, MANIFEST_SUFFIX, index_name, manifest_name, shard_number
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, index_name, manifest_name, shard_number
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
 from stio.runtime.hashing import Hasher, HashName, new_hasher
@@ -40,6 +41,7 @@ from stio.runtime.progress import progress_callback
 from stio.runtime.spans import CALLER
 from stio.runtime.trace import shown, traced
 from stio.saving.options import (
+    DEFAULT_PATTERN,
     Destination,
     DestinationLike,
     SaveOptions,
@@ -50,7 +52,7 @@ from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.scheduler import SaveScheduler
 from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES, StagingPool, block_bytes_for
 from stio.saving.tensors import TensorsLike, tensors_of
-from stio.storage.base import BufferedDestination, Note, ParallelRoot, Published, Root, Transaction
+from stio.storage.base import BufferedDestination, Note, ParallelRoot, Published, Root, Source, Transaction
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import begin_local
 from stio.storage.open import open_directory
@@ -68,6 +70,9 @@ names in a directory, None for one file."""
 WhenDurable: TypeAlias = Callable[[str, str | None, Published], None]
 """Called on a save's thread with what it published: the destination, links resolved; the pattern of the file names in a
 directory, None for one file; and the files."""
+
+_READ_BY_NAME = {"diffusion_pytorch_model.safetensors": "diffusers", "adapter_model.safetensors": "PEFT"}
+"""Files that a library reads whatever else is in a directory."""
 
 
 class PendingSave:
@@ -311,6 +316,8 @@ class PendingSave:
             self._when_durable(transaction.path, self._own_pattern(), published)
         if self.written is not None:  # after the commit: it may have replaced an index
             hiding = hiding_on_disk(transaction.path, *self._saved_as(plan, transaction))
+            if self._own_pattern() == DEFAULT_PATTERN:
+                warn_of_another_name(transaction.path, self._saved_as(plan, transaction)[2])
         if hiding is not None:
             first = (self._saved_as(plan, transaction)[0] or names[0]) if self._max_shard_bytes is not None else None
             warn_of_hiding(hiding, transaction.path, first)
@@ -513,6 +520,29 @@ def hiding_on_disk(path: str, index: str | None, files: Collection[str], tensors
     return None
 
 
+def warn_of_another_name(path: str, tensors: Iterable[str]) -> None:
+    """Log that the directory of a saved checkpoint has a file with its tensors that a framework reads by its name.
+
+    Args:
+        path: The directory, on this machine, to which a save with the default pattern of names has saved.
+        tensors: Names of the tensors of the saved checkpoint.
+    """
+    with suppress(StioError), open_directory(path, follow_symlinks=False) as root:
+        for name, library in _READ_BY_NAME.items():
+            with suppress(StioError), closing(root.open(name)) as file:
+                if _tensors_of(file).isdisjoint(tensors):
+                    continue
+                log(
+                    logging.WARNING,
+                    "%s: saved, but %s reads %s there, which has tensors of these names; save with "
+                    "filename_pattern=%r, or delete that file",
+                    printable(path),
+                    library,
+                    name,
+                    name.replace(FILE_SUFFIX, "{suffix}" + FILE_SUFFIX),
+                )
+
+
 def warn_of_hiding(hiding: str, path: str, first: str | None) -> None:
     """Log that a load of the directory of a saved checkpoint gets another one.
 
@@ -528,6 +558,21 @@ def warn_of_hiding(hiding: str, path: str, first: str | None) -> None:
         printable(path if first is None else f"{path.rstrip('/')}/{first}"),
         printable(hiding),
     )
+
+
+def _tensors_of(file: Source) -> set[str]:
+    """Return the names in a header."""
+    file_bytes = file.identity.nbytes
+    prefix = _bytes(file, 0, min(PREFIX_BYTES, file_bytes))
+    nbytes = header_nbytes(prefix, file_bytes=file_bytes, path=file.path)
+    raw = _bytes(file, PREFIX_BYTES, nbytes)
+    return {*parse_header(raw, file_bytes=file_bytes, path=file.path, shard="").names}
+
+
+def _bytes(file: Source, offset: int, nbytes: int) -> bytes:
+    region = allocate(max(nbytes, 1)).sub(0, nbytes)
+    file.read_into(offset, [region])
+    return region.tobytes()
 
 
 def _names(root: Root, own: NamedCheckpoint) -> list[str]:
@@ -546,7 +591,4 @@ def _exists(root: Root, name: str) -> bool:
 
 def _read(root: Root, name: str) -> ShardIndex:
     with closing(root.open(name)) as file:
-        nbytes = min(file.identity.nbytes, Limits().header_bytes)
-        region = allocate(max(nbytes, 1)).sub(0, nbytes)
-        file.read_into(0, [region])
-        return parse_index(region.tobytes(), path=file.path)
+        return parse_index(_bytes(file, 0, min(file.identity.nbytes, Limits().header_bytes)), path=file.path)

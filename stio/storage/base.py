@@ -45,9 +45,14 @@ class Identity:
             raise ChangedDuringReadError(
                 "the file changed while it was being read; load it, or open it, again",
                 path=path,
-                expected=self,
-                found=now,
+                expected=str(self),
+                found=str(now),
             )
+
+    def __str__(self) -> str:
+        if self.etag:
+            return f"ETag {self.etag}"
+        return f"{self.nbytes:,} bytes, inode {self.inode}, changed at {self.mtime_ns / 1e9:.6f}"
 
 
 class Source(Protocol):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
+from stio.format.other_sources import NO_HOME
+from stio.runtime.urls import without_secrets
 from stio.storage.base import Identity
 
 if sys.platform != "win32":
@@ -167,6 +170,7 @@ def identity_of(found: os.stat_result) -> Identity:
     return Identity(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
+_SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:")  # of a URL, also of one that was made a Path
 _ANYONE_STICKY = stat.S_ISVTX | stat.S_IWOTH
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _LISTED = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -174,6 +178,30 @@ _LISTED = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC",
 _PASSED = _LISTED | getattr(os, "O_PATH", 0)
 _MAX_LINKS = 40  # as the kernel
 _HAVE_DIR_FD = os.open in os.supports_dir_fd
+
+
+def local_directory(path: object, keyword: str) -> str:
+    """Return the absolute path of a directory of this machine that a caller names; it need not exist.
+
+    Args:
+        path: What the caller passed.
+        keyword: What it is for, for the error.
+
+    Raises:
+        TypeError: It is no path.
+        ValueError: It is empty, or begins like a URL or with `~`, and no directory does.
+    """
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(f"{keyword} takes the path of a directory, not {printable(path)}")
+    text = os.fsdecode(path)
+    first = text.partition(os.sep)[0]
+    if not text:
+        raise ValueError(f"{keyword} takes a directory, not an empty path")
+    if first == "~" and not os.path.isdir(first):
+        raise ValueError(f"{keyword}: {printable(text)!r} cannot be used; {NO_HOME}")
+    if _SCHEME.fullmatch(first) and not os.path.isdir(first):
+        raise ValueError(f"{keyword} takes a directory of this machine, not the URL {printable(without_secrets(text))}")
+    return os.path.abspath(text)
 
 
 def resolve_links(path: str) -> str:

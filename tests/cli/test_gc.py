@@ -63,6 +63,7 @@ def test_nothing_to_do(place: Path) -> None:
         "removed": [],
         "unused": [],
         "aborted": [],
+        "newer": [],
     }
 
 

@@ -207,6 +207,33 @@ def test_c306_a_directory_that_is_saved_under_another_pattern_warns(
     assert len(warnings_of(caplog)) == 1
 
 
+@pytest.mark.parametrize("name", ["diffusion_pytorch_model.safetensors", "adapter_model.safetensors"])
+@pytest.mark.parametrize("size", [None, 12], ids=["one file", "shards"])
+def test_c306_a_file_that_a_library_reads_by_its_name_is_told(
+    name: str, size: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    safetensors_torch.save_file(OLD, folder / name)
+    sync.save(NEW, folder, max_shard_size=size)
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith(f"{folder}: saved, but ") and f" reads {name} there" in warning
+    pattern = name.replace(".safetensors", "{suffix}.safetensors")
+    assert repr(pattern) in warning
+    sync.save(NEW, folder, filename_pattern=pattern)  # the advice
+    require_equal(safetensors_torch.load_file(folder / name), NEW)
+
+
+def test_c306_an_adapter_beside_its_model_is_no_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    safetensors_torch.save_file({"lora_A": torch.zeros(2)}, folder / "adapter_model.safetensors")
+    (folder / "diffusion_pytorch_model.safetensors").write_bytes(b"no checkpoint")
+    sync.save(NEW, folder)
+    sync.save(NEW, folder / "other.safetensors")
+    assert warnings_of(caplog) == []
+
+
 def test_c306_a_directory_of_torchs_own_writer_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "m"
     with warnings.catch_warnings():
@@ -255,6 +282,24 @@ def test_c306_shards_beside_the_index_are_named(old: Path, caplog: pytest.LogCap
     require_equal(sync.load(old), OLD)
     (warning,) = warnings_of(caplog)
     assert "model-00001-of-00003.safetensors and 2 others" in warning
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_c307_an_index_that_names_nothing_beside_a_whole_file(
+    load: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / INDEX).write_text('{"metadata": {}, "weight_map": {}}')
+    save_file(NEW, folder / WHOLE)
+    require_equal(LOADS[load](folder), NEW)
+    (warning,) = warnings_of(caplog)
+    assert WHOLE in warning and INDEX in warning
+
+
+def test_c307_a_save_of_nothing_is_nothing(old: Path) -> None:
+    sync.save({}, old)
+    assert sync.load(old) == {}
 
 
 def test_c306_files_that_are_no_checkpoint_are_not_named(old: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -152,12 +152,16 @@ def test_c312_commands_read_sft_files(tmp_path: Path, sft: Path, command: str) -
         require_equal(sync.load(more[0]), sync.load(sft))
 
 
-def test_c312_a_directory_prefers_safetensors_and_two_sft_files_are_ambiguous(tmp_path: Path, sft: Path) -> None:
+def test_c312_a_directory_prefers_safetensors_and_two_sft_files_are_ambiguous(
+    tmp_path: Path, sft: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     os.link(sft, tmp_path / "second.sft")
     with pytest.raises(stio.AmbiguousCheckpointError, match=r"ae\.sft, second\.sft"):
         sync.load(tmp_path)
     sync.save(generation(2), tmp_path / "model.safetensors")
     require_generation(tmp_path, 2)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"{tmp_path}: model.safetensors is what is loaded, and ") and ".sft" in warning
 
 
 def test_c312_urls_of_sft_files_name_a_file() -> None:

@@ -135,7 +135,7 @@ def test_c319_a_first_run_has_the_same_call(tmp_path: Path) -> None:
     ("adopt", "keep_last", "error", "message"),
     [
         ("run", None, ValueError, "adopt= needs keep_last="),
-        (3, 3, TypeError, "adopt= takes the path of a directory, not int"),
+        (3, 3, TypeError, "adopt= takes the path of a directory, not 3"),
         ("s3://bucket/run", 3, ValueError, "not the URL s3://bucket/run"),
         ("", 3, ValueError, "adopt= takes a directory"),
         (__file__, 3, ValueError, "adopt= takes a directory"),
@@ -393,3 +393,11 @@ def test_c320_a_fresh_training_of_trainer(tmp_path: Path, resumes: bool, caplog:
     trainer.train(resume_from_checkpoint=True if resumes else None)
     told = [line for line in warnings_in(caplog) if "this run begins at step 0" in line and "2, 4" in line]
     assert bool(told) != resumes
+
+
+def test_c321_a_directory_of_steps_names_the_newest(tmp_path: Path) -> None:
+    for step in (9, 10):
+        sync.save(STATE, tmp_path / f"checkpoint-{step}")
+    with pytest.raises(stio.CheckpointNotFoundError, match=r"; checkpoint-10 may be one: give its path \(stio\.latest"):
+        sync.load(tmp_path)
+    assert stio.latest(tmp_path) == str(tmp_path / "checkpoint-10")

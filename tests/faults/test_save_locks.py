@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import anyio
 import pytest
@@ -491,17 +490,7 @@ def outcomes(zygote: Zygote) -> Iterator[dict[str, Outcome]]:
 
 
 class ScriptError(Exception):
-    """A script has failed: none of what its test is about, unless its mark says so."""
-
-
-def cases(names: Any, failing: dict[str, str]) -> list[Any]:
-    """Return parameters, those that fail today with their mark."""
-    found = []
-    for name in names:
-        raises = ScriptError if name.startswith("patience") else AssertionError
-        mark = pytest.mark.xfail(strict=True, raises=raises, reason=failing.get(name, ""))
-        found.append(pytest.param(name, marks=[mark] if name in failing else []))
-    return found
+    """A script has failed: none of what its test is about."""
 
 
 def require_ended(outcome: Outcome) -> None:

@@ -36,7 +36,7 @@ from stio.runtime.log import log
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.text import show_bytes
 from stio.storage.base import Identity, RequestedSource, Source
-from stio.storage.checks import OPEN_FLAGS, identity_of, stat_of
+from stio.storage.checks import OPEN_FLAGS, identity_of, local_directory, stat_of
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import FileLock
 from stio.storage.commit.files import status_at
@@ -92,11 +92,11 @@ class DiskCache:
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: `max_bytes` is not positive, or no size.
+        ValueError: `max_bytes` is not positive, or no size; or `path` is empty, a URL, or begins with `~`.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: int | str) -> None:
-        self.path = os.path.abspath(os.fsdecode(path))
+        self.path = local_directory(path, "path=")
         """The directory."""
         self.max_bytes = checked_size(max_bytes, "max_bytes")
         """Most bytes of files in it."""

@@ -148,6 +148,8 @@ class WarmStart:
         self._module: nn.Module | None = module
         self._source = source
         self._settings = settings
+        if order is not None and not isinstance(order, Iterable):
+            raise TypeError(f"order= takes names of parameters and submodules, not {order!r}")
         self._order = order
         self._load: WarmStartLoad | None = None
         self._report = LoadReport((), ())

@@ -78,9 +78,8 @@ class JournalRecord:
     """Notes that change with the commit."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Versioned:
-    version: int
+class UnknownRecordError(OSError):
+    """Another version of stio wrote what an interrupted save has left: only that version can complete it or undo it."""
 
 
 # The record.
@@ -114,19 +113,30 @@ def read_record(staging_fd: int) -> JournalRecord | None:
     """Return the record of a staging directory, None if there is no valid one.
 
     Raises:
-        OSError: The operating system reported an error, or another version of stio wrote the record.
+        UnknownRecordError: Another version of stio wrote the record.
+        OSError: The operating system reported an error.
     """
     raw = read_small(staging_fd, _RECORD_NAME, _MAX_RECORD_BYTES)
     if raw is None:
         return None
     try:
-        if msgspec.json.decode(raw, type=_Versioned).version != _VERSION:
-            raise OSError(errno.ENOTSUP, "the record of another version of stio")
         record = msgspec.json.decode(raw, type=JournalRecord)
     except (msgspec.MsgspecError, RecursionError):
+        record = None
+    if (record is None and has_version(raw)) or (record is not None and record.version != _VERSION):
+        raise UnknownRecordError(errno.ENOTSUP, "the record of another version of stio")
+    if record is None:
         return None
     names = [record.last, *record.moves, *record.unlink, *(note.name for note in record.notes)]
     return record if all(map(is_plain, names)) else None
+
+
+def has_version(raw: bytes) -> bool:
+    """Return whether a text is a JSON object with a version, as each record of stio has."""
+    try:
+        return "version" in msgspec.json.decode(raw, type=dict[str, object])
+    except (msgspec.MsgspecError, RecursionError):
+        return False
 
 
 def is_plain(name: str) -> bool:

@@ -12,6 +12,7 @@ the directory, is left to a later one.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -41,7 +42,9 @@ from stio.storage.commit.directory_lock import (
 from stio.storage.commit.files import MAX_INDEX_BYTES, closing, digest_of, read_small, status_at
 from stio.storage.commit.journal import (
     JournalRecord,
+    UnknownRecordError,
     clean_up,
+    has_version,
     is_committed,
     read_record,
     replace_files,
@@ -89,6 +92,8 @@ class GarbageReport:
     """Shards in a store that no index names, and that were deleted."""
     aborted: tuple[str, ...] = ()
     """Objects of a store with an upload that was begun and not completed, and that was aborted."""
+    newer: tuple[str, ...] = ()
+    """Those of `kept` that another version of stio has left, and only that version can complete or roll back."""
 
     def __add__(self, other: GarbageReport) -> GarbageReport:
         return GarbageReport(*map(add, astuple(self), astuple(other)))
@@ -181,6 +186,8 @@ def recover(
                 # A read-only directory too: a process that can write there will clean it up.
                 log(logging.DEBUG, "%s is left alone: %s", where, error)
                 outcome = "kept"
+                if isinstance(error, UnknownRecordError):
+                    report += GarbageReport(newer=(where,))
             if outcome is not None:
                 report += GarbageReport(**{outcome: (where,)})
     return report
@@ -237,6 +244,8 @@ def _recover_one(
             return "kept", None
         if not is_same(home_fd, name, fd):
             return None, None
+        if has_version(read_small(fd, LOCK_NAME, _MAX_LOCK_BYTES) or b""):  # that of a record with another name
+            raise UnknownRecordError(errno.ENOTSUP, "the lock of another version of stio")
         if dry_run:
             return "finished" if not is_aside and _is_forward(home_fd, read_record(fd)) else "undone", None
         with directory_lock(home_fd, path, timeout, check):

@@ -84,7 +84,7 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
         return StorageError(message, path=path, errno=number)
 
     if not path:
-        raise wrong(errno.ENOENT, "the destination is an empty path")
+        raise StorageError("the destination is an empty path; give a file, a directory or a URL", errno=errno.ENOENT)
     mode = 0
     with refusals("examining the destination", path):
         if isinstance(destination, OneFile) and destination.replaces_link and os.path.islink(path):

@@ -257,7 +257,14 @@ class LocalTransaction(FilesTransaction):
                 home_fd, self._parents = make_and_open(target.home, durable=durable)
             needed, self._home_fd = "writable", home_fd
             try:
-                recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
+                left = recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
+                if left.newer and target.kind != "fresh":  # beside a new directory it concerns another destination
+                    raise StorageError(
+                        "a save by another version of stio was interrupted here; run `stio gc` of that version, or "
+                        "delete this directory if the checkpoint beside it is whole",
+                        path=left.newer[0],
+                        errno=errno.ENOTSUP,
+                    )
                 self._plan, self._staging = self._stage()
             except BaseException:
                 calls.close(home_fd)

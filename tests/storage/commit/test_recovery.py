@@ -593,7 +593,7 @@ def require_clean_but(place: Path, mine: Path) -> None:
     require_clean(place, ["old"])
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"version": 1}', '{"version": "1"}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"moves": 1}', "[" * 100_000])
 def test_record_that_is_none_is_void(fast_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     left, _ = records(monkeypatch, fast_path / "c")
     (left / "intent.json").write_text(text)
@@ -601,10 +601,14 @@ def test_record_that_is_none_is_void(fast_path: Path, monkeypatch: pytest.Monkey
     require_clean(fast_path / "c", ["old"])
 
 
-def test_record_of_another_version_is_left(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "text", ['{"version": 2, "what": "ever"}', '{"version": "2"}', '{"version": 1, "commit": "other"}']
+)
+def test_record_of_another_version_is_left(fast_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     left, _ = records(monkeypatch, fast_path / "c")
-    (left / "intent.json").write_text('{"version": 2, "what": "ever"}')
-    assert collect_garbage(fast_path / "c").kept == (str(left),)
+    (left / "intent.json").write_text(text)
+    report = collect_garbage(fast_path / "c")
+    assert (report.kept, report.newer) == ((str(left),), (str(left),))
     assert read(fast_path / "c") == "old"
 
 
