@@ -18,8 +18,9 @@ from stio.runtime.control_groups import num_processors
 from stio.runtime.hashing import new_hasher
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate, default_budget_bytes
+from stio.runtime.operation import Cancelled
 from stio.runtime.workers import WorkerPool
-from stio.storage.base import Source
+from stio.storage.base import digest_of_source
 
 MOST_WORKERS = 8
 """Most threads that hash, on a machine with as many cores: at 2 GB/s each they are as fast as a fast disk."""
@@ -108,7 +109,7 @@ def judge_files(
         check: See `verify_files`.
         budget_bytes: See `verify_files`.
         to_the_end: Return the difference of each file, instead of raising the first one.
-        advance: Called with the bytes of each piece that was hashed, from several threads.
+        advance: Called with the bytes of each piece that is hashed next, from several threads.
 
     Returns:
         The result for each file, in the checkpoint's order.
@@ -176,28 +177,21 @@ class _Comparison:
         file = self.opened.files[k]
         try:
             with ExitStack() as owned:
-                found = self._digest(self.opened.open_files([k], owned)[k], memory)
+                file = self.opened.open_files([k], owned)[k]
+                found = digest_of_source(file, new_hasher(self.manifest.algorithm), memory, self._before_piece)
         except StioError as error:
             self._record(k, error)
             return
         expected = [state.digest for state in self._states(k) if state.nbytes == file.identity.nbytes]
-        if found is not None and found not in expected:
+        if found not in expected:
             message = f"the file is damaged or another one: its {self.manifest.algorithm} differs from the manifest"
             self._record(k, IntegrityError(message, path=file.path, expected=_either(expected), found=found))
 
-    def _digest(self, file: Source, memory: Region) -> str | None:
-        """Return the digest of a file as it was opened; None if the comparison has ended."""
-        hasher, nbytes = new_hasher(self.manifest.algorithm), file.identity.nbytes
-        for offset in range(0, nbytes, memory.nbytes):
-            if self.workers.stopped:
-                return None
-            self.check()
-            piece = memory.sub(0, min(memory.nbytes, nbytes - offset))
-            file.read_into(offset, [piece])
-            hasher.update(piece.view())
-            self.advance(piece.nbytes)
-        file.check_unchanged()  # a file that was rewritten during the read is not damaged
-        return hasher.hexdigest()
+    def _before_piece(self, nbytes: int) -> None:
+        if self.workers.stopped:
+            raise Cancelled
+        self.check()
+        self.advance(nbytes)
 
     def _record(self, k: int, error: StioError) -> None:
         if not self.to_the_end:
