@@ -15,7 +15,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -66,13 +66,10 @@ class Models:
         """Return the answer of a model. Raise TimeoutError if it is not on the device in time."""
         if self.pool.status(name).tier != "device":
             self._load(name)
-        use = self.pool.use(name)
-        async with asyncio.timeout(self._patience):
-            network = await use.__aenter__()
-        try:
+        async with AsyncExitStack() as used:
+            async with asyncio.timeout(self._patience):
+                network = await used.enter_async_context(self.pool.use(name))
             return await asyncio.to_thread(answer, network, tokens)
-        finally:
-            await use.aclose()
 
     def _load(self, name: str) -> None:
         """Start a task that waits for a model, so that its load goes on."""

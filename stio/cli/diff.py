@@ -13,9 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import reduce
 from importlib import import_module
-from itertools import starmap
 from math import isfinite, prod
 from typing import Any, NamedTuple
 
@@ -128,10 +126,11 @@ class Difference(NamedTuple):
     num_nan: int = 0
     """Number of values that are NaN on one side only."""
 
-    def merge(self, other: Difference) -> Difference:
-        """Return the difference of this piece and of another one together."""
-        max_abs = max((one for one in (self.max_abs, other.max_abs) if one is not None), default=None)
-        return Difference(self.num_differing + other.num_differing, max_abs, self.num_nan + other.num_nan)
+    @classmethod
+    def together(cls, parts: Iterable[tuple[int, float | int | None, int]]) -> Difference:
+        """Return the difference of several pieces together, each given by the fields above."""
+        counts, distances, nans = zip((0, None, 0), *parts, strict=True)
+        return cls(sum(counts), max((one for one in distances if one is not None), default=None), sum(nans))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,9 +284,7 @@ def _compare_values(
                 numbers: Any = import_module("stio.cli.numbers")  # it imports numpy: equal checkpoints do not need that
                 found = numbers.differences(pair.a.dtype, a.tobytes(), pair.b.dtype, b.tobytes(), tolerance)
                 with pool.changed:
-                    pair.difference = reduce(
-                        Difference.merge, starmap(Difference, found), pair.difference or Difference()
-                    )
+                    pair.difference = Difference.together([pair.difference or Difference(), *found])
             progress(a.nbytes, total_bytes)
 
     pool.run(work, NUM_WORKERS)

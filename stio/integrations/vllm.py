@@ -63,6 +63,10 @@ def _register(loaders: ModuleType) -> None:
     loaders.register_model_loader(LOAD_FORMAT)(loader)
 
 
+_CPU_BUDGET_BYTES = 24 << 20
+"""Default for loads to the CPU, whose tensors are copied into the model at once: a larger part of a file that is mapped
+ahead would only count as memory of the process."""
+
 _KEYWORDS = (
     *("device", "dtype", "memory", "budget_bytes", "strict", "limits", "verify", "follow_symlinks", "progress"),
     *("cache", "trace", "switch_interval"),
@@ -207,6 +211,8 @@ class _Loading:
 
     def _all_weights(self, model_config: Any, model: nn.Module, device: torch.device) -> Generator[Any, None, None]:
         keywords: dict[str, Any] = {"device": device, "progress": self._shows_progress(), **self._extra}
+        if device.type == "cpu":
+            keywords.setdefault("budget_bytes", _CPU_BUDGET_BYTES)
         # Models use these attributes to name their files for the loaders of vLLM.
         patterns = getattr(model, "allow_patterns_overrides", None) or (_ALL,)
         is_unused = getattr(model, "is_unused_checkpoint_weight", None)

@@ -312,7 +312,9 @@ class DeviceLoad:
         fraction, delivery = UNKNOWN, self._shared.delivery
         if isinstance(file, LocalFile):
             fraction = self._shared.resident[file]
-            if (mapped := self._mapping(file)) is not None:
+            mapped = self._mapping(file)
+            del self._mapped[file]  # the read path refers to it as long as it needs it
+            if mapped is not None:
                 cold = self._populates and is_cold(fraction)
                 return MappedPath(mapped, delivery, populates=self._populates, cold=cold)
         read_past_cache(file, fraction)

@@ -164,6 +164,9 @@ class _ReadPath:
         """Return how much host memory the tensors of a group will hold."""
         return 0
 
+    def complete(self) -> None:
+        """See `stio.loading.scheduler.ReadPath`."""
+
     def _fill_image(self, block: Block, stopped: Callable[[], bool]) -> FileImage | None:
         """Read what a cache lacks of a block; return its image, None if it has no memory for the block."""
         image = self.image
@@ -271,6 +274,10 @@ class MappedPath(CopiedPath):
             flags = native.POPULATE | (native.TOUCH if self._cold else 0)
             address = self._mapped.region.address + group.offset
             ranges.file_to_host(group.index, self._mapped.file.fd, -1, group.offset, group.nbytes, address, flags)
+
+    def complete(self) -> None:
+        """Release the mapping, whose pages count as memory of the process while it or one of its tensors is there."""
+        del self._mapped
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
         """Populate a block's range of the mapping."""

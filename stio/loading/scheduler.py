@@ -9,7 +9,7 @@ a buffer any more.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -79,6 +79,9 @@ class ReadPath(Protocol):
 
     def held_bytes(self, group: Group) -> int:
         """Return how much host memory the tensors of a group will hold; pages of the page cache do not count."""
+
+    def complete(self) -> None:
+        """Release what only further groups would need: the tensors of the last one have been made."""
 
     def close(self) -> None:
         """Release memory. Nothing is under way any more."""
@@ -165,6 +168,7 @@ class LoadScheduler:
         self._close_bar = partial(close_bar, progress)
         self._trace = trace
         self._waiting: deque[Group] = deque(plan.groups)
+        self._num_left = Counter(group.selection for group in plan.groups)  # groups of each read path
         self._hold = hold
         self._delivered_groups: set[int] = set()
         self._consumed_groups: set[int] = set()  # that the consumer has released
@@ -278,6 +282,9 @@ class LoadScheduler:
             self.read_bytes += sum(block.nbytes for block in group.blocks)
         start = perf_counter()
         loaded = path.make_tensors(group)
+        self._num_left[group.selection] -= 1
+        if not self._num_left[group.selection]:
+            path.complete()
         if self._trace is not None:
             self._trace.add("tensors", start, perf_counter(), num_bytes=group.payload_bytes)
         self._deliver(group, loaded)

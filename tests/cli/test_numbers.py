@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import reduce
-from itertools import starmap
 
 import numpy as np
 import pytest
@@ -32,9 +30,7 @@ INTEGERS = {
 
 
 def differences(dtype: str, a: bytes, b: bytes, tolerance: float | None = None) -> Difference:
-    return reduce(
-        Difference.merge, starmap(Difference, cli_numbers.differences(dtype, a, dtype, b, tolerance)), Difference()
-    )
+    return Difference.together(cli_numbers.differences(dtype, a, dtype, b, tolerance))
 
 
 def data(values: torch.Tensor) -> bytes:

@@ -25,13 +25,17 @@ from support import save_file
 
 import stio
 from stio import sync
-from stio.cli.diff import compare
-from stio.cli.numbers import differences
+from stio.cli import numbers
+from stio.cli.diff import Difference, compare
 from stio.device.tensors import TORCH_DTYPES
 from stio.runtime.text import show_bytes
 
 LONG = "base_model.model.language_model.layers.{}.self_attention.rotary_projection.lora_A.default.weight"
 WIDTHS = pytest.mark.parametrize("width", [80, 120])
+
+
+def differences(*arguments: Any) -> Difference:
+    return Difference.together(numbers.differences(*arguments))
 
 
 def shown(width: int, *arguments: object, colours: bool = False) -> str:

@@ -56,7 +56,7 @@ class FakePath:
         self.reads: list[tuple[int, int]] = []
         self.finished: list[int] = []
         self.inside = 0
-        self.is_closed = False
+        self.is_closed = self.is_completed = False
         self._lock = threading.Lock()
 
     def begin(self, groups: Sequence[Group]) -> None:
@@ -80,6 +80,10 @@ class FakePath:
         self.finished.append(group.index)
         self.on_finish(group)
         return LoadedGroup({})
+
+    def complete(self) -> None:
+        assert not self.is_completed
+        self.is_completed = True
 
     def close(self) -> None:
         assert not self.inside

@@ -499,3 +499,18 @@ async def test_a_consumer_that_leaves_does_not_stop_another_one(tmp_path):
                 group.start_soon(take_one)
                 group.start_soon(take_all)
     assert sorted(found) == sorted(f"t{k}" for k in range(20))
+
+
+def test_a_file_whose_tensors_were_released_is_mapped_no_longer(tmp_path):
+    path = save_sharded({f"layer.{k}": ramp(1 << 20) for k in range(8)}, tmp_path / "model", 4)
+
+    def mapped():
+        with open("/proc/self/maps") as maps:
+            return {line.rpartition("/")[2].strip() for line in maps if str(path) in line}
+
+    with sync.open(path, memory="map", budget_bytes="8MB") as checkpoint, checkpoint.stream() as stream:
+        shards = [shard for name in checkpoint if (shard := checkpoint.info(name).shard)]
+        for _ in range(5):
+            name, tensor = next(stream)
+        assert eventually(lambda: mapped() == {*shards[4:]}), "all but the first two files"
+        del tensor
