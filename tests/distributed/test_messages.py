@@ -20,7 +20,6 @@ from stio.distributed import broadcast, shared_save
 from stio.distributed.exchange import _unpack
 from stio.distributed.ranks import MOST_VALUE_BYTES, Ranks, _described, _Failure, decoded
 from stio.errors import LimitError, MismatchError, RankError, StioError, StorageError
-from stio.runtime.operation import PanicError
 from stio.storage.commit.transaction import begin_local
 
 
@@ -91,8 +90,12 @@ def test_other_errors_are_one_typed_error_with_text_and_class(error: Exception, 
     assert type(found) is RankError and str(found).startswith(text) and found.ranks == (1,)
 
 
+class OwnStorageError(StorageError):
+    """With a detail of its own."""
+
+
 def test_a_subclass_of_an_error_of_stio_is_that_error() -> None:
-    found = sent(PanicError("a panic", errno=5, cause="x"))
+    found = sent(OwnStorageError("a panic", errno=5, cause="x"))
     assert type(found) is StorageError and found.errno == 5 and found.message == "a panic"
 
 
