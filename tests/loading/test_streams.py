@@ -511,6 +511,6 @@ def test_a_file_whose_tensors_were_released_is_mapped_no_longer(tmp_path):
     with sync.open(path, memory="map", budget_bytes="8MB") as checkpoint, checkpoint.stream() as stream:
         shards = [shard for name in checkpoint if (shard := checkpoint.info(name).shard)]
         for _ in range(5):
-            name, tensor = next(stream)
+            _, tensor = next(stream)
         assert eventually(lambda: mapped() == {*shards[4:]}), "all but the first two files"
         del tensor
