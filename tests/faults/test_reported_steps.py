@@ -333,7 +333,7 @@ def test_c319_latest_finds_none(tmp_path: Path) -> None:
         stio.latest(tmp_path / "run")
     with pytest.raises(stio.StorageError):
         stio.latest(tmp_path / "m" / "model.safetensors")
-    with pytest.raises(ValueError, match="a directory of this machine, not into s3://bucket"):
+    with pytest.raises(ValueError, match="a directory of this machine, not the URL s3://bucket"):
         stio.latest("s3://bucket/run")
     with pytest.raises(TypeError):
         stio.latest(3)  # type: ignore[arg-type]

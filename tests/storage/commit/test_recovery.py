@@ -638,7 +638,7 @@ def test_replacement_does_not_go_on_over_a_newer_checkpoint(fast_path: Path, mon
             break
         (destination / NOTE).unlink(missing_ok=True)
         with monkeypatch.context() as patch:
-            patch.setattr("stio.storage.commit.transaction.recover", lambda *_: None)
+            patch.setattr("stio.storage.commit.transaction.recover", lambda *_: GarbageReport())
             save(destination, "newer", 2)
         count += bool(staged_in(destination))
         sweep(monkeypatch, destination)
