@@ -176,14 +176,18 @@ async def test_execution_order(tmp_path, order):
     size = (tmp_path / "model.safetensors").stat().st_size
     root.hook = dam = Dam(size // 8)  # for what workers have begun when they learn of another wish
     given = {"order": [str(k) for k in reversed(range(8))]} if order == "given" else {}
-    x = torch.rand(3, 256)
+    x, num_late = torch.rand(3, 256), 0
     async with stio.warm_start(module, root, memory="copy", **given) as warm:
         for k in reversed(range(8)):
             with in_thread(module[k], x) as running:
                 assert eventually(lambda: load_of(warm).notifier._wakers or running.over.is_set())
                 dam.open(size // 4)  # in the module's own order the first round would not do
+                if not eventually(running.over.is_set, 1):
+                    num_late += 1  # on a busy machine workers may have begun more
+                    dam.open(size // 4)
             assert torch.equal(running.outcome(), real[k](x))
         dam.open()
+    assert num_late <= 1
     root.close()
 
 
