@@ -239,8 +239,8 @@ class ModelPool:
 
         The update begins when the model has no users, and it gets none meanwhile. If the names, shapes and dtypes are
         those of the old weights, and the pool has room for 64 MiB on the way, or for the largest tensor, the new ones
-        are copied into the same memory. Otherwise the next use loads the model anew. After an error the model has its
-        old weights.
+        are copied into the same memory. Otherwise, and for nested state, the next use loads the model anew. After an
+        error the model has its old weights.
 
         Args:
             name: Name of the model.

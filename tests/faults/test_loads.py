@@ -1717,7 +1717,6 @@ SOURCE_CALLS: dict[str, Callable[[Any], Any]] = {
         *((call, "foo://bucket/model") for call in SOURCE_CALLS),
         ("load", "ftp://host/model.safetensors"),
         ("load", "abfs://host/model.safetensors.index.json"),
-        ("load", "file:///w.bin"),
         ("convert", "ftp://host/w.bin"),
         ("load", "FOO://bucket/model/"),
     ],
@@ -1726,6 +1725,11 @@ def test_c217_a_scheme_that_is_not_known(call: str, source: str) -> None:
     message = _message_of(lambda: SOURCE_CALLS[call](source), stio.StioError, ValueError)
     assert "scheme" in message
     assert source[:3].lower() in message.lower()
+
+
+def test_c217_a_url_of_a_file_of_this_machine() -> None:
+    message = _message_of(lambda: SOURCE_CALLS["load"]("file:///w.bin"), stio.StioError)
+    assert message.endswith("pass the path of a file of this machine, not a URL: '/w.bin'")
 
 
 @pytest.mark.parametrize("call", ["load", "convert", "cli convert"])
