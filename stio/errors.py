@@ -96,7 +96,10 @@ def install_command(extra: str) -> str:
 
 def printable(value: object) -> str:
     """Return untrusted text for a message: control characters escaped, cut between words to `SHOWN_CHARACTERS`."""
-    text = value if isinstance(value, str) else repr(value)
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except Exception as error:  # a number of more than 4,300 digits, or an object of the program
+        text = f"{with_article(type(value).__name__)} without a text ({type(error).__name__})"
     if len(text) > SHOWN_CHARACTERS:
         shown = text[:SHOWN_CHARACTERS]
         if not text[SHOWN_CHARACTERS].isspace():

@@ -11,6 +11,7 @@ import pytest
 
 from stio import errors
 from stio.errors import StioError, printable
+from stio.runtime.limits import checked_size
 
 CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, StioError)]
 
@@ -97,3 +98,14 @@ def test_untrusted_text_is_cut():
     assert "10,000,000 characters" in printable("x" * 10_000_000)
     assert printable("naïve 名前") == "naïve 名前"
     assert printable(12) == "12"
+
+
+def test_a_value_without_a_text_is_named_by_its_type() -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    assert printable(Broken()) == "a Broken without a text (RuntimeError)"
+    assert printable(10**5000) == "an int without a text (ValueError)"
+    with pytest.raises(ValueError, match="max_shard_size must be positive, not an int"):
+        checked_size(-(10**5000), "max_shard_size")

@@ -9,7 +9,7 @@ import operator
 from dataclasses import dataclass, fields
 from typing import SupportsIndex, TypeAlias
 
-from stio.errors import LimitError
+from stio.errors import LimitError, printable
 
 Size: TypeAlias = int | str
 """A size: a number of bytes, or text such as `"5GB"` or `"512MiB"`; see `parse_size`."""
@@ -68,7 +68,7 @@ class Limits:
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{one.name} takes a whole number, not {value!r}")
             if value < 0:
-                raise ValueError(f"{one.name} must not be negative, not {value}")
+                raise ValueError(f"{one.name} must not be negative, not {printable(value)}")
             object.__setattr__(self, one.name, value)
 
 
@@ -132,5 +132,5 @@ def checked_size(size: Size, keyword: str = "budget_bytes") -> int:
         raise TypeError(f"{keyword} takes a number of bytes, or text such as '2GB', not {size!r}")
     size = operator.index(size)
     if size <= 0:
-        raise ValueError(f"{keyword} must be positive, not {size}")
+        raise ValueError(f"{keyword} must be positive, not {printable(size)}")
     return size

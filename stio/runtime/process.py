@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
+from stio.errors import printable
 from stio.runtime.locks import forget_held, new_lock
 
 NICENESS = 5
@@ -87,7 +88,7 @@ def check_switch_interval(seconds: object) -> None:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"switch_interval= takes a number of seconds, not {seconds!r}")
     if not seconds > 0:
-        raise ValueError(f"switch_interval must be positive, not {seconds}")
+        raise ValueError(f"switch_interval must be positive, not {printable(seconds)}")
 
 
 @contextmanager

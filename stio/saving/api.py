@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 from weakref import WeakSet
 
-from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StorageError
+from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StorageError, printable
 from stio.format.shared import SharedPolicy
 from stio.runtime import memory
 from stio.runtime.blocking import runs_blocking
@@ -477,7 +477,7 @@ def _require_count(keyword: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{keyword} takes a number, not {value!r}")
     if value < 1:
-        raise ValueError(f"{keyword} must be at least 1, not {value}")
+        raise ValueError(f"{keyword} must be at least 1, not {printable(value)}")
 
 
 _savers: WeakSet[Saver] = WeakSet()

@@ -208,7 +208,9 @@ class SaveOptions:
         if isinstance(self.lock_timeout, bool) or not isinstance(self.lock_timeout, int | float):
             raise TypeError(f"lock_timeout= takes a number of seconds, not {self.lock_timeout!r}")
         if not 0 <= self.lock_timeout <= TIMEOUT_MAX:  # also False for NaN
-            raise ValueError(f"lock_timeout must be from 0 to {TIMEOUT_MAX:.0f} seconds, not {self.lock_timeout}")
+            raise ValueError(
+                f"lock_timeout must be from 0 to {TIMEOUT_MAX:.0f} seconds, not {printable(self.lock_timeout)}"
+            )
         check_switch_interval(self.switch_interval)
         if self.trace is not None and not isinstance(self.trace, Trace):
             raise TypeError(f"trace= takes a stio.Trace, not {self.trace!r}")

@@ -137,7 +137,7 @@ class SourceContract:
         with pytest.raises(ChangedDuringReadError) as caught:
             source.check_unchanged()
         assert caught.value.path == source.path
-        assert caught.value.expected == source.identity
+        assert caught.value.expected == str(source.identity)
 
     def test_close_is_idempotent(self, tmp_path: Path) -> None:
         """A second close does nothing."""
