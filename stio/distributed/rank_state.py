@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from stio.errors import printable
 from stio.format.dtypes import tensor_nbytes
+from stio.format.header import is_encodable
 from stio.format.placements import ByteRange, byte_ranges
 from stio.format.sharding import TensorSource
 from stio.saving.plan_parts import WrittenPart
@@ -98,12 +99,12 @@ class RankState:
         return hashlib.sha256(json.dumps(list(self.described().items())).encode()).hexdigest()
 
     def ties(self) -> list[list[str]]:
-        """Return groups of names that are one tensor, as far as this rank can detect it."""
+        """Return groups of names that are one tensor, as far as this rank can detect it; none that no file can hold."""
         found: defaultdict[Hashable, list[str]] = defaultdict(list)
         for source in self.sources:
             if source.storage_key is not None and source.nbytes:
                 found[self._identity(source)].append(source.name)
-        return [names for names in found.values() if len(names) > 1]
+        return [names for names in found.values() if len(names) > 1 and all(map(is_encodable, names))]
 
     def is_tied(self, names: Collection[str]) -> bool:
         """Return whether these are one tensor, or may be: only other ranks can compare those that are empty here."""

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import isfinite
 from threading import TIMEOUT_MAX
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -73,6 +74,8 @@ MOST_VALUE_BYTES = 4 << 20
 
 _MOST_CHARACTERS = 4096
 """What is sent of a text of an error."""
+_MOST_ERROR_BYTES = 1 << 20
+"""Longest error that is sent with its arguments and fields; of a longer one only the text is."""
 
 _Plain: TypeAlias = bool | int | float | str | None
 
@@ -110,9 +113,11 @@ class _SentError(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True)
                 made.fields = {name: value if name == "ranks" else _plain(value) for name, value in fields.items()}
             elif type(error) in _KNOWN.values():
                 arguments = [*error.args, *([error.filename] if isinstance(error, OSError) and error.filename else [])]
-                if all(isinstance(one, _Plain) for one in arguments):
+                if all(map(_is_plain, arguments)):
                     made.arguments = [_plain(one) for one in arguments]
-            return msgspec.convert(msgspec.to_builtins(made), cls)  # it is what a receiver accepts
+            data = msgspec.json.encode(made)  # raises for what has no text, such as a number of 5,000 digits
+            if len(data) <= _MOST_ERROR_BYTES:
+                return msgspec.json.decode(data, type=cls)  # it is what a receiver accepts
         return sent
 
     def error(self, rank: int) -> Exception:
@@ -695,9 +700,14 @@ def decoded(
 
 def _plain(value: object) -> Any:
     """Return a field of an error in the form that is sent: of an object the text that the error shows of it."""
-    if isinstance(value, str):
+    if type(value) is str:
         return _cut(value)
-    return value if isinstance(value, _Plain) else _cut(repr(value))
+    return value if _is_plain(value) else _cut(repr(value))
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value arrives as it is; one of a subclass, or NaN, does not."""
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and isfinite(value))
 
 
 def _text_of(error: Exception) -> str:

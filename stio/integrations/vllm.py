@@ -63,10 +63,6 @@ def _register(loaders: ModuleType) -> None:
     loaders.register_model_loader(LOAD_FORMAT)(loader)
 
 
-_CPU_BUDGET_BYTES = 24 << 20
-"""Default for loads to the CPU, whose tensors are copied into the model at once: a larger part of a file that is mapped
-ahead would only count as memory of the process."""
-
 _KEYWORDS = (
     *("device", "dtype", "memory", "budget_bytes", "strict", "limits", "verify", "follow_symlinks", "progress"),
     *("cache", "trace", "switch_interval"),
@@ -211,8 +207,6 @@ class _Loading:
 
     def _all_weights(self, model_config: Any, model: nn.Module, device: torch.device) -> Generator[Any, None, None]:
         keywords: dict[str, Any] = {"device": device, "progress": self._shows_progress(), **self._extra}
-        if device.type == "cpu":
-            keywords.setdefault("budget_bytes", _CPU_BUDGET_BYTES)
         # Models use these attributes to name their files for the loaders of vLLM.
         patterns = getattr(model, "allow_patterns_overrides", None) or (_ALL,)
         is_unused = getattr(model, "is_unused_checkpoint_weight", None)
@@ -229,7 +223,7 @@ class _Loading:
             import_module(f"{_LOADERS}.default_loader").DefaultModelLoader._init_ep_weight_filter(self, model_config)
             skip = import_module(f"{_LOADERS}.ep_weight_filter").should_skip_weight
             if self.local_expert_ids is not None:
-                filters.append(lambda name: skip(name, self.local_expert_ids))
+                filters.append(partial(_skips, skip, self.local_expert_ids))
         if getattr(getattr(model_config, "multimodal_config", None), "mm_encoder_only", False):
             default = import_module(f"{_LOADERS}.default_loader").DefaultModelLoader
             default._init_mm_encoder_only_weight_filter(self, model, model_config)
@@ -352,6 +346,10 @@ def _secondary(source: Any) -> _Checkpoint:
         getattr(source, "subfolder", None),
         getattr(source, "is_unused_weight", None),
     )
+
+
+def _skips(skip: Callable[[str, Any], bool], expert_ids: Any, name: str) -> bool:
+    return skip(name, expert_ids)
 
 
 def _is_used(unused: Sequence[Callable[[str], bool]], name: str) -> bool:

@@ -258,7 +258,7 @@ class LoadScheduler:
         while self._waiting:
             group = self._waiting[0]
             if group.index in self._discarded_groups:
-                self._waiting.popleft()
+                self._count_down(self._waiting.popleft())
                 continue
             if not self.budget.try_acquire(group.index, self._paths[group.selection].budget_bytes(group)):
                 self._blocked = True
@@ -282,9 +282,7 @@ class LoadScheduler:
             self.read_bytes += sum(block.nbytes for block in group.blocks)
         start = perf_counter()
         loaded = path.make_tensors(group)
-        self._num_left[group.selection] -= 1
-        if not self._num_left[group.selection]:
-            path.complete()
+        self._count_down(group)
         if self._trace is not None:
             self._trace.add("tensors", start, perf_counter(), num_bytes=group.payload_bytes)
         self._deliver(group, loaded)
@@ -292,6 +290,11 @@ class LoadScheduler:
         self._delivered_groups.add(group.index)
         self._free(group)
         self._progress.report(group.payload_bytes, len(group.names))
+
+    def _count_down(self, group: Group) -> None:
+        self._num_left[group.selection] -= 1
+        if not self._num_left[group.selection]:
+            self._paths[group.selection].complete()
 
     def _require_unchanged(self) -> None:
         """Require that all files are unchanged; those behind a network are looked at together."""

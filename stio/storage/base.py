@@ -222,8 +222,9 @@ class Transaction:
     destination has the steps: `_create`, `_publish`, `_end`. One operation calls `create`, then `FileWriter.write_from`
     and `finish` of all files, then `prepare_commit` and `commit`. Before the commit it may call `roll_back`.
 
-    A save ends in one of three ways (`Ending`), once. A commit that raises has rolled back, also if it was interrupted;
-    only after `CommitUncertainError` the new files stay, since the checkpoint may consist of them.
+    A save ends in one of three ways (`Ending`), once. A commit that raises a `StioError` has rolled back; only after
+    `CommitUncertainError` the new files stay, since the checkpoint may consist of them. After another exception in the
+    middle, such as a `MemoryError`, the next save there, or `stio gc`, completes the commit or rolls it back.
     """
 
     path: str

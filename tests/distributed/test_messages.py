@@ -104,6 +104,27 @@ def test_fields_that_are_no_plain_data_are_sent_as_they_are_shown() -> None:
     assert type(odd) is RankError and str(odd) == "StioError: odd (at byte 3)"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError(10**5000),
+        ValueError(*["x" * 4096] * 3000),
+        ValueError(type("Own", (int,), {})(3)),
+        ValueError(float("nan")),
+    ],
+    ids=["a number without a text", "12 MB", "a subclass", "NaN"],
+)
+def test_an_error_that_cannot_be_sent_whole_is_sent_as_text(error: Exception) -> None:
+    assert len(msgspec.json.encode(_described(1, "load", error))) < 1 << 20
+    found = sent(error)
+    assert type(found) is RankError and str(found).startswith("ValueError: ")
+
+
+def test_a_field_of_a_subclass_is_sent_as_it_is_shown() -> None:
+    found = sent(StorageError("odd", found=np.float64(3)))
+    assert type(found) is StorageError and found.found == repr(np.float64(3))
+
+
 # What no rank of stio sends.
 
 

@@ -166,7 +166,7 @@ class FileLock:
 
     def __init__(self, name: str, dir_fd: int, *, stays: bool = False) -> None:
         self.name, self._dir_fd, self._stays = name, dir_fd, stays
-        self._fd = -1
+        self._fd, self._pid = -1, 0
         self.owner: str | None = None
         """Description of the process that holds it, as far as it is known."""
 
@@ -184,12 +184,16 @@ class FileLock:
         try:
             taken = calls.try_lock(fd)
             if taken is None and not self._stays:
-                calls.unlink(self.name, dir_fd=self._dir_fd)  # it has no use where there are no locks
+                with suppress(FileNotFoundError):  # it has no use where there are no locks; another save may remove it
+                    calls.unlink(self.name, dir_fd=self._dir_fd)
                 raise NoLocksError("the filesystem has no locks")
             if taken is not False and is_same(self._dir_fd, self.name, fd):
-                self._fd = fd
-                with suppress(OSError):  # it is for messages only
+                try:
                     calls.write_bytes(fd, owner_record().ljust(_OWNER_BYTES), 0)
+                except OSError:
+                    if self._stays:  # recovery needs it where there are no locks; elsewhere it is for messages only
+                        raise
+                self._fd, self._pid = fd, os.getpid()
                 return True
             if not taken:
                 self.owner = _read_owner(fd)
@@ -208,7 +212,7 @@ class FileLock:
     def release(self) -> None:
         """Remove the file and release the lock, if it is held. Never raises."""
         fd, self._fd = self._fd, -1
-        if fd >= 0:
+        if fd >= 0 and self._pid == os.getpid():  # a forked child has not the descriptor any more
             with suppress(OSError):
                 if not self._stays and is_same(self._dir_fd, self.name, fd):
                     calls.unlink(self.name, dir_fd=self._dir_fd)

@@ -244,7 +244,8 @@ def _recover_one(
             return "kept", None
         if not is_same(home_fd, name, fd):
             return None, None
-        if has_version(read_small(fd, LOCK_NAME, _MAX_LOCK_BYTES) or b""):  # that of a record with another name
+        # What is set aside has names of its own; in a staging directory a record with another name has a version.
+        if not is_aside and has_version(read_small(fd, LOCK_NAME, _MAX_LOCK_BYTES) or b""):
             raise UnknownRecordError(errno.ENOTSUP, "the lock of another version of stio")
         if dry_run:
             return "finished" if not is_aside and _is_forward(home_fd, read_record(fd)) else "undone", None
@@ -281,7 +282,7 @@ def _open_lock(home_fd: int, fd: int, *, may_create: bool) -> int | None:
     if not may_create:
         return calls.open_directory(".", dir_fd=fd)  # in place of the lock: an owner that has made none by now is dead
     try:
-        # Created here: if the owner is only slow, it finds that the lock exists, and makes another staging directory.
+        # Created and held here: an owner that is only slow cannot take it, and makes another staging directory.
         return calls.open_file(LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=fd)
     except FileExistsError:
         return None

@@ -24,7 +24,8 @@ import pytest
 from stio.errors import ConcurrentSaveError
 from stio.storage.commit import directory_lock as module
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.directory_lock import DIRECTORY_LOCK_NAME, LockTimeout, directory_lock
+from stio.storage.commit.directory_lock import DIRECTORY_LOCK_NAME, FileLock, LockTimeout, directory_lock
+from stio.storage.commit.files import closing
 from stio.storage.commit.recovery import collect_garbage
 from stio.storage.commit.transaction import begin_local
 from tests.storage.transactions import Killed, System, names_in, read, save
@@ -369,6 +370,49 @@ def test_without_locks_the_block_runs_and_nothing_is_left(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with held(tmp_path, 0), held(tmp_path, 0):
+        assert names_in(tmp_path) == set()
+
+
+def test_without_locks_another_save_may_remove_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def remove(fd: int) -> None:
+        (tmp_path / DIRECTORY_LOCK_NAME).unlink()
+
+    monkeypatch.setattr(calls, "try_lock", remove)
+    with held(tmp_path, 0):
+        assert names_in(tmp_path) == set()
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_lock_that_stays_has_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(calls, "write_bytes", refuse)
+    with closing(calls.open_directory(os.fspath(tmp_path))) as fd:
+        lock = FileLock("lock", fd, stays=stays)
+        if stays:
+            with pytest.raises(OSError, match="full"):
+                lock.try_lock()
+        else:
+            assert lock.try_lock()
+        assert lock.is_held == (not stays)
+        lock.release()
+
+
+def test_a_forked_child_closes_no_descriptor_for_a_lock(tmp_path: Path) -> None:
+    with closing(calls.open_directory(os.fspath(tmp_path))) as fd:
+        lock = FileLock("lock", fd)
+        assert lock.try_lock()
+        pid = os.fork()
+        if not pid:
+            with suppress(BaseException):
+                opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(20)]
+                lock.release()
+                [os.fstat(one) for one in opened]
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        lock.release()
         assert names_in(tmp_path) == set()
 
 
