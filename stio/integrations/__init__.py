@@ -1,7 +1,7 @@
 """stio in frameworks that train and serve models: one module for each framework, which imports that framework only.
 
 `transformers.py` saves and resumes trainings of Trainer, `lightning.py` those of Lightning. `vllm.py` is a load format
-of vLLM. It uses `weights` of `iterators.py`, a source for any loader that takes pairs of name and tensor. `sglang.py`
+of vLLM. `iterators.py` has `weights`, a source for any loader that takes pairs of name and tensor. `sglang.py`
 is a plugin of SGLang, `opentelemetry.py` exports traces. `_tagged.py` converts the values of frameworks to nested state
 and back, `_step_dirs.py` holds directories of checkpoints by training step, `_hub_pushes.py` pushes them to the hub,
 `_random.py` has the states of random generators, `_sharded.py` puts states into sharded optimizers, and `_processes.py`

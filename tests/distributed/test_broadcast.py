@@ -266,8 +266,9 @@ def connected_late(path: str) -> None:
         assert filled(module)
 
 
-def resources(url: str) -> tuple[int, int]:
-    """Return the numbers of descriptors and threads, when those of the last load have ended.
+def resources(url: str, before: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """Return the numbers of descriptors and threads, when those of the last load have ended: its connections may take
+    some seconds on a busy machine.
 
     Connections to the store stay open for the next load, and do not count.
     """
@@ -276,7 +277,11 @@ def resources(url: str) -> tuple[int, int]:
     while threads() > threads.least and time.monotonic() < until:  # type: ignore[attr-defined]
         time.sleep(0.05)
     port = int(url.rpartition(":")[2])
-    return sum(not is_connected_to(port, int(name)) for name in os.listdir("/proc/self/fd")), threads()
+    while True:
+        found = sum(not is_connected_to(port, int(name)) for name in os.listdir("/proc/self/fd"))
+        if not before[0] or found <= before[0] or time.monotonic() > until:
+            return found, threads()
+        time.sleep(0.05)
 
 
 def is_connected_to(port: int, descriptor: int) -> bool:
@@ -330,7 +335,7 @@ def failures(folder: str, url: str) -> dict[str, Any]:
     module.spread()
     sync.distributed.load_into(module, path, broadcast=True)
     found["filled"] = filled(module)
-    found["resources"] = before, resources(url)
+    found["resources"] = before, resources(url, before)
     return found
 
 

@@ -5,8 +5,8 @@
 `huggingface_hub` itself is not needed. Saves are atomic and durable; the old checkpoint is removed after the new one is
 in place. The public functions call each other through this module, so that a patched one is used by the others too.
 
-`split` contains the greedy split into files, `tensors` sizes, storages and duplicates of tensors, `save` publishes
-files into a directory by the transaction of every save, `load` reads files and indices and fills models.
+`split` contains the greedy split into files, with sizes, storages and duplicates of tensors, `save` publishes files
+into a directory by the transaction of every save, `load` reads files and indices and fills models.
 """
 
 from __future__ import annotations

@@ -150,7 +150,9 @@ class Failure:
         if self.kind in ("missing", "changed") or (self.kind == "range" and expected is not None):
             what = "removed" if self.kind == "missing" else "replaced"
             return ChangedDuringReadError(
-                f"the object was {what} while it was being read; load it again", path=path, expected=expected
+                f"the object was {what} while it was being read; load it again",
+                path=path,
+                expected=None if expected is None else str(expected),
             )
         if self.kind == "stalled":
             return StallTimeoutError(
