@@ -35,7 +35,6 @@ from torch.futures import Future
 from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
 from stio.distributed.load import describe_opened, require_same
 from stio.distributed.parts import part_of
-from stio.distributed.ranks import chosen
 from stio.errors import ClosedError, MismatchError, StioError, printable
 from stio.format.state_tree import HOST_KINDS, STATE_KEY, Reference
 from stio.loading.api import fill_from, load
@@ -45,7 +44,7 @@ from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
 from stio.loading.target import LocalPart, PartsTarget
 from stio.runtime.blocking import run_blocking
-from stio.runtime.keywords import described_by
+from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
@@ -93,7 +92,7 @@ class StioStorageReader(StorageReader):
         super().__init__()
         self._opened: _Opened | None = None
         self._path = path
-        self._options = LoadOptions(**chosen(LoadOptions, locals()))
+        self._options = LoadOptions(**keywords_for(LoadOptions, locals()))
 
     @property
     def checkpoint_id(self) -> str:

@@ -42,7 +42,7 @@ from stio.distributed.dcp_layout import (
     require_right_parts,
     values_of_items,
 )
-from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks, chosen
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.shared_save import FileTransaction, SaveToFiles, bytes_of_files
 from stio.distributed.torch_private import is_async_save, store_of
 from stio.errors import ClosedError, SaveInProgressError, printable
@@ -50,7 +50,7 @@ from stio.format.placements import ByteRange
 from stio.format.sharding import TensorSource
 from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import HashName, new_hasher
-from stio.runtime.keywords import described_by
+from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.log import log
@@ -126,7 +126,7 @@ class StioStorageWriter(StorageWriter):
         rank_timeout: float = RANK_TIMEOUT_SECONDS,
     ) -> None:
         super().__init__()
-        self._options = SaveOptions(shared="clone", **chosen(SaveOptions, locals()))
+        self._options = SaveOptions(shared="clone", **keywords_for(SaveOptions, locals()))
         self._budget_bytes = None if budget_bytes is None else checked_size(budget_bytes)
         self._process_group, self._rank_timeout = process_group, rank_timeout
         self._path: str | os.PathLike[str] | None = None

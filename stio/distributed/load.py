@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from stio.distributed.broadcast import Broadcast, fill_shared
 from stio.distributed.parts import part_of
-from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks, chosen
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.errors import ChangedDuringReadError
 from stio.loading.api import fill_from, load
 from stio.loading.body import Target
@@ -27,7 +27,7 @@ from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
 from stio.loading.target import LoadReport
-from stio.runtime.keywords import described_by
+from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
@@ -100,7 +100,7 @@ async def load_into(
     """
     given = locals()
     async with Ranks(process_group, about="load", timeout=rank_timeout) as ranks:
-        options = LoadOptions(**chosen(LoadOptions, given))
+        options = LoadOptions(**keywords_for(LoadOptions, given))
         if not (isinstance(broadcast, bool) or broadcast == "auto"):
             raise ValueError(f"broadcast= takes True, False or 'auto', not {broadcast!r}")
         opened_as = b""

@@ -21,13 +21,12 @@ chosen. So each call on all ranks has to be the same one; a load beside a save i
 from __future__ import annotations
 
 import builtins
-import inspect
 import itertools
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -730,8 +729,3 @@ def named(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"ranks {shown}"
-
-
-def chosen(takes: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a caller's arguments (`locals()` at its begin) that a function or class takes by keyword."""
-    return {name: given[name] for name in inspect.signature(takes).parameters if name in given}

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from stio.device.describe import LazyTensor
 from stio.distributed.parts import identify, part_of, replica_of
 from stio.distributed.rank_state import Share
-from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks, chosen
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.shared_objects import SaveToStore, is_store
 from stio.distributed.shared_save import SaveToFiles, ShardedSave
 from stio.format.shared import UNDECLARED, SharedPolicy
 from stio.runtime.hashing import HashName
-from stio.runtime.keywords import described_by
+from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
 from stio.saving import api
@@ -106,7 +106,7 @@ async def save(
     ranks = _ranks(process_group, rank_timeout)
     async with ranks.reports():
         ranks.require_valid()
-        options = SaveOptions(**chosen(SaveOptions, given))
+        options = SaveOptions(**keywords_for(SaveOptions, given))
         pending = await _sharded(module_or_state, destination, options, ranks, budget_bytes=budget_bytes)
         return await pending.complete()
 
@@ -152,7 +152,7 @@ class Saver(api.Saver):
         process_group: ProcessGroup | None = None,
         rank_timeout: float = RANK_TIMEOUT_SECONDS,
     ) -> None:
-        super().__init__(**chosen(api.Saver, locals()))
+        super().__init__(**keywords_for(api.Saver, locals()))
         self._process_group, self._rank_timeout = process_group, rank_timeout
 
     async def _save(self, tensors: object, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:

@@ -248,13 +248,12 @@ def advice_for_missing(path: str, *, parent_exists: bool) -> str:
             return ""
         text = printable(without_secrets(f"{scheme}://{rest}"))
         if scheme.lower() in SCHEMES:
-            return (
-                f"; it looks like the URL {text}, from which a pathlib.Path has removed a slash: pass the URL as text"
-            )
+            return f"; it looks like the URL {text} with a slash missing (a pathlib.Path removes one): pass the URL as text"
         if scheme.lower() == "file":
             return f"; pass the path of a file of this machine, not a URL: {printable('/' + rest.lstrip('/'))!r}"
-        cut = "" if second_slash else ", from which a pathlib.Path has removed a slash"
-        return f"; it looks like the URL {text}{cut}; stio has no scheme {printable(scheme)!r}"
+        cut = "" if second_slash else " with a slash missing"
+        known = ", ".join(sorted(SCHEMES))
+        return f"; it looks like the URL {text}{cut}; stio has no scheme {printable(scheme)!r}, but {known}"
     if path.startswith("~"):
         return f"; {NO_HOME}"
     if _HUB_ID.fullmatch(path) and not parent_exists and not path.endswith(_OTHER_SUFFIXES):

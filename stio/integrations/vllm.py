@@ -18,6 +18,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from time import perf_counter
 from types import ModuleType, new_class
@@ -63,10 +64,7 @@ def _register(loaders: ModuleType) -> None:
     loaders.register_model_loader(LOAD_FORMAT)(loader)
 
 
-_KEYWORDS = (
-    *("device", "dtype", "memory", "budget_bytes", "strict", "limits", "verify", "follow_symlinks", "progress"),
-    *("cache", "trace", "switch_interval"),
-)
+_KEYWORDS = tuple(name for name in signature(sync.open).parameters if name != "source")
 """Keys that `--model-loader-extra-config` may have: the keywords of `stio.open`."""
 _TRACK = "enable_weights_track"
 """A further key, that of vLLM's own loader: whether missing weights are an error."""

@@ -170,11 +170,12 @@ async def load_into(
     to its memory. After a cancel or an error some of the module's tensors have new values.
 
     Args:
-        module: The target. The result is that of its `load_state_dict`; load hooks run. Modules for which that is not
-            possible are refused before anything is changed, so are tensors whose memory was freed, shrunk or is
+        module: The target. The result is that of its `load_state_dict`; load hooks run. A module for which that is not
+            possible is refused before anything is changed. So is a tensor whose memory was freed or shrunk, or is
             read-only. Do not free or shrink memory during the load.
         assign: Replace the module's tensors (they may be on `meta`) instead of copying into them.
-        device: See `stio.load`. It is the device of the new tensors, with `assign=True` only.
+        device: Device of the new tensors, with `assign=True` only. Otherwise tensors stay where they are. The forms are
+            those of `stio.load`.
         strict: Module and checkpoint must hold the same names.
         ...: The other arguments are those of `stio.load`.
 

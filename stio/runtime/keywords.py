@@ -1,4 +1,4 @@
-"""Descriptions of keywords that several public functions have: written once, and put into the docstring of each.
+"""Keywords that several public functions have: described once, in the docstring of each, and passed on by name.
 
     @described_by(load)
     def load_into(module, source, *, assign=False, device="cpu", ...):
@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -24,6 +24,16 @@ _ENTRIES = re.compile(r"(?<=^Args:\n)(?:    .*\n?)+", re.MULTILINE)
 _ENTRY = re.compile(r"^    (\S+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 _SEE = re.compile(r"See `stio\.[\w.]+`\.\s*")
 _REST = "..."
+
+
+def keywords_for(takes: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a caller's arguments that a function or class takes by keyword.
+
+    Args:
+        takes: The function or class.
+        given: The caller's `locals()`, before it has other variables.
+    """
+    return {name: given[name] for name in inspect.signature(takes).parameters if name in given}
 
 
 def described_by(*sources: Callable[..., Any]) -> Callable[[T], T]:

@@ -23,7 +23,7 @@ from stio.format.shared import SharedPolicy
 from stio.runtime import memory
 from stio.runtime.blocking import runs_blocking
 from stio.runtime.hashing import HashName
-from stio.runtime.keywords import described_by
+from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
@@ -43,7 +43,6 @@ from stio.saving.options import (
     SaveResult,
     ShardNames,
     adopted_directory,
-    options_in,
 )
 from stio.saving.pending import PendingSave
 from stio.saving.retention import Retention
@@ -120,7 +119,7 @@ async def save(
         StioError: See `stio.errors`. After any other exception the old checkpoint remains; after a cancel too, unless
             the commit had begun: then the new checkpoint is complete.
     """
-    options = SaveOptions(**options_in(locals()))
+    options = SaveOptions(**keywords_for(SaveOptions, locals()))
     return await PendingSave(tensors, destination, options, budget_bytes=budget_bytes).complete()
 
 
@@ -186,7 +185,7 @@ class Saver:
         _require_count("max_pending", max_pending)
         if when_full not in ("wait", "error"):
             raise ValueError(f"when_full= takes 'wait' or 'error', not {when_full!r}")
-        self._options = SaveOptions(**options_in(locals()))
+        self._options = SaveOptions(**keywords_for(SaveOptions, locals()))
         self._keep_last = keep_last
         self._max_pending = max_pending
         self._when_full = when_full
@@ -235,7 +234,8 @@ class Saver:
         values of the saver.
 
         Args:
-            tensors: See `stio.save`. Do not free or shrink their memory before this call has returned.
+            tensors: Tensors by name, or a module; see `stio.save`. When this call has returned, they may change, and
+                their memory may be freed or shrunk.
             ...: The other arguments are those of `stio.save`.
 
         Raises:
@@ -244,7 +244,7 @@ class Saver:
             ClosedError: The saver was closed.
             StioError: This save failed before its snapshot was complete, or an earlier one failed and was not awaited.
         """
-        make_options = partial(self._options.with_changes, **options_in(locals()))
+        make_options = partial(self._options.with_changes, **keywords_for(SaveOptions, locals()))
         return await self._save(tensors, destination, make_options)
 
     @described_by(save)
@@ -277,7 +277,7 @@ class Saver:
         Raises:
             StioError: See `save`.
         """
-        make_options = partial(self._options.with_changes, **options_in(locals()))
+        make_options = partial(self._options.with_changes, **keywords_for(SaveOptions, locals()))
         return await self._save_state(state, destination, make_options)
 
     async def aclose(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
 from threading import TIMEOUT_MAX
@@ -231,11 +231,6 @@ class SaveOptions:
                 raise ValueError("max_shard_size is for directories; a destination ending in .safetensors is one file")
             return None
         return parse_size(self.max_shard_size or DEFAULT_MAX_SHARD_SIZE)
-
-
-def options_in(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a function's keywords that are options of a save: its `locals()`, before it has made others."""
-    return {field.name: keywords[field.name] for field in fields(SaveOptions)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

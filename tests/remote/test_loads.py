@@ -368,7 +368,7 @@ def test_nothing_shows_a_secret(server: HttpServer, caplog: pytest.LogCaptureFix
 
 
 def test_a_url_as_a_path_is_explained() -> None:
-    with pytest.raises(CheckpointNotFoundError, match="pathlib.Path has removed a slash"):
+    with pytest.raises(CheckpointNotFoundError, match="a pathlib.Path removes one"):
         stio.sync.load(Path("s3://bucket/m.safetensors"))
 
 

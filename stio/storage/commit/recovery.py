@@ -2,9 +2,9 @@
 
 A save works in `.stio-<id>` and holds a lock on a file in it until it ends. On a filesystem of this machine a
 free lock means a dead owner: the save is rolled forward or back by its journal record, then the directory is renamed to
-`.stio-trash-<id>` and deleted. What a dead owner has set aside is put back. On other filesystems locks may
-not reach other machines: there the age decides too. It is measured by the clock of the filesystem, since the clocks of
-machines differ.
+`.stio-trash-<id>` and deleted. What a dead owner has set aside is put back. On other filesystems locks may not reach
+other machines: there the age decides too. It is measured by the clock of the filesystem, since the clocks of machines
+differ.
 
 A save does not need the recovery that it begins with: what could not be recovered, since another save holds the lock of
 the directory, is left to a later one.
