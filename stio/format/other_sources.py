@@ -248,7 +248,8 @@ def advice_for_missing(path: str, *, parent_exists: bool) -> str:
             return ""
         text = printable(without_secrets(f"{scheme}://{rest}"))
         if scheme.lower() in SCHEMES:
-            return f"; it looks like the URL {text} with a slash missing (a pathlib.Path removes one): pass the URL as text"
+            missing = "with a slash missing (a pathlib.Path removes one)"
+            return f"; it looks like the URL {text} {missing}: pass the URL as text"
         if scheme.lower() == "file":
             return f"; pass the path of a file of this machine, not a URL: {printable('/' + rest.lstrip('/'))!r}"
         cut = "" if second_slash else " with a slash missing"
