@@ -241,15 +241,18 @@ def prepared(name: str, stack: ExitStack, **keywords: Any) -> Callable[[Path], T
     return call
 
 
-def finished(call: Awaitable[Any]) -> Any:
-    """Run a call on an event loop of its own; give its result.
+_runner = asyncio.Runner()
 
-    Not as the result of the loop's task: `asyncio.run` makes the text of that task, and so of tensors, at its end.
+
+def finished(call: Awaitable[Any]) -> Any:
+    """Run a call on the process's event loop, which is there already, as in a server; give its result.
+
+    Not as the result of the loop's task: `asyncio` makes the text of that task, and so of tensors, at its end.
     """
     results = []
 
     async def run() -> None:
         results.append(await call)
 
-    asyncio.run(run())
-    return results[0]
+    _runner.run(run())
+    return results.pop()

@@ -237,9 +237,9 @@ MUTANTS = (
         "copies wait for what was queued before memory was allocated, not for what was queued when it was",
         CUDA,
         (
-            "            storages = new_storages(sizes, self.device)\n",
+            "            tensors = new_tensors(wanted, self.device)\n",
             "            event = TorchEvent(self._module, self.device, self._stream)\n"
-            "            storages = new_storages(sizes, self.device)\n",
+            "            tensors = new_tensors(wanted, self.device)\n",
         ),
         ("wait_event(TorchEvent(self._module, self.device, self._stream).event)", "wait_event(event.event)"),
         tests=(f"{ALLOCATED}[file]", f"{ALLOCATED}[root]"),
@@ -787,8 +787,8 @@ MUTANTS = (
         "an event that has not passed is taken for one that has",
         RING,
         (
-            "if (code == ring->driver->not_ready) code = ring->driver->event_synchronize(one->event);",
-            "if (code == ring->driver->not_ready) code = 0;",
+            "const int code = wait_until_passed(ring->driver, one->event);",
+            "const int code = 0;",
         ),
         tests=EACH_EVENT,
     ),
@@ -832,7 +832,7 @@ MUTANTS = (
         "engine: a refused copy is not waited for",
         "a chunk has failed while the copies before the refused one are under way",
         RING,
-        ("    if (refused != 0 && queued && code == 0) code = ring->driver->event_synchronize(filled->event);\n", ""),
+        ("    if (refused != 0 && queued && code == 0) code = wait_until_passed(ring->driver, filled->event);\n", ""),
         tests=ENGINE + "test_a_failure_is_reported_behind_the_copies_before_it",
     ),
     mutant(
@@ -840,8 +840,8 @@ MUTANTS = (
         "the end of a transfer returns while its chunks are under way",
         ENGINE_C,
         (
-            "    while (is_own(transfer) && transfer->under_way > 0) pthread_cond_wait(&transfer->changed, &engine.lock);\n",
-            "",
+            "const bool ends = !is_own(transfer) || transfer->under_way == 0;",
+            "const bool ends = true;",
         ),
         tests=ENGINE + "test_the_end_waits_for_copies[True]",
     ),

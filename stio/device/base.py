@@ -52,10 +52,10 @@ class Accelerator(Protocol):
     def staging(self, nbytes: int) -> Region:
         """Return host memory for copies, pinned where that works. It is released with the last reference to it."""
 
-    def allocate(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
-        """Return new storages of these sizes on the device, for copies that are queued later.
+    def allocate(self, wanted: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[torch.Tensor]:
+        """Return new tensors of these dtypes and shapes on the device, for copies that are queued later.
 
-        One call for many storages: each call queues an event.
+        Each is contiguous and has a storage of exactly its bytes. One call for many tensors: each call queues an event.
 
         Raises:
             DeviceMemoryError: The device is full; nothing stays allocated.

@@ -20,13 +20,14 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
 
 from stio import native
 from stio.device.pinned import PinnedAllocator, drivers, node_of
-from stio.device.torch_private import copy_each
+from stio.device.torch_private import copy_each, new_tensors
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.runtime import stats
 from stio.runtime.locks import new_lock
@@ -113,12 +114,6 @@ def event_now(device: torch.device) -> TorchEvent:
     module: Any = torch.get_device_module(device)
     with answering(device):
         return TorchEvent(module, device, module.current_stream(device))
-
-
-def new_storages(sizes: Sequence[int], device: torch.device) -> list[torch.UntypedStorage]:
-    """Return new storages of these sizes on a device, allocated under the current stream."""
-    make: Any = torch.UntypedStorage
-    return [make(size, device=device) for size in sizes]
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -223,13 +218,13 @@ class TorchAccelerator:
         """Return pinned memory, or plain memory with a warning where pinning fails (a low memlock limit)."""
         return self._staging(nbytes)
 
-    def allocate(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
-        """Return new storages, allocated under the load's stream. Copies wait for what is queued there now."""
-        with self.on_stream(needed_bytes=sum(sizes)):
-            storages = new_storages(sizes, self.device)
+    def allocate(self, wanted: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[torch.Tensor]:
+        """Return new tensors, allocated under the load's stream. Copies wait for what is queued there now."""
+        with self.on_stream(needed_bytes=sum(prod(shape) * dtype.itemsize for dtype, shape in wanted)):
+            tensors = new_tensors(wanted, self.device)
             if self._stream != self.copy_stream:
                 self.copy_stream.wait_event(TorchEvent(self._module, self.device, self._stream).event)
-        return storages
+        return tensors
 
     def copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> TorchEvent:
         """Queue copies on the copy stream, in one call, and an event behind them.

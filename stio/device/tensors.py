@@ -5,9 +5,8 @@ Each tensor gets a storage of exactly its bytes and a version counter of its own
 and holds the GIL. Nearly every other call of torch releases it, which costs up to 5 ms a tensor beside a busy Python
 thread. One tensor takes about 1 microsecond.
 
-The memory of a group on a device is a storage of exactly its bytes for each tensor. So each tensor is an allocation of
-its own: it is freed alone, and a user's `record_stream` protects it. Storages and tensors are made by calls that keep
-the GIL (`stio.device.torch_private`).
+On a device each tensor is an allocation of its own too: it is freed alone, and a user's `record_stream` protects it.
+They are made by calls that keep the GIL (`stio.device.torch_private`).
 """
 
 from __future__ import annotations
@@ -327,7 +326,8 @@ class GroupMemory:
 
     tensors: dict[str, torch.Tensor]
     """The tensors by name, in their order."""
-    _storages: Sequence[torch.UntypedStorage]
+    _tensors: Sequence[torch.Tensor]
+    _sizes: Sequence[int]
     _starts: Sequence[int]
 
     @classmethod
@@ -339,43 +339,41 @@ class GroupMemory:
         """
         kinds = [kind for group in groups for kind in zip(group.dtypes, group.shapes, strict=True)]
         with collection_paused(len(kinds)):
-            storages = accelerator.allocate([tensor_nbytes(*kind) for kind in kinds])
-            wanted = [(TORCH_DTYPES[dtype], torch_shape(dtype, shape)) for dtype, shape in kinds]
-            with accelerator.on_stream():  # torch allocates one element for a moment, for each tensor
-                tensors = over_storages((storage, *one) for storage, one in zip(storages, wanted, strict=True))
+            tensors = accelerator.allocate([(TORCH_DTYPES[dtype], torch_shape(dtype, shape)) for dtype, shape in kinds])
             found, first = [], 0
             for group in groups:
                 stop = first + len(group.names)
                 named = dict(zip(group.names, tensors[first:stop], strict=True))
-                found.append(cls(named, storages[first:stop], group.offsets))
+                sizes = [tensor_nbytes(*kind) for kind in kinds[first:stop]]
+                found.append(cls(named, tensors[first:stop], sizes, group.offsets))
                 first = stop
         return found
 
-    def places(self, start: int, nbytes: int) -> Iterator[tuple[torch.UntypedStorage, int, int, int]]:
-        """Return where the group's bytes `[start, start + nbytes)` belong: runs of them, each in one storage.
+    def places(self, start: int, nbytes: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+        """Return where the group's bytes `[start, start + nbytes)` belong: runs of them, each in one tensor.
 
         Returns:
-            Storage, offset in it, offset in the group, length. Bytes between tensors belong nowhere.
+            Tensor, offset of the byte in it, offset in the group, length. Bytes between tensors belong nowhere.
         """
         stop = start + nbytes
         for k in range(max(0, bisect_right(self._starts, start) - 1), len(self._starts)):
             begin = self._starts[k]
             if begin >= stop:
                 break
-            storage = self._storages[k]
-            low, high = max(start, begin), min(stop, begin + storage.nbytes())
+            low, high = max(start, begin), min(stop, begin + self._sizes[k])
             if low < high:
-                yield storage, low - begin, low, high - low
+                yield self._tensors[k], low - begin, low, high - low
 
     def copies(self, start: int, region: Region) -> list[tuple[torch.Tensor, Region]]:
         """Return the copies out of a region that holds the group's bytes from `start` on, each with its target."""
         return [
-            (bytes_of_storage(storage, at, length), region.sub(low - start, length))
-            for storage, at, low, length in self.places(start, region.nbytes)
+            (bytes_of_tensor(tensor, at, length), region.sub(low - start, length))
+            for tensor, at, low, length in self.places(start, region.nbytes)
         ]
 
 
-def bytes_of_storage(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
-    """Return bytes of a storage as a uint8 tensor `[nbytes]`."""
+def bytes_of_tensor(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
+    """Return bytes of the storage of a tensor as a uint8 tensor `[nbytes]`."""
+    storage = tensor.untyped_storage()
     (whole,) = over_storages([(storage, torch.uint8, (storage.nbytes(),))])
     return whole if nbytes == storage.nbytes() else whole[start : start + nbytes]

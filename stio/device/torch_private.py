@@ -9,6 +9,7 @@ a tensor, and so of a view, releases it too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -100,6 +101,36 @@ def _pair_to_copy(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Ten
     return target.view(integer), source.view(integer)
 
 
+def new_tensors(wanted: Iterable[tuple[torch.dtype, Sequence[int]]], device: torch.device) -> list[torch.Tensor]:
+    """Return new contiguous tensors on the current device, under its current stream, each with a storage of its own.
+
+    Compiled models allocate by this function of torch. It keeps the GIL, and needs no other tensor meanwhile: beside a
+    busy Python thread the deallocation of 400 temporary tensors took 0.13 s (H200). It exists for CUDA and XPU.
+    """
+    make = _EMPTY_STRIDED.get(device.type)
+    if make is not None:
+        return [make(tuple(shape), strides_of(shape), dtype) for dtype, shape in wanted]
+    storage: Any = torch.UntypedStorage
+    listed = [(dtype, shape, math.prod(shape) * dtype.itemsize) for dtype, shape in wanted]
+    return over_storages([(storage(nbytes, device=device), dtype, shape) for dtype, shape, nbytes in listed])
+
+
+_EMPTY_STRIDED: dict[str, Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]] = {
+    kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}")
+    for kind in ("cuda", "xpu")
+    if hasattr(torch._C._dynamo.guards, f"_empty_strided_{kind}")
+}
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(strides[::-1])
+
+
 def over_storages(wanted: Iterable[tuple[torch.UntypedStorage, torch.dtype, Sequence[int]]]) -> list[torch.Tensor]:
     """Return a tensor over each storage, of this dtype and shape, contiguous and from its first byte.
 
@@ -110,11 +141,7 @@ def over_storages(wanted: Iterable[tuple[torch.UntypedStorage, torch.dtype, Sequ
     shapes = []
     for storage, dtype, shape in wanted:
         flats.append(_empty(dtype, storage.device).new(storage))
-        strides, step = [], 1
-        for size in reversed(shape):
-            strides.append(step)
-            step *= max(size, 1)
-        shapes.append((shape, strides[::-1]))
+        shapes.append((shape, strides_of(shape)))
     return [_reinterpret(flat, shape, strides, 0) for flat, (shape, strides) in zip(flats, shapes, strict=True)]
 
 

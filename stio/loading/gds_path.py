@@ -17,7 +17,6 @@ import torch
 from stio import native
 from stio.device.base import Accelerator, LoadedGroup
 from stio.device.cuda import DeviceRing, TorchAccelerator, bytes_of, ring_of
-from stio.device.tensors import bytes_of_storage
 from stio.errors import DeviceMemoryError, StorageError
 from stio.loading.plan import Block, Group
 from stio.loading.read_paths import Delivery, DevicePath, StagingSlots, read_error
@@ -112,6 +111,11 @@ class GdsPath(DevicePath):
         self._device = device
         self._direct = direct
 
+    @property
+    def memory(self) -> object:
+        """See `stio.loading.scheduler.ReadPath`: of the device, but it is waited for (see `begin`)."""
+        return self._device
+
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the tensors of groups; wait until nothing that is queued uses their memory."""
         super().begin(groups)
@@ -148,8 +152,7 @@ def _require_same(plain: LocalFile, direct: GdsFile, accelerator: Accelerator, r
     expected, wrong = memory.allocate(nbytes), memory.allocate(nbytes)
     plain.read_into(offset, [expected])
     torch.bitwise_not(bytes_of(expected), out=bytes_of(wrong))  # so that a read that does nothing does not pass
-    (storage,) = accelerator.allocate([nbytes])
-    target = bytes_of_storage(storage, 0, nbytes)
+    (target,) = accelerator.allocate([(torch.uint8, (nbytes,))])
     accelerator.copy([(target, wrong)]).synchronize()
     ranges, transfer = native.Ranges(), native.Transfer()
     ranges.file_to_device(0, plain.fd, -1, offset, nbytes, target.data_ptr(), ring.ring, direct)

@@ -147,6 +147,11 @@ class _ReadPath:
         """See `stio.loading.scheduler.ReadPath`."""
 
     @property
+    def memory(self) -> object:
+        """See `stio.loading.scheduler.ReadPath`."""
+        return self
+
+    @property
     def file(self) -> LocalFile:
         """See `stio.loading.scheduler.ReadPath`."""
         assert isinstance(self._source, LocalFile)
@@ -305,7 +310,9 @@ class MappedPath(CopiedPath):
 
 
 class StagingSlots:
-    """Staging memory of the plain executor: a slot for each worker that copies to a device.
+    """What the read paths of a load share for one device: the memory of groups that have begun, and staging memory.
+
+    Staging memory is a slot for each worker of the plain executor that copies to the device.
 
     Args:
         accelerator: The device, which allocates the slots.
@@ -319,6 +326,8 @@ class StagingSlots:
         """Size of a slot."""
         self.held_bytes = 0
         """Size of all slots."""
+        self.memories: dict[int, GroupMemory] = {}
+        """The memory of groups under way, by their numbers."""
         self._slots: list[Region] = []
         self._free: list[Region] = []
         stats.add_holder(self)
@@ -343,7 +352,8 @@ class StagingSlots:
         self._free.append(slot)
 
     def close(self) -> None:
-        """Release all slots."""
+        """Release all slots, and the memory of groups under way."""
+        self.memories.clear()
         self._free.clear()
         self._slots.clear()
         self.held_bytes = 0
@@ -375,9 +385,14 @@ class DevicePath(_ReadPath):
         self._slots = slots
         self._accelerator = slots.accelerator
         self._trace = trace
-        self._memories: dict[int, GroupMemory] = {}  # by group
+        self._memories = slots.memories
         self._ring: DeviceRing | None = ring_of(self._accelerator) if self.is_native else None
         self.is_native = self._ring is not None
+
+    @property
+    def memory(self) -> object:
+        """See `stio.loading.scheduler.ReadPath`: the device's."""
+        return self._slots
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the tensors of groups, in one call."""
@@ -392,14 +407,14 @@ class DevicePath(_ReadPath):
         for block in group.blocks:
             if is_in_image(self.image, block):
                 for begin, region in image_regions(self.image, block):
-                    for storage, start, low, nbytes in target.places(begin, region.nbytes):
-                        source, where = region.address + low - begin, storage.data_ptr() + start
+                    for tensor, start, low, nbytes in target.places(begin, region.nbytes):
+                        source, where = region.address + low - begin, tensor.data_ptr() + start
                         ranges.host_to_device(group.index, source, nbytes, where, ring.ring)
                 continue
             file = self.file
             for offset, at, length in contiguous(block):
-                for storage, start, low, nbytes in target.places(at, length):
-                    where = storage.data_ptr() + start
+                for tensor, start, low, nbytes in target.places(at, length):
+                    where = tensor.data_ptr() + start
                     begin, cufile = offset + low - at, self.cufile(block, nbytes)
                     ranges.file_to_device(group.index, file.fd, file.direct_fd, begin, nbytes, where, ring.ring, cufile)
 
@@ -452,8 +467,7 @@ class DevicePath(_ReadPath):
         return LoadedGroup(tensors)
 
     def close(self) -> None:
-        """Release the memory of groups under way, and the slots, which all files of the load share."""
-        self._memories.clear()
+        """Release what all files of the load share."""
         self._slots.close()
 
 

@@ -9,6 +9,7 @@ a buffer any more.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -31,6 +32,8 @@ from stio.runtime.workers import WorkerPool
 from stio.storage.base import RequestedSource, Source
 from stio.storage.local import LocalFile
 
+_FIRST_BYTES = 512 << 20
+"""So many bytes begin first, and move while the memory of the others is allocated."""
 _MOST_CHECKS = 16
 """Files behind a network that are looked at together at the end of a load."""
 
@@ -51,8 +54,12 @@ class ReadPath(Protocol):
     def file(self) -> LocalFile:
         """The file, of a native path."""
 
+    @property
+    def memory(self) -> object:
+        """What its groups are allocated from. Groups of paths with the same one begin in one call."""
+
     def begin(self, groups: Sequence[Group]) -> None:
-        """Allocate the memory of groups. Called on the thread of the scheduler.
+        """Allocate the memory of groups of all paths with the same `memory`. Called on the thread of the scheduler.
 
         Raises:
             HostMemoryError: There is too little memory (`DeviceMemoryError` on a device).
@@ -225,15 +232,15 @@ class LoadScheduler:
         self.run()
 
     def _load(self) -> None:
-        num_under_way = 0
-        is_nice = False
+        num_under_way, is_first = 0, True
         while not self.is_stopped():
             while self._reorderings:
                 self._reorderings.popleft()()
-            num_under_way += self._begin_groups()
-            if not is_nice:
+            num_under_way += self._begin_groups(_FIRST_BYTES if is_first else sys.maxsize)
+            if is_first:
                 be_nice()  # after the start of threads, which inherit the priority and lower it once more
-                is_nice = True
+                is_first = False
+                continue
             if not num_under_way and not self._waiting:
                 return
             for group in self._take(waits_for_budget=self._blocked and not num_under_way):
@@ -251,11 +258,12 @@ class LoadScheduler:
             self._trace.add("wait", start, perf_counter(), detail="for budget")
         return taken
 
-    def _begin_groups(self) -> int:
-        """Begin as many groups as the budget allows; return their number."""
+    def _begin_groups(self, most_bytes: int) -> int:
+        """Begin as many groups as the budget allows, until they have so many bytes; return their number."""
         begun: list[Group] = []
+        nbytes = 0
         self._blocked = False
-        while self._waiting:
+        while self._waiting and nbytes < most_bytes:
             group = self._waiting[0]
             if group.index in self._discarded_groups:
                 self._count_down(self._waiting.popleft())
@@ -264,13 +272,17 @@ class LoadScheduler:
                 self._blocked = True
                 break
             begun.append(self._waiting.popleft())
+            nbytes += group.nbytes
         start = perf_counter()
-        for selection in dict.fromkeys(group.selection for group in begun):
-            self._paths[selection].begin([group for group in begun if group.selection == selection])
+        together: dict[object, list[Group]] = {}
+        for group in begun:
+            together.setdefault(self._paths[group.selection].memory, []).append(group)
+        for groups in together.values():
+            self._paths[groups[0].selection].begin(groups)
         if begun:
             self._executor.add(begun)
             if self._trace is not None:
-                self._trace.add("begin", start, perf_counter(), num_bytes=sum(group.nbytes for group in begun))
+                self._trace.add("begin", start, perf_counter(), num_bytes=nbytes)
         if self._blocked:
             self._on_blocked()
         return len(begun)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger("stio")
 
-VERSION = 2
+VERSION = 3
 """Version of the library's interface, `STIO_ENGINE_VERSION`."""
 LIBRARY = Path(__file__).parent / "libstio.so"
 """The library, which the installation compiles."""
@@ -129,6 +129,7 @@ _SHORT: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "stio_transfer_arrange": (None, (_POINTER, _POINTER, ctypes.c_size_t)),
     "stio_transfer_wake": (None, (_POINTER,)),
     "stio_transfer_stop": (None, (_POINTER,)),
+    "stio_transfer_try_end": (_INT, (_POINTER,)),
     "stio_transfer_moved_bytes": (ctypes.c_uint64, (_POINTER,)),
     "stio_transfer_free": (None, (_POINTER,)),
     "stio_cufile_failed": (_INT, (_POINTER, _POINTER)),
@@ -182,7 +183,7 @@ def available() -> bool:
 
 
 def name() -> str:
-    """Return what moves the bytes of loads and saves: `"engine 2"`, with the version of the library, or `"plain"`."""
+    """Return what moves the bytes of loads and saves: `"engine 3"`, with the version of the library, or `"plain"`."""
     return f"engine {VERSION}" if available() else "plain"
 
 
@@ -439,7 +440,8 @@ class Transfer:
 
     def end(self) -> None:
         """Stop, and wait, without the GIL, until nothing is under way, on a device neither. Idempotent."""
-        self._library.transfer_end(self._pointer)
+        if not self._library.transfer_try_end(self._pointer):
+            self._library.transfer_end(self._pointer)
 
     def __del__(self) -> None:  # not in `end`: another thread may be in `stop`
         pointer, self._pointer = getattr(self, "_pointer", None), None

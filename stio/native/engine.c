@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -34,6 +35,7 @@
 #define MOST_RANGES 512                  /* of a chunk into host memory: of a file they are buffers of one call */
 #define TOUCHED_BYTES ((size_t)256 << 10)
 #define NICENESS 5
+#define TIMER_SLACK_NS 1000UL
 #define STACK_BYTES ((size_t)2 << 20) /* thread-local variables of all libraries lie in it too */
 
 engine_state engine = {
@@ -551,6 +553,7 @@ static void *run(void *number) {
     /* Below the process, and not below the thread that has started this one, which may be a low one already. A sandbox
      * may forbid it. */
     setpriority(PRIO_PROCESS, (id_t)tid, getpriority(PRIO_PROCESS, (id_t)getpid()) + NICENESS);
+    prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS); /* for the short pauses between two looks at an event */
     pthread_mutex_lock(&engine.lock);
     while (!engine.is_ending) {
         const double due = stio_rings_trim(); /* first, since there may be work without end */
@@ -825,13 +828,15 @@ uint64_t stio_transfer_moved_bytes(stio_transfer *transfer) {
     return moved_bytes;
 }
 
-void stio_transfer_end(stio_transfer *transfer) {
+/* Stop a transfer, and end it once nothing is under way: `waits` for that, or return false. */
+static bool end_transfer(stio_transfer *transfer, bool waits) {
     pthread_mutex_lock(&engine.lock);
     transfer->is_stopped = transfer->is_woken = true;
     notify(transfer);
     /* The chunks and the rings of a transfer of this child's parent are not the child's. */
-    while (is_own(transfer) && transfer->under_way > 0) pthread_cond_wait(&transfer->changed, &engine.lock);
-    if (is_own(transfer) && !transfer->has_ended) {
+    while (waits && is_own(transfer) && transfer->under_way > 0) pthread_cond_wait(&transfer->changed, &engine.lock);
+    const bool ends = !is_own(transfer) || transfer->under_way == 0;
+    if (ends && is_own(transfer) && !transfer->has_ended) {
         stio_transfer **at = &engine.transfers;
         while (*at != transfer) at = &(*at)->next;
         *at = transfer->next;
@@ -839,7 +844,11 @@ void stio_transfer_end(stio_transfer *transfer) {
         transfer->has_ended = true;
     }
     pthread_mutex_unlock(&engine.lock);
+    return ends;
 }
+
+void stio_transfer_end(stio_transfer *transfer) { end_transfer(transfer, true); }
+int stio_transfer_try_end(stio_transfer *transfer) { return end_transfer(transfer, false); }
 
 void stio_transfer_free(stio_transfer *transfer) {
     stio_transfer_end(transfer);

@@ -22,7 +22,7 @@
 
 #pragma GCC visibility push(default) /* all else is hidden */
 
-#define STIO_ENGINE_VERSION 2
+#define STIO_ENGINE_VERSION 3
 #define STIO_MAX_THREADS 16
 #define STIO_SLOTS_PER_THREAD 3
 #define STIO_CHUNK_BYTES ((size_t)2 << 20) /* size of a slot, and most bytes of a chunk for a device */
@@ -36,7 +36,6 @@ typedef struct stio_driver {
     int (*event_create)(void **event, unsigned flags);
     int (*event_record)(void *event, void *stream);
     int (*event_query)(void *event); /* `not_ready` while the event has not passed */
-    int (*event_synchronize)(void *event);
     int (*event_destroy)(void *event);
     int (*pin)(void *address, size_t nbytes, unsigned flags);
     int (*unpin)(void *address);
@@ -163,6 +162,8 @@ void stio_transfer_stop(stio_transfer *transfer);
 uint64_t stio_transfer_moved_bytes(stio_transfer *transfer);
 /* Stop, and wait until no chunk is under way, on the device neither: then the caller's memory is not used any more. */
 void stio_transfer_end(stio_transfer *transfer);
+/* The same without a wait: returns 0 if a chunk is under way. */
+int stio_transfer_try_end(stio_transfer *transfer);
 /* End and release the transfer. No other call with it may be under way. */
 void stio_transfer_free(stio_transfer *transfer);
 

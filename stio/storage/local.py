@@ -18,12 +18,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from struct import unpack_from
 from typing import Any, Self
 
 from stio import native
@@ -41,7 +43,7 @@ from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
 from stio.runtime.log import RareWarnings, log
 from stio.runtime.memory import SYSTEM_PAGE_BYTES, Region, libc, quick_libc
-from stio.storage.base import Source
+from stio.storage.base import Identity, Source
 from stio.storage.checks import (
     OPEN_FLAGS,
     cut_short,
@@ -57,6 +59,8 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_PATH = getattr(os, "O_PATH", 0)
 _HAVE_PROC = os.path.exists("/proc/self/fd")
 _IOV_MAX = 1024
+_RWF_NOWAIT = 8  # fails with EAGAIN where the read would wait for a disk
+_SHORT_READ_BYTES = 256 << 10
 _READ_MAX_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB a call, macOS refuses vectors above 2 GiB - 1
 
 
@@ -71,6 +75,8 @@ def function_of(library: Any, name: str, restype: Any, *argtypes: Any) -> Any:
 
 _INT, _OFFSET = ctypes.c_int, ctypes.c_int64
 _preadv: Any = function_of(libc, "preadv", ctypes.c_ssize_t, _INT, ctypes.c_void_p, _INT, _OFFSET)
+_preadv2: Any = function_of(quick_libc, "preadv64v2", ctypes.c_ssize_t, _INT, ctypes.c_void_p, _INT, _OFFSET, _INT)
+_statx: Any = function_of(quick_libc, "statx", _INT, _INT, ctypes.c_char_p, _INT, ctypes.c_uint, ctypes.c_void_p)
 _lseek: Any = function_of(quick_libc, "lseek", _OFFSET, _INT, _OFFSET, _INT)
 
 HAVE_PREADV = _preadv is not None
@@ -94,6 +100,28 @@ _LOCAL_FILESYSTEMS = {
 _SYS_CACHESTAT = 451  # Linux 6.5
 _SAMPLE_BYTES = 256 << 10
 _MOST_SAMPLES = 64
+
+
+# Calls about an open file of a filesystem on a block device are answered out of memory, so they keep the GIL: 4 shards
+# have 12 of them, and beside a busy Python thread each that releases it costs 5 ms (see `quick_libc`).
+_SYNC_NOTHING, _EMPTY_PATH, _BASIC_STATS, _STATX_BYTES = 0x4000, 0x1000, 0x7FF, 256  # of statx(2)
+
+
+def is_in_memory(state: os.stat_result) -> bool:
+    """Return whether the filesystem of an open file is on a block device of this machine."""
+    return sys.platform == "linux" and os.major(state.st_dev) != 0
+
+
+def _identity_in_memory(fd: int) -> tuple[Identity, int] | None:
+    """Return the identity and the number of links of a file for which `is_in_memory`; None: the system refuses."""
+    found = ctypes.create_string_buffer(_STATX_BYTES)
+    if _statx is None or _statx(fd, b"", _EMPTY_PATH | _SYNC_NOTHING, _BASIC_STATS, found) != 0:
+        return None
+    (links,), (inode, nbytes) = unpack_from("=I", found, 16), unpack_from("=QQ", found, 32)
+    changed, modified = (unpack_from("=qI", found, at) for at in (96, 112))
+    device = os.makedev(*unpack_from("=II", found, 136))
+    times = [seconds * 1_000_000_000 + nanoseconds for seconds, nanoseconds in (modified, changed)]
+    return Identity(device, inode, nbytes, *times), links
 
 
 def is_local(fd: int) -> bool:
@@ -188,15 +216,26 @@ class LocalRoot:
         """Check the place and the kind of a file before it is opened for reading."""
         # The file is checked, not its name, which another program could give to another file in between. And it is
         # checked before it is opened for reading: that may have an effect on a device, O_PATH has none.
-        with translated_errors(path):
-            found = os.open(name, _O_PATH | os.O_CLOEXEC, dir_fd=dir_fd)
-        try:
-            link = f"/proc/self/fd/{found}"
-            require_inside(os.readlink(link), os.readlink(f"/proc/self/fd/{dir_fd}"), path)
-            require_regular(os.fstat(found), path)
-            return self._open_at(link, path, None)
-        finally:
-            os.close(found)
+        # A name without "/" that is no link needs no comparison of paths.
+        for follows in (False, True) if os.sep not in name else (True,):
+            with translated_errors(path):
+                flags = _O_PATH | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
+                found = os.open(name, flags, dir_fd=dir_fd)
+            try:
+                link, state = f"/proc/self/fd/{found}", os.fstat(found)
+                if not follows and stat.S_ISLNK(state.st_mode):
+                    continue
+                if follows:
+                    require_inside(os.readlink(link), os.readlink(f"/proc/self/fd/{dir_fd}"), path)
+                require_regular(state, path)
+                if self._open_at is open_at and is_in_memory(state):
+                    fd = quick_libc.open(link.encode(), OPEN_FLAGS)
+                    if fd >= 0:
+                        return LocalFile(fd, path)
+                return self._open_at(link, path, None)
+            finally:
+                os.close(found)
+        raise AssertionError
 
     def listdir(self) -> list[str]:
         """Return the names in the directory, sorted."""
@@ -233,6 +272,8 @@ class LocalFile:
         """Name for messages."""
         self.identity = identity_of(found)
         """The state of the file when it was opened."""
+        self._is_in_memory = is_in_memory(found)
+        self._closes_at_once = False
         self._opening = new_lock()
         self._direct_fd: int | None = None
         self.direct_refused = False
@@ -309,7 +350,10 @@ class LocalFile:
 
     def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if size or time of change differ from when the file was opened."""
-        self.identity.require_same(identity_of(stat_of(self.fd, self.path)), self.path)
+        quick = _identity_in_memory(self.fd) if self._is_in_memory else None
+        # The last close of a file without a name frees its blocks, which takes long.
+        self._closes_at_once = quick is not None and quick[1] > 0
+        self.identity.require_same(quick[0] if quick else identity_of(stat_of(self.fd, self.path)), self.path)
 
     def close(self) -> None:
         """Close the descriptors. Idempotent; no read may be under way."""
@@ -317,7 +361,7 @@ class LocalFile:
         fds, self.fd, self._direct_fd = (self.fd, self._direct_fd), -1, None
         for fd in fds:
             if fd is not None and fd >= 0:
-                os.close(fd)
+                (quick_libc if self._closes_at_once else os).close(fd)
 
     def _read_direct(self, fd: int, offset: int, region: Region) -> int:
         """Read whole pages past the page cache; return how many bytes were read. The caller reads the rest buffered."""
@@ -381,7 +425,13 @@ def shrunk(file: LocalFile, nbytes_now: int) -> TruncatedError:
 
 def _read_at(fd: int, vectors: list[int], offset: int) -> int:
     packed: Any = array("Q", vectors)
-    return int(_preadv(fd, packed.buffer_info()[0], len(vectors) // 2, offset))
+    address, number = packed.buffer_info()[0], len(vectors) // 2
+    if _preadv2 is not None and sum(vectors[1::2]) <= _SHORT_READ_BYTES:
+        # Out of the page cache, with the GIL; see `quick_libc`. Any error, and the file's end, comes again below.
+        count = int(_preadv2(fd, address, number, offset, _RWF_NOWAIT))
+        if count > 0:
+            return count
+    return int(_preadv(fd, address, number, offset))
 
 
 _refusals = RareWarnings()

@@ -6,6 +6,7 @@ that is filled again before its event has passed gives wrong bytes, and so does 
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from stio.device.base import Event
+from stio.device.torch_private import over_storages
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.runtime import memory
 from stio.runtime.memory import Region
@@ -155,15 +157,17 @@ class FakeDevice:
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return torch.from_numpy(array)
 
-    def allocate(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
-        """Return new storages, filled with `POISON`; the error of a device that is full has the size of all of them."""
+    def allocate(self, wanted: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[torch.Tensor]:
+        """Return new tensors, filled with `POISON`; the error of a device that is full has the size of all of them."""
         free = self._free_bytes()
+        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in wanted]
         try:
-            return [self.empty(size).untyped_storage() for size in sizes]
+            storages = [self.empty(size).untyped_storage() for size in sizes]
         except DeviceMemoryError:
             if free is None:  # a test's own error
                 raise
             raise _out_of_memory(sum(sizes), free) from None
+        return over_storages((storage, *one) for storage, one in zip(storages, wanted, strict=True))
 
     def _free_bytes(self) -> int | None:
         return None if self._memory_bytes is None else self._memory_bytes - self.used_bytes

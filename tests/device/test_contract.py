@@ -15,7 +15,7 @@ import torch
 from accelerators import RIGS, Rig, rig_of
 
 from stio.device.base import Accelerator, Event
-from stio.device.tensors import GroupMemory, bytes_of_storage
+from stio.device.tensors import GroupMemory
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.loading.plan import Group
 from stio.runtime import memory
@@ -60,7 +60,7 @@ def sent(device: Accelerator, data: bytes) -> tuple[torch.Tensor, Event]:
 
 
 def empty(device: Accelerator, nbytes: int) -> torch.Tensor:
-    return bytes_of_storage(device.allocate([nbytes])[0], 0, nbytes)
+    return device.allocate([(torch.uint8, (nbytes,))])[0]
 
 
 def test_it_answers_to_the_protocol(device: Accelerator) -> None:
@@ -82,18 +82,26 @@ def test_staging_memory(device: Accelerator, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 5000])
-def test_storages(device: Accelerator, nbytes: int) -> None:
-    storages = device.allocate([nbytes, 7, nbytes])
-    for storage, size in zip(storages, [nbytes, 7, nbytes], strict=True):
-        assert (storage.nbytes(), storage.device) == (size, device.device)
-    assert len({storage.data_ptr() for storage in storages if storage.nbytes()}) == (3 if nbytes else 1)
+def test_tensors(device: Accelerator, nbytes: int) -> None:
+    tensors = device.allocate([(torch.uint8, (nbytes,)), (torch.bfloat16, (7, 1, 3)), (torch.float64, (nbytes, 0))])
+    assert [(one.dtype, tuple(one.shape)) for one in tensors] == [
+        (torch.uint8, (nbytes,)),
+        (torch.bfloat16, (7, 1, 3)),
+        (torch.float64, (nbytes, 0)),
+    ]
+    for tensor, size in zip(tensors, [nbytes, 42, 0], strict=True):
+        assert (tensor.untyped_storage().nbytes(), tensor.device) == (size, device.device)
+        assert tensor.is_contiguous()
+        assert not tensor._is_view()
+        assert not tensor.is_inference()
+    assert len({tensor.data_ptr() for tensor in tensors if tensor.nbytes}) == (2 if nbytes else 1)
     assert device.allocate([]) == []
 
 
 def test_c96_out_of_memory(rig: Rig, device: Accelerator) -> None:
     before = rig.used_bytes()
     with pytest.raises(DeviceMemoryError) as caught:
-        device.allocate([rig.too_much])
+        device.allocate([(torch.uint8, (rig.too_much,))])
     assert caught.value.needed_bytes == rig.too_much
     assert caught.value.free_bytes is not None
     assert caught.value.free_bytes < rig.too_much

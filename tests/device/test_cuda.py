@@ -20,7 +20,6 @@ from stio.device import cuda as cuda_module
 from stio.device import pinned
 from stio.device.base import resolve_device
 from stio.device.cuda import STREAM_API, TorchAccelerator, TorchEvent, has_streams, save_stream
-from stio.device.tensors import bytes_of_storage
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.testing import MemoryRoot, checkpoint_files
 
@@ -138,9 +137,9 @@ def test_what_the_driver_refuses_is_a_device_error(
     def refuse(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(torch, "UntypedStorage", refuse)
+    monkeypatch.setattr(cuda_module, "new_tensors", refuse)
     with pytest.raises(DeviceError, match="illegal memory access"):
-        accelerator.allocate([4096])
+        accelerator.allocate([(torch.uint8, (4096,))])
 
 
 @gpu
@@ -151,7 +150,7 @@ def test_c96_out_of_memory(accelerator: TorchAccelerator, monkeypatch: pytest.Mo
         raise torch.OutOfMemoryError("full")
 
     with pytest.raises(DeviceMemoryError) as caught:
-        accelerator.allocate([1 << 50])
+        accelerator.allocate([(torch.uint8, (1 << 50,))])
     assert caught.value.needed_bytes == 1 << 50
     assert 0 < (caught.value.free_bytes or 0) < 1 << 50
     with pytest.raises(DeviceMemoryError) as caught, accelerator.on_stream():  # a cast, say
@@ -184,7 +183,7 @@ def test_c97_pinning_fails(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert len(calls) == 1
     slots[0].write(0, bytes(range(256)))
-    target = bytes_of_storage(accelerator.allocate([256])[0], 0, 256)
+    target = accelerator.allocate([(torch.uint8, (256,))])[0]
     accelerator.copy([(target[:100], slots[0].sub(0, 100)), (target[100:], slots[0].sub(100, 156))]).synchronize()
     assert target.tolist() == list(range(256))
 

@@ -7,8 +7,10 @@ import random
 from dataclasses import dataclass
 
 import pytest
+import torch
 
-from stio.device.tensors import TORCH_DTYPES, GroupMemory, bytes_of_storage
+from stio.device import torch_private
+from stio.device.tensors import TORCH_DTYPES, GroupMemory, bytes_of_tensor
 from stio.errors import DeviceMemoryError
 from stio.format.dtypes import tensor_nbytes
 from stio.testing import FakeDevice
@@ -74,7 +76,7 @@ def test_bytes_are_copied_where_they_belong(layout: list[tuple[str, tuple[int, .
         at += gap
         nbytes = tensor_nbytes(dtype, shape)
         assert tensor.dtype == TORCH_DTYPES[dtype]
-        assert bytes(bytes_of_storage(tensor.untyped_storage(), 0, nbytes).tolist()) == data[at : at + nbytes]
+        assert bytes(bytes_of_tensor(tensor, 0, nbytes).tolist()) == data[at : at + nbytes]
         assert tensor.untyped_storage().nbytes() == nbytes == tensor.nbytes
         assert not tensor._is_view()
         at += nbytes
@@ -89,6 +91,28 @@ def test_groups_are_allocated_together_and_have_memory_of_their_own() -> None:
     assert [list(one.tensors) for one in memories] == [[f"t{k}", f"u{k}"] for k in range(4)]
     assert [[place[2:] for place in one.places(1, 3)] for one in memories] == [[(1, 2)]] + [[(1, 2), (3, 1)]] * 3
     assert GroupMemory.allocate(device, []) == []
+
+
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_new_tensors(monkeypatch: pytest.MonkeyPatch, by_torch: bool) -> None:
+    """By the function that compiled models call, and by storages: tensors of one kind."""
+    made = {"cpu": torch._C._dynamo.guards._empty_strided_cpu} if by_torch else {}
+    monkeypatch.setattr(torch_private, "_EMPTY_STRIDED", made)
+    shapes = [(), (0,), (3, 0, 2), (5,), (2, 3, 4)]
+    wanted = [(dtype, shape) for dtype in TORCH_DTYPES.values() for shape in shapes]
+    with torch.inference_mode(False):
+        tensors = torch_private.new_tensors(wanted, torch.device("cpu"))
+    for (dtype, shape), tensor in zip(wanted, tensors, strict=True):
+        assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert tensor.is_contiguous()
+        assert (tensor._is_view(), tensor.requires_grad, tensor.storage_offset(), tensor._version) == (
+            False,
+            False,
+            0,
+            0,
+        )
+    assert torch_private.new_tensors([], torch.device("cpu")) == []
 
 
 def test_a_tensor_is_freed_alone() -> None:

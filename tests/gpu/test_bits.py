@@ -14,7 +14,10 @@ from accelerators import gpu
 from stio.compat.safetensors import _open
 from stio.device.base import resolve_device
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),  # by inductor
+]
 NAMES = bit_paths.names_for(device_is_cpu=False)
 
 

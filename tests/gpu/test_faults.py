@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import simdevice
 import torch
-from accelerators import gpu, keep_busy, module_of, on_copy_stream, settled_pinned_bytes
-from support import bits_of, eventually, require_equal, run_python
+from accelerators import gpu, keep_busy, module_of, on_copy_stream
+from support import bits_of, eventually, require_equal, run_python, settled
 from torch import nn
 
 import stio.sync
 from stio import native
-from stio.device import pinned
+from stio.device import cuda, pinned
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
 from stio.runtime import operation as runtime
@@ -67,8 +67,11 @@ def numbers(count: int, *, size: int = 1000, seed: int = 0) -> dict[str, torch.T
 
 
 def pinned_bytes() -> int:
+    """What is pinned, without rings: those grow with the threads that take part in a load."""
     gc.collect()
-    return simdevice.pinned_bytes(with_cached=native.available())  # without the engine torch keeps what is released
+    in_rings = sum(ring.held_bytes for ring in cuda._rings.values())
+    pinned = simdevice.pinned_bytes(with_cached=native.available())  # without the engine torch keeps what is released
+    return pinned - in_rings
 
 
 # 1
@@ -125,8 +128,9 @@ def test_fault_2_no_save_copies_on_the_stream_of_loads(device: torch.device) -> 
         keep_busy(CYCLES)
         event = module.Event()
         event.record(module.current_stream(device))
-    stio.sync.save(tensors, MemoryDestination())
-    promise(not event.query())  # or it waited for a load's copies
+    with stio.sync.Saver() as saver:  # it keeps its pinned memory: CUDA's call that unpins waits for all work
+        saver.save(tensors, MemoryDestination()).result()
+        promise(not event.query())  # or it waited for a load's copies
 
 
 @gpu
@@ -190,8 +194,9 @@ def test_fault_2_a_save_waits_for_nothing_that_another_one_waits_for(device: tor
         assert with_stream.wait(5)
         assert eventually(lambda: bool(saver.pending))
         quick = MemoryDestination()
-        stio.sync.save({"w": other}, quick)
-        is_over = late.query()
+        with stio.sync.Saver() as second:  # see above
+            second.save({"w": other}, quick).result()
+            is_over = late.query()
         saving.join(5)
     require_equal(stio.sync.load(MemoryRoot(quick.files), device="cpu"), {"w": torch.ones(1000)})
     require_equal(stio.sync.load(MemoryRoot(place.files), device="cpu"), {"w": torch.full((1000,), 7.0)})
@@ -251,7 +256,7 @@ def test_fault_3_a_saver_without_a_budget_pins_no_more_than_the_host_has(
 ) -> None:
     """Here the host has 16 MiB left, and the snapshot takes 40: it is staged while it is written."""
     torch.accelerator.empty_host_cache()
-    before = settled_pinned_bytes()
+    before = settled(pinned_bytes)
     monkeypatch.setattr(staging_pool, "room_in_memory", lambda enough: 16 * MIB - (pinned_bytes() - before))
     tensors = {f"w{k}": torch.ones(4 * MIB, dtype=torch.uint8, device=device) for k in range(10)}
     with stio.sync.Saver() as saver:
@@ -274,7 +279,7 @@ def test_fault_4_pinned_memory_is_given_back(device: torch.device, tmp_path: Pat
     there = stio.sync.load(path, device=device, budget_bytes=LITTLE)
     torch.accelerator.synchronize(device)
     torch.accelerator.empty_host_cache()
-    before = settled_pinned_bytes()
+    before = settled(pinned_bytes)
     if what == "a cache":
         with stio.sync.HostCache(64 * MIB, device=device) as cache:
             cache.prefetch(path)
@@ -295,7 +300,7 @@ def test_fault_4_what_a_load_uses_is_given_back_when_it_ends(device: torch.devic
     stio.sync.load(path, device=device, budget_bytes=LITTLE)
     torch.accelerator.synchronize(device)
     torch.accelerator.empty_host_cache()
-    before = settled_pinned_bytes()
+    before = settled(pinned_bytes)
     cache = stio.sync.HostCache(64 * MIB, device=device)
     # With so small a budget the load goes on until its consumer has taken more.
     with stio.sync.open(path, device=device, cache=cache, budget_bytes=4 * MIB) as opened:
@@ -315,7 +320,7 @@ def test_fault_4_what_a_load_uses_is_given_back_when_it_ends(device: torch.devic
 def test_fault_4_what_is_evicted_by_name_is_given_back(device: torch.device, tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, {"w": torch.ones(3 * MIB, dtype=torch.uint8)})
     torch.accelerator.empty_host_cache()
-    before = settled_pinned_bytes()
+    before = settled(pinned_bytes)
     with stio.sync.HostCache(64 * MIB, device=device) as cache:
         cache.prefetch(path)
         assert pinned_bytes() > before
@@ -395,7 +400,7 @@ def test_after_a_refusal_memory_is_pinned_again(
     there = {name: tensor.to(device) for name, tensor in tensors.items()}
     torch.accelerator.synchronize(device)
     torch.accelerator.empty_host_cache()
-    before = settled_pinned_bytes()
+    before = settled(pinned_bytes)
 
     def pinned() -> int:
         """Return how much is pinned by a use that begins now."""

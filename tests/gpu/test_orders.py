@@ -212,16 +212,16 @@ def test_copies_are_behind_the_allocation_itself(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
     """Until the allocator has given memory out, another thread may free it behind work that it has just queued."""
-    allocate = cuda_module.new_storages
+    allocate = cuda_module.new_tensors
 
-    def behind_work(sizes: Any, where: torch.device) -> Any:
+    def behind_work(wanted: Any, where: torch.device) -> Any:
         keep_busy(LATE_CYCLES)
-        return allocate(sizes, where)
+        return allocate(wanted, where)
 
     tensors = numbers(num_large=1, num_small=4)
     given = source_of(tensors, tmp_path, source)
     stio.sync.load(given, device=device, budget_bytes=LITTLE)  # the ring is there
-    monkeypatch.setattr(cuda_module, "new_storages", behind_work)
+    monkeypatch.setattr(cuda_module, "new_tensors", behind_work)
     with on_own_stream(device):
         found = stio.sync.load(given, device=device, budget_bytes=LITTLE)
         torch.accelerator.synchronize(device)
@@ -706,9 +706,12 @@ def test_a_save_waits_for_no_other_stream(device: torch.device, tmp_path: Path, 
     def overtakes() -> bool:
         """Whether a save ends before what was queued on the other stream while it ran."""
         tensors = {"a": LazyTensor(torch.float32, [1], produce), "b": tensor}
-        with on_own_stream(device) if whose == "that of loads" else torch.no_grad():
-            stio.sync.save(tensors, tmp_path / "m.safetensors", durability="none")
-        first = not events.pop().query()
+        with (
+            on_own_stream(device) if whose == "that of loads" else torch.no_grad(),
+            stio.sync.Saver() as saver,  # it keeps its pinned memory: CUDA's call that unpins waits for all work
+        ):
+            saver.save(tensors, tmp_path / "m.safetensors", durability="none").result()
+            first = not events.pop().query()
         assert saved_at(tmp_path / "m.safetensors")["b"].unique().tolist() == [6.0]
         return first
 

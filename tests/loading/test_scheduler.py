@@ -59,6 +59,10 @@ class FakePath:
         self.is_closed = self.is_completed = False
         self._lock = threading.Lock()
 
+    @property
+    def memory(self) -> object:
+        return self
+
     def begin(self, groups: Sequence[Group]) -> None:
         self.begun += [group.index for group in groups]
 

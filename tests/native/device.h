@@ -183,23 +183,12 @@ static int fake_event_query(void *queried) {
     event *const one = queried; /* an event is found without a current context */
     REQUIRE(one->is_alive, 0, 0);
     pthread_mutex_lock(&one->device->lock);
-    const int code = one->num_pending > 0 ? 600 : 0;
-    pthread_mutex_unlock(&one->device->lock);
-    return code;
-}
-
-static int fake_event_synchronize(void *waited) {
-    event *const one = waited;
-    REQUIRE(one->is_alive, 0, 0);
-    device *const on = one->device;
-    pthread_mutex_lock(&on->lock);
-    if (is_due(&on->events_until_failed)) {
+    if (one->num_pending == 0 && !one->failed && is_due(&one->device->events_until_failed)) {
         one->failed = true; /* as a device that is lost: nothing that was queued runs behind the error */
         __atomic_store_n(&any_lost, true, __ATOMIC_RELAXED);
     }
-    while (one->num_pending > 0) pthread_cond_wait(&on->changed, &on->lock);
-    const int code = one->failed ? EVENT_FAILED : 0;
-    pthread_mutex_unlock(&on->lock);
+    const int code = one->num_pending > 0 ? 600 : one->failed ? EVENT_FAILED : 0;
+    pthread_mutex_unlock(&one->device->lock);
     return code;
 }
 
@@ -257,7 +246,6 @@ static const stio_driver driver = {
     .event_create = fake_event_create,
     .event_record = fake_event_record,
     .event_query = fake_event_query,
-    .event_synchronize = fake_event_synchronize,
     .event_destroy = fake_event_destroy,
     .pin = fake_pin,
     .unpin = fake_unpin,

@@ -45,7 +45,7 @@ void fake_step(device *one, int count) {
     pthread_mutex_unlock(&one->lock);
 }
 
-/* Let the n-th call from now on of copy, event_synchronize, event_create or make_current fail, 0: none; refuse to pin. */
+/* Let the n-th call from now on of copy, event_query of an event that has passed, event_create or make_current fail, 0: none; refuse to pin. */
 void fake_fail(device *one, int copy, int event, int creation, int context, bool pin) {
     pthread_mutex_lock(&one->lock);
     one->copies_until_refused = copy;

@@ -64,8 +64,8 @@ def once(at):
     os.environ.update(SHIM_MODES="", SHIM_AT="0")
     count = hits() - before
     end = 0
-    # A direct read clears the rest of the last page of a file that was cut: in the range, which is not complete.
-    unread = (POISON, 0) if mode == "cut" and way.startswith("direct") else (POISON,)
+    # Of a file that is cut the rest of the last page is cleared, also where a read copies it: the range is not complete.
+    unread = (POISON, 0) if mode == "cut" else (POISON,)
     for group, (offset, nbytes) in enumerate(parts):
         if way != "mapping":
             found = memory[offset : offset + nbytes]

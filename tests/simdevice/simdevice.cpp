@@ -577,7 +577,6 @@ const stio_driver driver = {
       const int code = coded([&] { passed = static_cast<Mark*>(event)->passed(); });
       return code ? code : passed ? 0 : kNotReady;
     },
-    .event_synchronize = [](void* event) { return coded([&] { static_cast<Mark*>(event)->wait(); }); },
     .event_destroy = [](void* event) { return coded([&] { delete static_cast<Mark*>(event); }); },
     .pin = [](void* address, size_t nbytes, unsigned) {
       return coded([&] {

@@ -80,6 +80,21 @@ static ssize_t hooked(int fd, const struct iovec *iov, int count, off64_t offset
 ssize_t preadv(int fd, const struct iovec *iov, int count, off_t offset) { return hooked(fd, iov, count, offset); }
 ssize_t preadv64(int fd, const struct iovec *iov, int count, off64_t offset) { return hooked(fd, iov, count, offset); }
 
+/* Reads that must not wait: the file is on a disk that would have to be waited for. */
+static ssize_t hooked_now(int fd, const struct iovec *iov, int count, off64_t offset, int flags) {
+    static ssize_t (*real)(int, const struct iovec *, int, off64_t, int);
+    if (!real) real = dlsym(RTLD_NEXT, "preadv64v2");
+    if (matches(fd)) { errno = EAGAIN; return -1; }
+    return real(fd, iov, count, offset, flags);
+}
+
+ssize_t preadv2(int fd, const struct iovec *iov, int count, off_t offset, int flags) {
+    return hooked_now(fd, iov, count, offset, flags);
+}
+ssize_t preadv64v2(int fd, const struct iovec *iov, int count, off64_t offset, int flags) {
+    return hooked_now(fd, iov, count, offset, flags);
+}
+
 /* One buffer: what reads past the page cache. */
 static ssize_t hooked_one(int fd, void *memory, size_t nbytes, off64_t offset) {
     struct iovec one = {memory, nbytes};

@@ -56,10 +56,10 @@ def test_events_pass_in_order_by_themselves() -> None:
     assert (device.num_copies, device.num_passed, device.num_pending) == (20, 20, 0)
 
 
-def test_storages_are_new_memory() -> None:
+def test_tensors_are_new_memory() -> None:
     device = FakeDevice()
-    sizes = [storage.nbytes() for storage in device.allocate([3, 0, 5])]
-    assert (sizes, device.peak_bytes) == ([3, 0, 5], 8)
+    tensors = device.allocate([(torch.uint8, (3,)), (torch.float32, (0,)), (torch.int16, (2, 1))])
+    assert ([one.untyped_storage().nbytes() for one in tensors], device.peak_bytes) == ([3, 0, 4], 7)
 
 
 def test_memory_is_counted_and_ends() -> None:
