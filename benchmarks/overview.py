@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from statistics import median
-from typing import Literal
 
-from benchmarks import gpu_results, load, report, save
+from benchmarks import gpu_results, gpu_stages, load, report, save
 from benchmarks.runner import HERE
-from benchmarks.runs import Record, Runs
+from benchmarks.runs import Runs
 from benchmarks.suite import Panel, Suite
 from stio.runtime import svg
 
 _LABELS = {"raw": "limit of the disk", "safetensors-fsync": "safetensors, then fsync"}
-_GPU = "gpu-2026-11-26.jsonl"
-_SAFETENSORS_8, _SAFETENSORS_9 = "safetensors 0.8.0", "safetensors 0.9.0rc1, prefetch"
-_CONTESTANTS = {"stio": "stio", "st8": _SAFETENSORS_8, "st9": _SAFETENSORS_9, "itbuf": "InstantTensor, buffered"}
-"""Of the contest on a GPU, without a prototype and without other settings of stio."""
+_GPU = "gpu-2026-11-27.jsonl"
+_GPU_LABELS = {
+    "stio": "stio",
+    "safetensors-prefetch": "safetensors 0.9.0rc1, prefetch",
+    "instanttensor-buffered": "InstantTensor, buffered",
+    "raw-bus": "limit: the bus",
+    "prefetch-copy": "safetensors 0.9.0rc1, prefetch, then a copy",
+    "stio-refresh": "stio.load_into",
+}
+_GPU_PANELS = (
+    Panel("loads", "seconds", "Load 6.1 GB from the page cache to an H200, later loads"),
+    Panel("loads", "first_seconds", "The first such load of a process"),
+    Panel("busy", "seconds", "Later loads beside a busy Python thread"),
+    Panel("refresh", "seconds", "New weights for a module on the device"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,31 +91,14 @@ def _panel(chosen: Chosen) -> svg.Panel:
 
 
 def _gpu_panels() -> list[svg.Panel]:
-    records = gpu_results.read(HERE / "results" / _GPU)
-    (num_bytes,) = {record["bytes"] for record in records if record.get("step") == "made"}
-    idle, busy = (
-        [record for record in records if record.get("where") == "page cache" and record["busy"] is is_busy]
-        for is_busy in (False, True)
-    )
-    bus = [record["rate"] for record in records if record.get("case") == "swap" and record["entry"] == "raw-bus"]
-    limit = svg.Rate("limit: the bus", median(bus), min(bus), max(bus), "limit")
-    panels = {
-        "Load 6.1 GB from the page cache to an H200, later loads": [limit, *_rates(idle, slice(1, None), num_bytes)],
-        "The first such load of a process": _rates(idle, slice(1), num_bytes),
-        "Such loads beside a busy Python thread": _rates(busy, slice(None), num_bytes),
-    }
-    return [svg.Panel(title, rates, ["bar: median, line: all loads"]) for title, rates in panels.items()]
-
-
-def _rates(records: list[Record], loads: slice, num_bytes: int) -> list[svg.Rate]:
-    """Return the rates of some loads of each process, the fastest contestant first."""
-    rates = []
-    for name, label in _CONTESTANTS.items():
-        times = [seconds for record in records if record["name"] == name for seconds in record["times"][loads]]
-        if found := [num_bytes / seconds for seconds in times]:
-            kind: Literal["ours", "peer"] = "ours" if name == "stio" else "peer"
-            rates.append(svg.Rate(label, median(found), min(found), max(found), kind))
-    return sorted(rates, key=lambda rate: rate.median, reverse=True)
+    records = [record for record in gpu_results.read(HERE / "results" / _GPU) if record["kind"] == "run"]
+    suite = replace(gpu_stages.SUITE, labels={**gpu_stages.SUITE.labels, **_GPU_LABELS})
+    panels = []
+    for panel in _GPU_PANELS:
+        busy = " busy" if panel.case == "busy" else ""
+        runs = Runs(record for record in records if record["entry"] in {name + busy for name in _GPU_LABELS})
+        panels.append(svg.Panel(panel.text, report.rates_of(panel, suite, runs), ["bar: median, line: all processes"]))
+    return panels
 
 
 if __name__ == "__main__":

@@ -13,10 +13,17 @@ from typing import Any
 
 import pytest
 
-from stio.errors import CheckpointNotFoundError, StorageError
+from stio.errors import (
+    ChangedDuringReadError,
+    CheckpointNotFoundError,
+    StorageError,
+    TruncatedError,
+    UnsafePathError,
+)
 from stio.runtime import memory
 from stio.storage import local
 from stio.storage.base import Root, Source
+from stio.storage.checks import identity_of
 from stio.storage.local import LocalFile, LocalRoot, open_file
 from stio.testing import SourceContract, read_guarded
 
@@ -381,3 +388,100 @@ def test_an_interrupted_close_is_not_repeated(place: Path, monkeypatch: pytest.M
         with pytest.raises(KeyboardInterrupt):
             file.close()
     file.close()
+
+
+# Calls that keep the GIL.
+
+
+@linux
+@pytest.mark.parametrize("has_it", [True, False])
+def test_short_reads_with_and_without_the_gil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_it: bool) -> None:
+    data = bytes(range(256)) * 40
+    (tmp_path / "f").write_bytes(data)
+    calls = []
+    real = local._preadv2
+
+    def count(*arguments: Any) -> int:
+        calls.append(arguments)
+        return int(real(*arguments))
+
+    monkeypatch.setattr(local, "_preadv2", count if has_it else None)
+    file = local.open_file(str(tmp_path / "f"))
+    region = memory.allocate(len(data))
+    file.read_into(0, [region.sub(0, 100), region.sub(100, len(data) - 100)])
+    assert region.tobytes() == data
+    assert len(calls) == (1 if has_it else 0)
+    with pytest.raises(TruncatedError):
+        file.read_into(len(data) - 10, [region.sub(0, 11)])
+    file.close()
+
+
+@linux
+def test_the_identity_of_an_open_file_is_the_same_both_ways(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"1234567")
+    os.utime(path, ns=(1_600_000_000_123_456_789, 1_500_000_000_987_654_321))
+    with path.open("rb") as file:
+        found = local._identity_in_memory(file.fileno())
+        assert found is not None
+        expected = identity_of(os.fstat(file.fileno()))
+        assert found == (expected, 1)
+        assert found[0].ctime_ns == expected.ctime_ns
+        path.unlink()
+        assert local._identity_in_memory(file.fileno()) == (expected, 0)
+    assert local._identity_in_memory(-1) is None
+
+
+@linux
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_change_is_seen_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool) -> None:
+    monkeypatch.setattr(local, "is_in_memory", lambda state: in_memory)
+    path = tmp_path / "f"
+    path.write_bytes(b"1234567")
+    file = local.open_file(str(path))
+    file.check_unchanged()
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(ChangedDuringReadError):
+        file.check_unchanged()
+    file.close()
+
+
+@linux
+def test_no_descriptor_is_left(tmp_path: Path) -> None:
+    """Also of a file whose last name is gone, which the close frees."""
+    before = set(os.listdir("/proc/self/fd"))
+    for removes in (False, True):
+        path = tmp_path / "f"
+        path.write_bytes(b"1234567")
+        with local.LocalRoot(tmp_path) as root:
+            file = root.open("f")
+        if removes:
+            path.unlink()
+        file.check_unchanged()
+        file.close()
+        file.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@linux
+def test_a_link_is_followed_and_checked(tmp_path: Path) -> None:
+    """A name that is no link is not compared with the path of its directory; a link is."""
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    inside.mkdir()
+    outside.write_bytes(b"secret")
+    (inside / "file").write_bytes(b"1234")
+    (inside / "link").symlink_to("file")
+    (inside / "away").symlink_to(outside)
+    (inside / "none").symlink_to("nothing")
+    (inside / "pipe").mkdir()
+    with local.LocalRoot(inside) as root:
+        for name in ("file", "link"):
+            file = root.open(name)
+            assert file.identity.nbytes == 4
+            file.close()
+        with pytest.raises(UnsafePathError):
+            root.open("away")
+        with pytest.raises(CheckpointNotFoundError):
+            root.open("none")
+        with pytest.raises(StorageError):
+            root.open("pipe")
