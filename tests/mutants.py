@@ -208,7 +208,10 @@ MUTANTS = (
         "memory of the reader's stream",
         "tensors are allocated under the current stream of the load's thread, not under that of its caller",
         CUDA,
-        ("        with self.on_stream(needed_bytes=sum(sizes)):", "        with self.as_current():"),
+        (
+            "        with self.on_stream(needed_bytes=sum(prod(shape) * dtype.itemsize for dtype, shape in wanted)):",
+            "        with self.as_current():",
+        ),
         tests=(f"{MEMORY_OF}[load-file]", f"{MEMORY_OF}[stream-root]"),
     ),
     mutant(
@@ -1270,7 +1273,7 @@ MUTANTS = (
         "engine: a forked child waits at the end",
         "the end of a parent's transfer waits in a forked child",
         ENGINE_C,
-        ("    while (is_own(transfer) && transfer->under_way > 0)", "    while (transfer->under_way > 0)"),
+        ("    while (waits && is_own(transfer) && transfer->under_way > 0)", "    while (transfer->under_way > 0)"),
         tests=ENGINE + "test_a_forked_child_uses_the_engine_anew",
     ),
     mutant(
