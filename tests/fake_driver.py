@@ -36,6 +36,7 @@ class _Table(ctypes.Structure):
         ("pin", ctypes.CFUNCTYPE(_INT, _VOID, _SIZE, ctypes.c_uint)),
         ("unpin", ctypes.CFUNCTYPE(_INT, _VOID)),
         ("error_text", ctypes.CFUNCTYPE(_INT, _INT, ctypes.POINTER(ctypes.c_char_p))),
+        ("exchange_capture_mode", ctypes.CFUNCTYPE(_INT, ctypes.POINTER(_INT))),
         ("not_ready", _INT),
     )
 
@@ -69,6 +70,8 @@ class FakeDriver:
             self.go.set()
         self.num_copies = 0
         """Copies that were accepted, and the refused one."""
+        self.capture_modes: list[tuple[int, int]] = []
+        """Threads that have set how they may act beside a capture of a graph, and the mode."""
         self.num_recorded = 0
         """Events that were recorded."""
         self.pinned_bytes = 0
@@ -142,6 +145,10 @@ class FakeDriver:
                 self.num_pending -= 1
                 self._queued[k] = None
         return FAILED if fails else 0
+
+    def _exchange_capture_mode(self, mode: Any) -> int:
+        self.capture_modes.append((threading.get_ident(), mode[0]))
+        return 0
 
     def _event_destroy(self, event: int) -> int:
         return 0

@@ -1273,7 +1273,10 @@ MUTANTS = (
         "engine: a forked child waits at the end",
         "the end of a parent's transfer waits in a forked child",
         ENGINE_C,
-        ("    while (waits && is_own(transfer) && transfer->under_way > 0)", "    while (transfer->under_way > 0)"),
+        (
+            "    while (until_idle && is_own(transfer) && transfer->under_way > 0)",
+            "    while (transfer->under_way > 0)",
+        ),
         tests=ENGINE + "test_a_forked_child_uses_the_engine_anew",
     ),
     mutant(

@@ -218,6 +218,20 @@ class TorchAccelerator:
         """Return pinned memory, or plain memory with a warning where pinning fails (a low memlock limit)."""
         return self._staging(nbytes)
 
+    def must_grow(self, nbytes: int) -> bool:
+        """Return whether torch would ask the driver for memory to allocate so many bytes; False if it does not say.
+
+        False too if the device has too little memory: all is allocated in one call then, and its error has the whole
+        size.
+        """
+        try:
+            found = self._module.memory_stats_as_nested_dict(self.device)
+            reserved, used = (found[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
+        except (AttributeError, KeyError, RuntimeError):
+            return False
+        free = free_bytes(self.device) if reserved - used < nbytes else None
+        return free is not None and nbytes <= free
+
     def allocate(self, wanted: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[torch.Tensor]:
         """Return new tensors, allocated under the load's stream. Copies wait for what is queued there now."""
         with self.on_stream(needed_bytes=sum(prod(shape) * dtype.itemsize for dtype, shape in wanted)):

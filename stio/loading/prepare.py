@@ -36,7 +36,7 @@ from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import GAP_BYTES, FileSelection, Group, Names, ReadPlan, plan_reads
 from stio.loading.read_paths import CacheFillPath, CopiedPath, Delivery, DevicePath, MappedPath, StagingSlots
-from stio.loading.scheduler import Executor, LoadScheduler, ReadPath
+from stio.loading.scheduler import FIRST_BYTES, Executor, LoadScheduler, ReadPath
 from stio.loading.select import (
     PlacedParts,
     PlacementsLike,
@@ -156,6 +156,7 @@ def prepare(
                 hold=hold,
                 on_blocked=on_blocked,
                 budget_bytes=budget_bytes,
+                first_bytes=FIRST_BYTES if any(load.must_grow for load in loads) else sys.maxsize,
                 files=list({id(file): file for file, _, _ in reads}.values()),
                 owned=owned,
                 cached_files=list(cached.values()),
@@ -275,6 +276,14 @@ class DeviceLoad:
         if shared.prompt:
             most_bytes = total_bytes // _SMALLEST_PARTS if requests is None else requests.nbytes // 4
             self.block_bytes = min(self.block_bytes, whole_pages(most_bytes))
+
+    @property
+    def must_grow(self) -> bool:
+        """Whether the device's allocator has not enough memory at hand for all tensors, as far as it says so."""
+        accelerator = None if self._slots is None else self._slots.accelerator
+        if self._total_bytes <= FIRST_BYTES or not isinstance(accelerator, TorchAccelerator):
+            return False
+        return accelerator.must_grow(self._total_bytes)
 
     def close(self) -> None:
         """Release staging memory and files, if nothing will be read."""

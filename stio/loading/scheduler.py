@@ -32,8 +32,8 @@ from stio.runtime.workers import WorkerPool
 from stio.storage.base import RequestedSource, Source
 from stio.storage.local import LocalFile
 
-_FIRST_BYTES = 512 << 20
-"""So many bytes begin first, and move while the memory of the others is allocated."""
+FIRST_BYTES = 512 << 20
+"""The first groups with so many bytes move while the ranges of the others are made, or their memory is allocated."""
 _MOST_CHECKS = 16
 """Files behind a network that are looked at together at the end of a load."""
 
@@ -138,6 +138,7 @@ class LoadScheduler:
         hold: The budget of a group is released only when the consumer calls `release` too (streams).
         on_blocked: Called when `is_blocked` may have become true. It must take no lock.
         budget_bytes: See `Budget`.
+        first_bytes: The first groups with so many bytes begin alone.
         files: Files that must be unchanged at the end.
         owned: Closed when the load has ended.
         cached_files: Files in a cache that the load uses; released when the load has ended.
@@ -155,6 +156,7 @@ class LoadScheduler:
         hold: bool = False,
         on_blocked: Callable[[], None] = lambda: None,
         budget_bytes: int,
+        first_bytes: int = sys.maxsize,
         files: Sequence[Source] = (),
         owned: ExitStack | None = None,
         cached_files: Sequence[CachedFile] = (),
@@ -168,6 +170,7 @@ class LoadScheduler:
         self._deliver = deliver
         self.budget = Budget(budget_bytes)
         """Used by the thread of `run`, except `release`."""
+        self._first_bytes = first_bytes
         self._files = files
         self._owned = owned
         self._cached_files = cached_files
@@ -236,7 +239,7 @@ class LoadScheduler:
         while not self.is_stopped():
             while self._reorderings:
                 self._reorderings.popleft()()
-            num_under_way += self._begin_groups(_FIRST_BYTES if is_first else sys.maxsize)
+            num_under_way += self._begin_groups(self._first_bytes if is_first else sys.maxsize)
             if is_first:
                 be_nice()  # after the start of threads, which inherit the priority and lower it once more
                 is_first = False
@@ -280,7 +283,13 @@ class LoadScheduler:
         for groups in together.values():
             self._paths[groups[0].selection].begin(groups)
         if begun:
-            self._executor.add(begun)
+            num_first, first_bytes = 0, 0
+            while num_first < len(begun) and first_bytes < FIRST_BYTES:
+                first_bytes += begun[num_first].nbytes
+                num_first += 1
+            self._executor.add(begun[:num_first])
+            if num_first < len(begun):
+                self._executor.add(begun[num_first:])
             if self._trace is not None:
                 self._trace.add("begin", start, perf_counter(), num_bytes=nbytes)
         if self._blocked:

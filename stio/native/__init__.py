@@ -446,7 +446,8 @@ class Transfer:
     def __del__(self) -> None:  # not in `end`: another thread may be in `stop`
         pointer, self._pointer = getattr(self, "_pointer", None), None
         if pointer and os.getpid() == self._process:
-            self._library.transfer_end(pointer)  # waits without the GIL; `transfer_free` keeps it
+            if not self._library.transfer_try_end(pointer):
+                self._library.transfer_end(pointer)  # waits without the GIL; `transfer_free` keeps it
             self._library.transfer_free(pointer)
 
 

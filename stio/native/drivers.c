@@ -46,6 +46,7 @@ static const stio_driver *open_cuda(int ordinal, void **context, char why[STIO_T
         {"cuMemHostRegister_v2", &cuda.pin},
         {"cuMemHostUnregister", &cuda.unpin},
         {"cuGetErrorString", &cuda.error_text},
+        {"cuThreadExchangeStreamCaptureMode", &cuda.exchange_capture_mode},
     };
     /* Once: threads may use the table of another device already. */
     if (cuda.not_ready == 0 && stio_library_of("libcuda.so.1", symbols, sizeof symbols / sizeof *symbols, why) == NULL)

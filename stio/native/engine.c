@@ -828,13 +828,13 @@ uint64_t stio_transfer_moved_bytes(stio_transfer *transfer) {
     return moved_bytes;
 }
 
-/* Stop a transfer, and end it once nothing is under way: `waits` for that, or return false. */
-static bool end_transfer(stio_transfer *transfer, bool waits) {
+/* Stop a transfer, and end it once nothing is under way: with `until_idle` wait for that, otherwise return false. */
+static bool end_transfer(stio_transfer *transfer, bool until_idle) {
     pthread_mutex_lock(&engine.lock);
     transfer->is_stopped = transfer->is_woken = true;
     notify(transfer);
     /* The chunks and the rings of a transfer of this child's parent are not the child's. */
-    while (waits && is_own(transfer) && transfer->under_way > 0) pthread_cond_wait(&transfer->changed, &engine.lock);
+    while (until_idle && is_own(transfer) && transfer->under_way > 0) pthread_cond_wait(&transfer->changed, &engine.lock);
     const bool ends = !is_own(transfer) || transfer->under_way == 0;
     if (ends && is_own(transfer) && !transfer->has_ended) {
         stio_transfer **at = &engine.transfers;

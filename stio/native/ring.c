@@ -3,10 +3,10 @@
  * A slot belongs to one thread. The thread fills it, queues the copies of its chunk on the ring's stream, and an event
  * behind them. The chunk has ended when the event has passed. The thread waits for it when it needs the slot again; a
  * thread without other work waits for the oldest one of all. So while reads are slower than the device nobody waits for
- * it. A thread that is busy with chunks for the host, or for another device, asks after
- * each of them whether the oldest event has passed: otherwise such work would keep a load from its end. Calls of the
- * driver are made by the engine's threads only: to make a context the current one would change the current device of a
- * caller's thread.
+ * it. To wait is to ask the driver again after a pause. A thread that is busy with chunks for the host, or for another
+ * device, asks after each of them whether the oldest event has passed: otherwise such work would keep a load from its end.
+ * Calls of the driver are made by the engine's threads only: to make a context the current one would change the current
+ * device of a caller's thread.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -19,6 +19,7 @@
 
 #define SLOTS_BYTES (STIO_SLOTS_PER_THREAD * STIO_CHUNK_BYTES)
 #define DISABLE_TIMING 2u
+#define RELAXED 2 /* while another thread captures a graph, this one may ask after events, pin and unpin */
 #define SHORT_PAUSE_NS 20000L
 #define LONG_PAUSE_NS 500000L
 #define SHORT_PAUSES 100 /* then the pauses become longer: the device is busy with other work */
@@ -36,7 +37,8 @@ bool stio_driver_failed(const stio_driver *driver, int code, stio_failure *failu
 
 bool stio_make_current(const stio_driver *driver, void *context, stio_failure *failure) {
     if (current_context == context && current_context != NULL) return true;
-    const int code = driver->make_current(context);
+    int code = driver->make_current(context), mode = RELAXED;
+    if (code == 0 && driver->exchange_capture_mode != NULL) code = driver->exchange_capture_mode(&mode);
     if (code != 0) return stio_driver_failed(driver, code, failure);
     current_context = context;
     return true;
@@ -101,7 +103,7 @@ static int wait_until_passed(const stio_driver *driver, void *event) {
     for (int k = 0;; ++k) {
         const int code = driver->event_query(event);
         if (code != driver->not_ready) return code;
-        if (k >= SHORT_PAUSES && pause.tv_nsec < LONG_PAUSE_NS) pause.tv_nsec *= 2;
+        if (k >= SHORT_PAUSES) pause.tv_nsec = pause.tv_nsec < LONG_PAUSE_NS / 2 ? 2 * pause.tv_nsec : LONG_PAUSE_NS;
         nanosleep(&pause, NULL);
     }
 }

@@ -102,20 +102,28 @@ _SAMPLE_BYTES = 256 << 10
 _MOST_SAMPLES = 64
 
 
-# Calls about an open file of a filesystem on a block device are answered out of memory, so they keep the GIL: 4 shards
-# have 12 of them, and beside a busy Python thread each that releases it costs 5 ms (see `quick_libc`).
-_SYNC_NOTHING, _EMPTY_PATH, _BASIC_STATS, _STATX_BYTES = 0x4000, 0x1000, 0x7FF, 256  # of statx(2)
+# Calls about an open file of these filesystems are answered out of memory, so they keep the GIL: 4 shards have 12 of
+# them, and beside a busy Python thread each that releases it costs 5 ms (see `quick_libc`). Others that have a block
+# device (FUSE, Lustre, OCFS2) ask a daemon or another machine.
+_ANSWER_AT_ONCE = frozenset({"ext4", "xfs", "f2fs", "bcachefs", "squashfs", "erofs"})
+_EMPTY_PATH, _BASIC_STATS, _STATX_BYTES = 0x1000, 0x7FF, 256  # of statx(2)
+_answer_at_once: dict[int, bool] = {}  # by device
 
 
-def is_in_memory(state: os.stat_result) -> bool:
-    """Return whether the filesystem of an open file is on a block device of this machine."""
-    return sys.platform == "linux" and os.major(state.st_dev) != 0
+def answers_at_once(fd: int, state: os.stat_result) -> bool:
+    """Return whether calls about an open file are answered out of memory."""
+    if sys.platform != "linux" or not os.major(state.st_dev):  # a number without a device is given out again
+        return False
+    known = _answer_at_once.get(state.st_dev)
+    if known is None:
+        known = _answer_at_once[state.st_dev] = _filesystem(fd) in _ANSWER_AT_ONCE
+    return known
 
 
-def _identity_in_memory(fd: int) -> tuple[Identity, int] | None:
-    """Return the identity and the number of links of a file for which `is_in_memory`; None: the system refuses."""
+def _identity_at_once(fd: int) -> tuple[Identity, int] | None:
+    """Return the identity and the number of links of a file for which `answers_at_once`; None: the system refuses."""
     found = ctypes.create_string_buffer(_STATX_BYTES)
-    if _statx is None or _statx(fd, b"", _EMPTY_PATH | _SYNC_NOTHING, _BASIC_STATS, found) != 0:
+    if _statx is None or _statx(fd, b"", _EMPTY_PATH, _BASIC_STATS, found) != 0:
         return None
     (links,), (inode, nbytes) = unpack_from("=I", found, 16), unpack_from("=QQ", found, 32)
     changed, modified = (unpack_from("=qI", found, at) for at in (96, 112))
@@ -126,12 +134,15 @@ def _identity_in_memory(fd: int) -> tuple[Identity, int] | None:
 
 def is_local(fd: int) -> bool:
     """Return whether a file is on a local filesystem of this machine (Linux; elsewhere False)."""
+    return _filesystem(fd) is not None
+
+
+def _filesystem(fd: int) -> str | None:
+    """Return the name of the filesystem of a file, None if it is not one of `_LOCAL_FILESYSTEMS`."""
     buffer = (ctypes.c_long * 32)()
-    return (
-        sys.platform == "linux"
-        and libc.fstatfs(fd, ctypes.byref(buffer)) == 0
-        and (buffer[0] & 0xFFFFFFFF) in _LOCAL_FILESYSTEMS
-    )
+    if sys.platform != "linux" or libc.fstatfs(fd, ctypes.byref(buffer)) != 0:
+        return None
+    return _LOCAL_FILESYSTEMS.get(buffer[0] & 0xFFFFFFFF)
 
 
 def open_file(path: str) -> LocalFile:
@@ -158,6 +169,10 @@ def open_at(name: str, path: str, dir_fd: int | None) -> LocalFile:
     """
     with translated_errors(path):
         fd = os.open(name, OPEN_FLAGS, dir_fd=dir_fd)
+    return _file_of(fd, path)
+
+
+def _file_of(fd: int, path: str) -> LocalFile:
     try:
         return LocalFile(fd, path)
     except BaseException:
@@ -228,10 +243,10 @@ class LocalRoot:
                 if follows:
                     require_inside(os.readlink(link), os.readlink(f"/proc/self/fd/{dir_fd}"), path)
                 require_regular(state, path)
-                if self._open_at is open_at and is_in_memory(state):
+                if self._open_at is open_at and answers_at_once(found, state):
                     fd = quick_libc.open(link.encode(), OPEN_FLAGS)
                     if fd >= 0:
-                        return LocalFile(fd, path)
+                        return _file_of(fd, path)
                 return self._open_at(link, path, None)
             finally:
                 os.close(found)
@@ -272,8 +287,7 @@ class LocalFile:
         """Name for messages."""
         self.identity = identity_of(found)
         """The state of the file when it was opened."""
-        self._is_in_memory = is_in_memory(found)
-        self._closes_at_once = False
+        self._answers_at_once = answers_at_once(fd, found)
         self._opening = new_lock()
         self._direct_fd: int | None = None
         self.direct_refused = False
@@ -350,9 +364,7 @@ class LocalFile:
 
     def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if size or time of change differ from when the file was opened."""
-        quick = _identity_in_memory(self.fd) if self._is_in_memory else None
-        # The last close of a file without a name frees its blocks, which takes long.
-        self._closes_at_once = quick is not None and quick[1] > 0
+        quick = _identity_at_once(self.fd) if self._answers_at_once else None
         self.identity.require_same(quick[0] if quick else identity_of(stat_of(self.fd, self.path)), self.path)
 
     def close(self) -> None:
@@ -361,7 +373,9 @@ class LocalFile:
         fds, self.fd, self._direct_fd = (self.fd, self._direct_fd), -1, None
         for fd in fds:
             if fd is not None and fd >= 0:
-                (quick_libc if self._closes_at_once else os).close(fd)
+                # The last close of a file without a name frees its blocks, which takes long.
+                quick = _identity_at_once(fd) if self._answers_at_once else None
+                (quick_libc if quick is not None and quick[1] > 0 else os).close(fd)
 
     def _read_direct(self, fd: int, offset: int, region: Region) -> int:
         """Read whole pages past the page cache; return how many bytes were read. The caller reads the rest buffered."""
@@ -395,7 +409,7 @@ class LocalFile:
             window = vectors[first : first + 2 * _IOV_MAX]
             while sum(window[1::2]) > _READ_MAX_BYTES:  # each one alone is small enough
                 del window[-2:]
-            count = _read_at(self.fd, window, position)
+            count = _read_at(self.fd, window, position, at_once=True)
             if count < 0:
                 number = ctypes.get_errno()
                 if number == errno.EINTR:
@@ -423,10 +437,10 @@ def shrunk(file: LocalFile, nbytes_now: int) -> TruncatedError:
     )
 
 
-def _read_at(fd: int, vectors: list[int], offset: int) -> int:
+def _read_at(fd: int, vectors: list[int], offset: int, *, at_once: bool = False) -> int:
     packed: Any = array("Q", vectors)
     address, number = packed.buffer_info()[0], len(vectors) // 2
-    if _preadv2 is not None and sum(vectors[1::2]) <= _SHORT_READ_BYTES:
+    if at_once and _preadv2 is not None and sum(vectors[1::2]) <= _SHORT_READ_BYTES:
         # Out of the page cache, with the GIL; see `quick_libc`. Any error, and the file's end, comes again below.
         count = int(_preadv2(fd, address, number, offset, _RWF_NOWAIT))
         if count > 0:

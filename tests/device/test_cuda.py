@@ -167,6 +167,19 @@ def test_c96_out_of_memory(accelerator: TorchAccelerator, monkeypatch: pytest.Mo
     assert caught.value.free_bytes is None
 
 
+def test_whether_the_allocator_must_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = object.__new__(TorchAccelerator)
+    accelerator.device = torch.device("cuda:0")
+    found: Any = {"reserved_bytes": {"all": {"current": 1000}}, "allocated_bytes": {"all": {"current": 600}}}
+    accelerator._module = types.SimpleNamespace(memory_stats_as_nested_dict=lambda device: found)
+    monkeypatch.setattr(cuda_module, "free_bytes", lambda device: 5000)
+    assert [accelerator.must_grow(nbytes) for nbytes in (400, 401, 5000, 5001)] == [False, True, True, False]
+    found.clear()  # CUDA is not initialised
+    assert not accelerator.must_grow(401)
+    accelerator._module = types.SimpleNamespace()  # another kind of device
+    assert not accelerator.must_grow(401)
+
+
 @gpu
 def test_c97_pinning_fails(
     accelerator: TorchAccelerator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

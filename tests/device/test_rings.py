@@ -77,6 +77,19 @@ def test_there_is_none(monkeypatch: pytest.MonkeyPatch, opened: list[FakeDriver]
     assert ring_of(accelerator_of(object())) is None
 
 
+def test_threads_of_the_engine_may_act_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """CUDA forbids other threads of the process to ask after events then, unless they say that they are not part of it."""
+    place = Place(monkeypatch)
+    save_sharded({f"w{k}": torch.full((3 << 20,), k, dtype=torch.uint8) for k in range(8)}, tmp_path)
+    place.load(tmp_path)
+    relaxed = 2
+    assert place.driver.capture_modes
+    assert {mode for _, mode in place.driver.capture_modes} == {relaxed}
+    assert threading.get_ident() not in {thread for thread, _ in place.driver.capture_modes}
+
+
 # Whole loads, to a fake device by the engine.
 
 

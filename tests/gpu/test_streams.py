@@ -15,6 +15,7 @@ from support import eventually, require_equal, run_python
 
 import stio.sync
 from stio.device.base import resolve_device
+from stio.loading import prepare, scheduler
 from stio.runtime.trace import Trace
 from stio.testing import write_checkpoint
 
@@ -107,12 +108,19 @@ def test_casts_that_are_dropped_at_once(place: Place, checkpoint: Path, tensors:
 
 
 @gpu
-def test_work_that_is_queued_behind_a_load_is_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_work_that_is_queued_behind_a_load_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_parts: bool
+) -> None:
     """A load waits for what its caller's stream had to do when its memory was allocated, and for nothing later."""
     device = resolve_device("auto")
     tensors = {f"w{k}": torch.full((MIB,), k, dtype=torch.uint8) for k in range(24)}
     path = write_checkpoint(tmp_path, tensors)
-    stio.sync.load(path, device=device)  # what is made once a process is there
+    kept = stio.sync.load(path, device=device)  # what is made once a process is there
+    del kept  # its memory is at hand
+    if in_parts:  # as a large load
+        monkeypatch.setattr(prepare, "FIRST_BYTES", 1)
+        monkeypatch.setattr(scheduler, "FIRST_BYTES", 1)
     torch.accelerator.synchronize(device)
     module: Any = module_of(device)
     trace, found = Trace(), {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from support import PATIENCE_SECONDS, eventually, nothing_left
 
 from stio.device.base import LoadedGroup
 from stio.errors import HostMemoryError
+from stio.loading import scheduler as scheduler_module
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import Block, Group, ReadPlan
 from stio.loading.scheduler import LoadScheduler
@@ -363,6 +365,46 @@ def test_groups_without_bytes_of_the_load_need_no_budget():
     made.executor.complete(*range(9))
     made.end()
     assert made.run.budget.peak_bytes == 0
+
+
+@pytest.mark.parametrize("first_bytes", [1, sys.maxsize])
+def test_the_first_groups_move_before_the_others_are_added(monkeypatch, first_bytes):
+    """With `first_bytes` also before the memory of the others is allocated."""
+    monkeypatch.setattr(scheduler_module, "FIRST_BYTES", 150)
+    calls, executor = [], FakeExecutor()
+
+    class Calls(FakePath):
+        def begin(self, groups):
+            calls.append(("begin", [group.index for group in groups]))
+
+    add = executor.add
+    executor.add = lambda groups: (calls.append(("add", [group.index for group in groups])), add(groups))
+    made = Scheduler(plan_of(*[100] * 5), Calls(), executor=executor, first_bytes=first_bytes).start()
+    executor.batches.put(list(made.run.plan.groups))
+    made.end()
+    assert made.delivered == [0, 1, 2, 3, 4]
+    split = [("begin", [0]), ("add", [0]), ("begin", [1, 2, 3, 4]), ("add", [1, 2]), ("add", [3, 4])]
+    whole = [("begin", [0, 1, 2, 3, 4]), ("add", [0, 1]), ("add", [2, 3, 4])]
+    assert calls == (split if first_bytes == 1 else whole)
+
+
+@pytest.mark.parametrize("error", [MemoryError, Cancelled])
+def test_an_end_between_the_first_groups_and_the_others(error):
+    """What has begun is stopped; nothing is delivered, and everything is closed."""
+
+    class Refusing(FakePath):
+        def begin(self, groups):
+            super().begin(groups)
+            if 0 in self.begun and groups[0].index == 1:
+                raise error
+
+    made = Scheduler(plan_of(*[100] * 3), Refusing(), executor=FakeExecutor(), first_bytes=1).start()
+    with pytest.raises(error):
+        made.end()
+    assert made.delivered == []
+    assert made.executor.is_closed
+    assert made.path.is_closed
+    assert made.executor.added == [[0]]
 
 
 def test_promote_moves_what_has_not_begun():

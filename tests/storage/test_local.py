@@ -367,15 +367,17 @@ def test_the_page_cache_is_counted_in_pages_of_the_machine(tmp_path: Path, monke
             counts._obj[0] = -(-span._obj[1] // (1 << 16))
             return 0
 
-    monkeypatch.setattr(local, "quick_libc", Libc())
-    monkeypatch.setattr(local, "SYSTEM_PAGE_BYTES", 1 << 16)
-    assert file.resident_fraction() == 1.0
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "quick_libc", Libc())
+        patch.setattr(local, "SYSTEM_PAGE_BYTES", 1 << 16)
+        assert file.resident_fraction() == 1.0
     file.close()
 
 
 @linux
 def test_an_interrupted_close_is_not_repeated(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By then the number may be that of another file."""
+    monkeypatch.setattr(local, "answers_at_once", lambda fd, state: False)
     file = open_file(str(place / NAME))
     real = os.close
 
@@ -422,20 +424,53 @@ def test_the_identity_of_an_open_file_is_the_same_both_ways(tmp_path: Path) -> N
     path.write_bytes(b"1234567")
     os.utime(path, ns=(1_600_000_000_123_456_789, 1_500_000_000_987_654_321))
     with path.open("rb") as file:
-        found = local._identity_in_memory(file.fileno())
+        found = local._identity_at_once(file.fileno())
         assert found is not None
         expected = identity_of(os.fstat(file.fileno()))
         assert found == (expected, 1)
         assert found[0].ctime_ns == expected.ctime_ns
         path.unlink()
-        assert local._identity_in_memory(file.fileno()) == (expected, 0)
-    assert local._identity_in_memory(-1) is None
+        assert local._identity_at_once(file.fileno()) == (expected, 0)
+    assert local._identity_at_once(-1) is None
 
 
 @linux
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_a_change_is_seen_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: bool) -> None:
-    monkeypatch.setattr(local, "is_in_memory", lambda state: in_memory)
+def test_a_deleted_file_is_closed_without_the_gil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are freed then, which takes 0.2 s a GB. It may be deleted after the last check."""
+    closed: list[int] = []
+    real = os.close
+    monkeypatch.setattr(os, "close", lambda fd: (closed.append(fd), real(fd))[1])
+    for removes in (False, True):
+        (tmp_path / "f").write_bytes(b"1234567")
+        file = local.open_file(str(tmp_path / "f"))
+        file._answers_at_once = True
+        file.check_unchanged()
+        if removes:
+            (tmp_path / "f").unlink()
+        before, fd = len(closed), file.fd
+        file.close()
+        assert closed[before:] == ([fd] if removes else [])
+
+
+@linux
+@pytest.mark.parametrize("kind", ["ext4", "btrfs", "fuseblk", None])
+def test_which_filesystems_answer_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None) -> None:
+    """Those that ask a daemon or another machine have block devices too. The kind is asked for once a device."""
+    asked = []
+    monkeypatch.setattr(local, "_filesystem", lambda fd: (asked.append(fd), kind)[1])
+    monkeypatch.setattr(local, "_answer_at_once", {})
+    (tmp_path / "f").touch()
+    state = (tmp_path / "f").stat()
+    on_device, without = (os.stat_result((*state[:2], device, *state[3:])) for device in (os.makedev(254, 1), 47))
+    assert [local.answers_at_once(3, on_device) for _ in range(3)] == [kind == "ext4"] * 3
+    assert asked == [3]
+    assert not local.answers_at_once(3, without)
+
+
+@linux
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_change_is_seen_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    monkeypatch.setattr(local, "answers_at_once", lambda fd, state: at_once)
     path = tmp_path / "f"
     path.write_bytes(b"1234567")
     file = local.open_file(str(path))
@@ -473,7 +508,7 @@ def test_a_link_is_followed_and_checked(tmp_path: Path) -> None:
     (inside / "link").symlink_to("file")
     (inside / "away").symlink_to(outside)
     (inside / "none").symlink_to("nothing")
-    (inside / "pipe").mkdir()
+    (inside / "directory").mkdir()
     with local.LocalRoot(inside) as root:
         for name in ("file", "link"):
             file = root.open(name)
@@ -484,4 +519,4 @@ def test_a_link_is_followed_and_checked(tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFoundError):
             root.open("none")
         with pytest.raises(StorageError):
-            root.open("pipe")
+            root.open("directory")
