@@ -53,6 +53,7 @@ class FakeDriver:
         fail_event: Number of the recorded event, from 1, whose copies are not made, and which reports it.
         refuse_pin: Number of the pinning, from 1, from which on memory is not pinned; 0: none.
         refuse_unpin: Memory stays pinned.
+        context: The device's. A thread of the engine makes it the current one only if another one is.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class FakeDriver:
         fail_event: int = 0,
         refuse_pin: int = 0,
         refuse_unpin: bool = False,
+        context: int = 1,
     ) -> None:
+        self._context = context
         self.go = threading.Event()
         """Set: events pass."""
         if not manual:
@@ -100,7 +103,7 @@ class FakeDriver:
     @property
     def driver(self) -> native.Driver:
         """What a ring takes."""
-        return native.Driver(ctypes.addressof(self._table), 1)
+        return native.Driver(ctypes.addressof(self._table), self._context)
 
     def wait_for_events(self, count: int) -> None:
         """Wait until so many events are recorded."""

@@ -796,6 +796,13 @@ MUTANTS = (
         tests=EACH_EVENT,
     ),
     mutant(
+        "engine: threads are part of a capture",
+        "threads of the engine do not say that they are no part of a capture of a graph",
+        RING,
+        ("driver->exchange_capture_mode != NULL) code", "driver->exchange_capture_mode == NULL) code"),
+        tests="device/test_rings.py::test_threads_of_the_engine_may_act_while_a_graph_is_captured",
+    ),
+    mutant(
         "engine: event before the copies",
         "the event of a chunk is recorded before its copies are queued",
         RING,

@@ -81,7 +81,7 @@ def test_threads_of_the_engine_may_act_while_a_graph_is_captured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """CUDA forbids other threads of the process to ask after events then, unless they say that they are not part of it."""
-    place = Place(monkeypatch)
+    place = Place(monkeypatch, context=47)
     save_sharded({f"w{k}": torch.full((3 << 20,), k, dtype=torch.uint8) for k in range(8)}, tmp_path)
     place.load(tmp_path)
     relaxed = 2
