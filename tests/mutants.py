@@ -800,7 +800,7 @@ MUTANTS = (
         "threads of the engine do not say that they are no part of a capture of a graph",
         RING,
         ("driver->exchange_capture_mode != NULL) code", "driver->exchange_capture_mode == NULL) code"),
-        tests="device/test_rings.py::test_threads_of_the_engine_may_act_while_a_graph_is_captured",
+        tests="tests/device/test_rings.py::test_threads_of_the_engine_may_act_while_a_graph_is_captured",
     ),
     mutant(
         "engine: event before the copies",
