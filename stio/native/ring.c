@@ -37,6 +37,7 @@ bool stio_driver_failed(const stio_driver *driver, int code, stio_failure *failu
 
 bool stio_make_current(const stio_driver *driver, void *context, stio_failure *failure) {
     if (current_context == context && current_context != NULL) return true;
+    current_context = NULL; /* unknown, if one of the two calls fails */
     int code = driver->make_current(context), mode = RELAXED;
     if (code == 0 && driver->exchange_capture_mode != NULL) code = driver->exchange_capture_mode(&mode);
     if (code != 0) return stio_driver_failed(driver, code, failure);

@@ -102,7 +102,7 @@ _SAMPLE_BYTES = 256 << 10
 _MOST_SAMPLES = 64
 
 
-# Calls about an open file of these filesystems are answered out of memory, so they keep the GIL: 4 shards have 12 of
+# Calls about an open file of these filesystems are answered out of memory, so they keep the GIL: 4 shards have 8 of
 # them, and beside a busy Python thread each that releases it costs 5 ms (see `quick_libc`). Others that have a block
 # device (FUSE, Lustre, OCFS2) ask a daemon or another machine.
 _ANSWER_AT_ONCE = frozenset({"ext4", "xfs", "f2fs", "bcachefs", "squashfs", "erofs"})
@@ -169,10 +169,6 @@ def open_at(name: str, path: str, dir_fd: int | None) -> LocalFile:
     """
     with translated_errors(path):
         fd = os.open(name, OPEN_FLAGS, dir_fd=dir_fd)
-    return _file_of(fd, path)
-
-
-def _file_of(fd: int, path: str) -> LocalFile:
     try:
         return LocalFile(fd, path)
     except BaseException:
@@ -243,10 +239,6 @@ class LocalRoot:
                 if follows:
                     require_inside(os.readlink(link), os.readlink(f"/proc/self/fd/{dir_fd}"), path)
                 require_regular(state, path)
-                if self._open_at is open_at and answers_at_once(found, state):
-                    fd = quick_libc.open(link.encode(), OPEN_FLAGS)
-                    if fd >= 0:
-                        return _file_of(fd, path)
                 return self._open_at(link, path, None)
             finally:
                 os.close(found)
