@@ -23,7 +23,8 @@ _GPU_LABELS = {
 _GPU_PANELS = (
     Panel("loads", "seconds", "Load 6.1 GB from the page cache to an H200, later loads"),
     Panel("loads", "first_seconds", "The first such load of a process"),
-    Panel("busy", "seconds", "Later loads beside a busy Python thread"),
+    Panel("busy", "first_seconds", "The first load beside a busy Python thread"),
+    Panel("busy", "seconds", "The next load beside it"),
     Panel("refresh", "seconds", "New weights for a module on the device"),
 )
 

@@ -10,10 +10,12 @@ a buffer any more.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import accumulate
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -33,7 +35,7 @@ from stio.storage.base import RequestedSource, Source
 from stio.storage.local import LocalFile
 
 FIRST_BYTES = 512 << 20
-"""The first groups with so many bytes move while the ranges of the others are made, or their memory is allocated."""
+"""The first groups, with so many bytes, are given to the executor alone. They move while the others are prepared."""
 _MOST_CHECKS = 16
 """Files behind a network that are looked at together at the end of a load."""
 
@@ -138,7 +140,7 @@ class LoadScheduler:
         hold: The budget of a group is released only when the consumer calls `release` too (streams).
         on_blocked: Called when `is_blocked` may have become true. It must take no lock.
         budget_bytes: See `Budget`.
-        first_bytes: The first groups with so many bytes begin alone.
+        first_bytes: The first groups, with so many bytes, begin before memory is allocated for the others.
         files: Files that must be unchanged at the end.
         owned: Closed when the load has ended.
         cached_files: Files in a cache that the load uses; released when the load has ended.
@@ -283,13 +285,10 @@ class LoadScheduler:
         for groups in together.values():
             self._paths[groups[0].selection].begin(groups)
         if begun:
-            num_first, first_bytes = 0, 0
-            while num_first < len(begun) and first_bytes < FIRST_BYTES:
-                first_bytes += begun[num_first].nbytes
-                num_first += 1
-            self._executor.add(begun[:num_first])
-            if num_first < len(begun):
-                self._executor.add(begun[num_first:])
+            num_first = bisect_left(list(accumulate(group.nbytes for group in begun)), FIRST_BYTES) + 1
+            for part in (begun[:num_first], begun[num_first:]):
+                if part:
+                    self._executor.add(part)
             if self._trace is not None:
                 self._trace.add("begin", start, perf_counter(), num_bytes=nbytes)
         if self._blocked:

@@ -39,8 +39,8 @@ typedef struct stio_driver {
     int (*event_destroy)(void *event);
     int (*pin)(void *address, size_t nbytes, unsigned flags);
     int (*unpin)(void *address);
-    int (*error_text)(int code, const char **text);  /* may be NULL */
-    int (*exchange_capture_mode)(int *mode);          /* of the calling thread; may be NULL */
+    int (*error_text)(int code, const char **text); /* may be NULL */
+    int (*exchange_capture_mode)(int *mode); /* of the calling thread; may be NULL */
     int not_ready;
 } stio_driver;
 

@@ -19,7 +19,7 @@
 
 #define SLOTS_BYTES (STIO_SLOTS_PER_THREAD * STIO_CHUNK_BYTES)
 #define DISABLE_TIMING 2u
-#define RELAXED 2 /* while another thread captures a graph, this one may ask after events, pin and unpin */
+#define RELAXED 2 /* of capture modes: this thread may make any call while another one captures a graph */
 #define SHORT_PAUSE_NS 20000L
 #define LONG_PAUSE_NS 500000L
 #define SHORT_PAUSES 100 /* then the pauses become longer: the device is busy with other work */

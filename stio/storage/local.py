@@ -104,7 +104,7 @@ _MOST_SAMPLES = 64
 
 # Calls about an open file of these filesystems are answered out of memory, so they keep the GIL: 4 shards have 8 of
 # them, and beside a busy Python thread each that releases it costs 5 ms (see `quick_libc`). Others that have a block
-# device (FUSE, Lustre, OCFS2) ask a daemon or another machine.
+# device (FUSE, Lustre, OCFS2) ask a daemon or another machine. A virus scanner that is asked at each read is not known.
 _ANSWER_AT_ONCE = frozenset({"ext4", "xfs", "f2fs", "bcachefs", "squashfs", "erofs"})
 _EMPTY_PATH, _BASIC_STATS, _STATX_BYTES = 0x1000, 0x7FF, 256  # of statx(2)
 _answer_at_once: dict[int, bool] = {}  # by device
@@ -112,7 +112,7 @@ _answer_at_once: dict[int, bool] = {}  # by device
 
 def answers_at_once(fd: int, state: os.stat_result) -> bool:
     """Return whether calls about an open file are answered out of memory."""
-    if sys.platform != "linux" or not os.major(state.st_dev):  # a number without a device is given out again
+    if sys.platform != "linux" or not os.major(state.st_dev):  # no device: such numbers are used again
         return False
     known = _answer_at_once.get(state.st_dev)
     if known is None:

@@ -227,6 +227,14 @@ def _spoil(directory: Path, kind: str) -> None:
         models.write(directory, part, models.LLAMA)
 
 
+def _fail_to_reload(one, directory, tensors, kind):
+    spoiled = models.write(directory, tensors, models.LLAMA)
+    _spoil(spoiled, kind)
+    with pytest.raises(EngineError):
+        one.reload(spoiled)
+    shutil.rmtree(spoiled, ignore_errors=True)
+
+
 KINDS = ("missing", "cut", "empty", "no directory", "wrong shapes", "incomplete")
 
 
@@ -240,11 +248,7 @@ def test_a_failed_reload_leaves_the_engine_answering(engines, tmp_path, tensors,
         for turn in range(10):
             now = turn % 2
             for kind in KINDS:
-                spoiled = models.write(tmp_path / "spoiled", changed, models.LLAMA)
-                _spoil(spoiled, kind)
-                with pytest.raises(EngineError):
-                    one.reload(spoiled)
-                shutil.rmtree(spoiled, ignore_errors=True)
+                _fail_to_reload(one, tmp_path / "spoiled", changed, kind)
                 assert one.generate() == answers[now], kind
             one.reload((second, first)[now])
             assert one.generate() == answers[1 - now]
@@ -259,11 +263,7 @@ def test_two_ranks_answer_after_a_failed_reload_of_each_kind(engines, tmp_path, 
     with engines.start(models.write(tmp_path / "model", tensors, models.LLAMA), **options) as one:
         assert one.generate() == answers
         for kind in KINDS:
-            spoiled = models.write(tmp_path / "spoiled", changed, models.LLAMA)
-            _spoil(spoiled, kind)
-            with pytest.raises(EngineError):
-                one.reload(spoiled)
-            shutil.rmtree(spoiled, ignore_errors=True)
+            _fail_to_reload(one, tmp_path / "spoiled", changed, kind)
             assert one.generate() == answers, kind
 
 

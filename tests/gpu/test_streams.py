@@ -15,6 +15,7 @@ from support import eventually, require_equal, run_python
 
 import stio.sync
 from stio.device.base import resolve_device
+from stio.device.cuda import TorchAccelerator
 from stio.loading import prepare, scheduler
 from stio.runtime.trace import Trace
 from stio.testing import write_checkpoint
@@ -116,8 +117,7 @@ def test_work_that_is_queued_behind_a_load_is_not_waited_for(
     device = resolve_device("auto")
     tensors = {f"w{k}": torch.full((MIB,), k, dtype=torch.uint8) for k in range(24)}
     path = write_checkpoint(tmp_path, tensors)
-    kept = stio.sync.load(path, device=device)  # what is made once a process is there
-    del kept  # its memory is at hand
+    stio.sync.load(path, device=device)  # what is made once a process is there, and torch has memory at hand
     if in_parts:  # as a large load
         monkeypatch.setattr(prepare, "FIRST_BYTES", 1)
         monkeypatch.setattr(scheduler, "FIRST_BYTES", 1)
@@ -143,6 +143,28 @@ def test_work_that_is_queued_behind_a_load_is_not_waited_for(
     loading.join(60)
     assert not event.query()
     require_equal(found, tensors)
+
+
+@gpu
+@pytest.mark.parametrize("grows", [False, True])
+def test_memory_that_the_driver_must_give_is_allocated_in_two_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grows: bool
+) -> None:
+    device = resolve_device("auto")
+    tensors = {f"w{k}": torch.full((MIB,), k, dtype=torch.uint8) for k in range(24)}
+    path = write_checkpoint(tmp_path, tensors)
+    allocate, sizes = TorchAccelerator.allocate, []
+
+    def counted(accelerator: TorchAccelerator, wanted: Any) -> Any:
+        sizes.append(len(wanted))
+        return allocate(accelerator, wanted)
+
+    monkeypatch.setattr(TorchAccelerator, "allocate", counted)
+    monkeypatch.setattr(TorchAccelerator, "must_grow", lambda accelerator, nbytes: grows)
+    monkeypatch.setattr(prepare, "FIRST_BYTES", MIB)
+    # With a budget of 8 MiB a group has 2 MiB.
+    require_equal(stio.sync.load(path, device=device, budget_bytes=8 * MIB), tensors)
+    assert sizes == ([2, 22] if grows else [24])
 
 
 SCRIPT = """
