@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import cufile_stand_in
@@ -43,11 +44,21 @@ def make(file: File, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., 
         one.close()
 
 
+@contextmanager
+def new_transfer() -> Iterator[Transfer]:
+    """Make a transfer that ends before the file that it reads is closed, also when the test fails."""
+    transfer = Transfer()
+    try:
+        yield transfer
+    finally:
+        transfer.end()
+
+
 def load(
     file: File, device: Device, handle: native.CuFile, parts: list[tuple[int, int, bool]], *, num_groups: int = 1
 ) -> list[Memory]:
     """Load parts of a file, by cuFile or by the ring; return the memory of each when all are complete."""
-    memories, ranges, transfer = [], Ranges(), Transfer()
+    memories, ranges = [], Ranges()
     for k, (offset, nbytes, is_cufile) in enumerate(parts):
         memories.append(Memory(nbytes, 7 * (k % 3)))
         target = memories[-1].address
@@ -55,13 +66,13 @@ def load(
             k * num_groups // len(parts), file.fd, file.direct_fd if k // 2 % 2 else -1, offset, nbytes, target,
             device.ring, handle if is_cufile else None,
         )  # fmt: skip
-    transfer.add(ranges)
-    take_all(transfer, num_groups)
-    for memory, (offset, nbytes, _) in zip(memories, parts, strict=True):
-        assert memory[:] == file.bytes[offset : offset + nbytes]
-        memory.require_guards()
-    assert transfer.moved_bytes >= sum(nbytes for _, nbytes, _ in parts)
-    transfer.end()
+    with new_transfer() as transfer:
+        transfer.add(ranges)
+        take_all(transfer, num_groups)
+        for memory, (offset, nbytes, _) in zip(memories, parts, strict=True):
+            assert memory[:] == file.bytes[offset : offset + nbytes]
+            memory.require_guards()
+        assert transfer.moved_bytes >= sum(nbytes for _, nbytes, _ in parts)
     return memories
 
 
@@ -131,14 +142,14 @@ def test_after_a_failure_cufile_is_not_tried_again(make, file: File, device: Dev
 
 def test_an_error_that_stays_is_the_ring_s(make, file: File, device: Device) -> None:
     _, handle = make()
-    memory, ranges, transfer = Memory(MIB), Ranges(), Transfer()
+    memory, ranges = Memory(MIB), Ranges()
     ranges.file_to_device(5, file.fd, -1, FILE_BYTES - 1000, MIB, memory.address, device.ring, handle)
-    transfer.add(ranges)
-    with pytest.raises(Failure) as caught:
-        transfer.take(20)
+    with new_transfer() as transfer:
+        transfer.add(ranges)
+        with pytest.raises(Failure) as caught:
+            transfer.take(20)
     found = caught.value
     assert (found.kind, found.group, found.offset) == (native.TRUNCATED, 5, FILE_BYTES)
-    transfer.end()
     memory.require_guards()
     assert memory[1000:] == bytes([POISON]) * (MIB - 1000)
 
@@ -172,42 +183,38 @@ def test_the_device_is_the_current_one(make, file: File, devices: list[Device], 
 
 def test_an_end_waits_for_a_read_and_begins_no_other(make, file: File, device: Device) -> None:
     stand_in, handle = make(hold_read=1)
-    memory, ranges, transfer = Memory(3 * FILE_BYTES), Ranges(), Transfer()
+    memory, ranges = Memory(3 * FILE_BYTES), Ranges()
     for group in range(3):  # 18 chunks, more than threads
         target = memory.address + group * FILE_BYTES
         ranges.file_to_device(group, file.fd, -1, 0, FILE_BYTES, target, device.ring, handle)
-    transfer.add(ranges)
-    assert eventually(lambda: stand_in.is_held)
-    transfer.stop()
-    under_way = stand_in.num_reads
-    assert under_way < 18
-    assert not eventually(lambda: stand_in.num_reads > under_way + 4, 0.05)
-    stand_in.hold_read = 0
-    transfer.end()
+    with new_transfer() as transfer:
+        transfer.add(ranges)
+        try:
+            assert eventually(lambda: stand_in.is_held)
+            transfer.stop()
+            under_way = stand_in.num_reads
+            assert under_way < 18
+            assert not eventually(lambda: stand_in.num_reads > under_way + 4, 0.05)
+        finally:
+            stand_in.hold_read = 0
     found, num_reads = memory[:], stand_in.num_reads
     assert not eventually(lambda: memory[:] != found or stand_in.num_reads != num_reads, 0.05)
 
 
 def test_slots_end_while_cufile_reads_without_end(make, file: File, device: Device) -> None:
     """A thread that is busy with such reads still looks whether the copies of others have passed."""
-    stand_in, handle = make(hold_read=150)
-    busy, small = Transfer(), Transfer()
-    memories, ranges = [Memory(FILE_BYTES) for _ in range(40)], Ranges()
-    for k, memory in enumerate(memories):
-        ranges.file_to_device(k, file.fd, -1, 0, FILE_BYTES, memory.address, device.ring, handle)
+    stand_in, handle = make()
+    memory, ranges, num_groups = Memory(FILE_BYTES), Ranges(), 3000  # the same bytes again: 18,000 reads, seconds
+    for group in range(num_groups):
+        ranges.file_to_device(group, file.fd, -1, 0, FILE_BYTES, memory.address, device.ring, handle)
     target, one = Memory(1000), Ranges()
     one.file_to_device(0, file.fd, -1, 5, 1000, target.address, device.ring)
-    busy.add(ranges)
-    small.add(one)
-    try:
+    with new_transfer() as busy, new_transfer() as small:
+        busy.add(ranges)
+        small.add(one)
         take_all(small, 1)
         assert target[:] == file.bytes[5:1005]
-        assert stand_in.num_reads < 150 + native.MOST_THREADS
-    finally:
-        stand_in.hold_read = 0
-    take_all(busy, 40)
-    for transfer in (busy, small):
-        transfer.end()
+        assert stand_in.num_reads < 6 * num_groups
 
 
 def test_a_library_that_is_not_there(tmp_path: Path) -> None:
