@@ -29,6 +29,8 @@ class _Table(ctypes.Structure):
     _fields_ = (
         ("make_current", ctypes.CFUNCTYPE(_INT, _VOID)),
         ("copy", ctypes.CFUNCTYPE(_INT, ctypes.c_uint64, _VOID, _SIZE, _VOID)),
+        ("copy_to_host", ctypes.CFUNCTYPE(_INT, _VOID, ctypes.c_uint64, _SIZE, _VOID)),
+        ("copy_on_device", ctypes.CFUNCTYPE(_INT, ctypes.c_uint64, ctypes.c_uint64, _SIZE, _VOID)),
         ("event_create", ctypes.CFUNCTYPE(_INT, ctypes.POINTER(_VOID), ctypes.c_uint)),
         ("event_record", ctypes.CFUNCTYPE(_INT, _VOID, _VOID)),
         ("event_query", _EVENT),
@@ -120,6 +122,8 @@ class FakeDriver:
             self._queued.append((target, source, nbytes))
             self.num_pending += 1
         return 0
+
+    _copy_to_host = _copy_on_device = _copy
 
     def _event_create(self, event: Any, flags: int) -> int:
         with self._lock:

@@ -58,6 +58,7 @@ NO_COPY = GPU_ENGINE + "test_a_copy_that_does_not_come"
 
 ENGINE = "tests/native/test_engine.py::"
 CUFILE = "tests/native/test_cufile.py::"
+REFRESH = "tests/gpu/test_refresh.py::"
 EACH_EVENT = ENGINE + "test_a_group_is_complete_behind_each_of_its_events"
 ARRANGED = ENGINE + "test_arranged_groups_are_next_and_none_is_lost"
 
@@ -82,10 +83,7 @@ BASE = "stio/device/base.py"
 PATHS = "stio/loading/read_paths.py"
 
 ON_COPY_STREAM = "            with on_stream(self._module, self.device, self.copy_stream):\n                copy_each("
-WAITS_FIRST = (
-    "            may_begin.synchronize()  "
-    "# only now: until then the views are made beside the work of the caller's stream\n"
-)
+WAITS_FIRST = "            may_begin.synchronize()\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,6 +478,59 @@ MUTANTS = (
         ("    with module.device(device), module.stream(stream):", "    with module.stream(stream):"),
         tests=CONTEXT,
     ),
+    # Loads into memory of the caller, as bytes.
+    mutant(
+        "bytes into memory with gaps",
+        "memory that is not contiguous gets the bytes of the tensor one after the other",
+        "stio/device/tensor_memory.py",
+        ("and tensor.is_contiguous() and not any", "and not any"),
+        tests=f"{REFRESH}test_all_kinds_of_memory_are_filled",
+    ),
+    mutant(
+        "bytes of another dtype",
+        "memory of another dtype gets the bytes of the tensor as they are",
+        "stio/loading/target.py",
+        ("                and place.memory.dtype == TORCH_DTYPES[place.stored]\n", ""),
+        tests=f"{REFRESH}test_all_kinds_of_memory_are_filled",
+    ),
+    mutant(
+        "bytes into memory that was freed",
+        "memory that is freed during a load is written nevertheless",
+        "stio/device/tensor_memory.py",
+        (
+            "        begin, end, address, _ = require_memory(name, target, path=path)\n        ranges.of_device(",
+            "        begin, end, address = 0, target.nbytes, target.data_ptr()\n        ranges.of_device(",
+        ),
+        tests=f"{REFRESH}test_memory_that_is_freed_during_the_load_is_not_written",
+    ),
+    mutant(
+        "bytes are not counted as a change",
+        "autograd does not see that a load has written a tensor",
+        "stio/device/tensor_memory.py",
+        ("            torch.autograd.graph.increment_version(target)\n", "            pass\n"),
+        tests=f"{REFRESH}test_all_kinds_of_memory_are_filled",
+    ),
+    mutant(
+        "bytes on another stream",
+        "the copies into the caller's memory are queued on the default stream",
+        "stio/device/tensor_memory.py",
+        (".current_stream(image.device), ranges)", ".default_stream(image.device), ranges)"),
+        tests=f"{REFRESH}test_addresses_stay_and_values_change_in_the_order_of_the_stream[True]",
+    ),
+    mutant(
+        "the driver's copies are refused in silence",
+        "a load whose copies were refused reports success",
+        "stio/native/drivers.c",
+        ("    stio_driver_failed(driver, code, failure);\n    return -1;\n", "    (void)failure;\n    return 0;\n"),
+        tests="tests/native/test_copies.py::test_a_refused_copy_is_told_and_those_before_it_are_queued",
+    ),
+    mutant(
+        "copies to the host by the call for the device",
+        "saves call the driver's function that copies within the device",
+        "stio/native/drivers.c",
+        ("code = to_host ? driver", "code = !to_host ? driver"),
+        tests="tests/device/test_copy_out.py::test_many_tensors_of_a_device_take_one_call",
+    ),
     # Warm starts.
     mutant(
         "a warm start does not wait for casts",
@@ -593,11 +644,11 @@ MUTANTS = (
         "copies of a save are queued on the current stream of the worker's thread, the event on the save's",
         COPYING,
         (
-            "        with on_stream(module, device, stream), torch.no_grad():",
-            "        with module.device(device), torch.no_grad():",
+            "queue_copies(device, stream, ranges, to_host=True)",
+            "queue_copies(device, module.default_stream(device), ranges, to_host=True)",
         ),
-        tests=SAVE,
-        delay=0.02,
+        tests="tests/device/test_copy_out.py::test_many_tensors_of_a_device_take_one_call",
+        delay=0.001,
     ),
     mutant(
         "a save on the caller's stream",
@@ -640,7 +691,7 @@ MUTANTS = (
         "saves wait on the stream that they share",
         "the stream of saves waits for the caller's work, so other saves wait for it too",
         COPYING,
-        ("            may_begin.synchronize()  #", "            stream.wait_event(may_begin.event)  #"),
+        (WAITS_FIRST, "            stream.wait_event(may_begin.event)\n"),
         tests=f"{FAULTS}test_fault_2_a_save_waits_for_nothing_that_another_one_waits_for",
     ),
     mutant(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -83,6 +83,15 @@ Target: TypeAlias = torch.device | Accelerator
 """Device of tensors: the CPU or an accelerator of torch, with its index; or an object of the caller (tests)."""
 
 
+class Image(NamedTuple):
+    """The bytes of a group in one tensor on a device, for a consumer that copies them into memory of its own."""
+
+    memory: torch.Tensor
+    """The bytes, as uint8."""
+    offsets: Mapping[str, int]
+    """By name, the first byte of each tensor."""
+
+
 @dataclass(slots=True)
 class LoadedGroup:
     """Tensors of one group. Their bytes are there for every thread and every stream.
@@ -92,6 +101,8 @@ class LoadedGroup:
 
     tensors: dict[str, torch.Tensor]
     """By name."""
+    image: Image | None = None
+    """What the consumer gets instead of tensors if it copies the bytes of each as they are; see `Delivery.copied`."""
     results: dict[str, torch.Tensor] | None = None
     """What the consumer gets instead of the tensors, whose memory it shares; None: it gets the tensors."""
 

@@ -11,18 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from stio import native
 from stio.device.base import Event
-from stio.device.cuda import TorchEvent, answering, bytes_of, event_now, has_streams, on_stream, save_stream
-from stio.device.pinned import PinnedAllocator
+from stio.device.cuda import (
+    TorchEvent,
+    answering,
+    bytes_of,
+    event_now,
+    has_streams,
+    on_stream,
+    queue_copies,
+    save_stream,
+)
+from stio.device.pinned import PinnedAllocator, driver_of
 from stio.device.tensor_memory import require_data
 from stio.device.tensors import PLAIN
-from stio.device.torch_private import INTEGERS, conj_neg_bits, copy_each, unflatten_like, without_torch_function
+from stio.device.torch_private import INTEGERS, conj_neg_bits, copy_each, without_torch_function
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
@@ -37,18 +45,10 @@ _PART_BYTES = 16 << 20
 PLAIN_LAYOUT = (None, (False, False))
 """`TensorSource.layout` of a contiguous tensor that is neither conjugated nor negated."""
 
-_MOVED = frozenset(
-    {*INTEGERS.values(), torch.int8, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64}
-)
-"""Dtypes that every kind of device copies as they are. Others are copied as bytes."""
-
 _TILE_COLUMNS = 64
 """Columns copied at a time from a transposed tensor: a 64 MiB block of float32 takes 21 ms by tiles, 175 by rows."""
 
 _CACHE_LINE_BYTES = 64
-
-_SHORT_BYTES = 1 << 20
-"""Shorter tensors on a device are copied together; a copy of its own costs longer ones nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +101,7 @@ def _accelerator_of(tensor: object) -> torch.device | None:
     return device if device.type != "meta" and has_streams(device) else None
 
 
-def copy_out(
-    copies: Iterable[Copy],
-    ready: Readiness | None = None,
-    whole: Mapping[torch.device, Sequence[tuple[int, torch.Tensor]]] = MappingProxyType({}),
-    block: Region | None = None,
-) -> None:
+def copy_out(copies: Iterable[Copy], ready: Readiness | None = None) -> None:
     """Copy bytes of tensors into host memory. Blocks; callable from any thread.
 
     A copy takes the bytes `[start, start + region.nbytes)` that the tensor would have if it were contiguous, with its
@@ -116,8 +111,6 @@ def copy_out(
     Args:
         copies: What to copy. A tensor that is not contiguous is copied by whole elements only.
         ready: When tensors on devices may be read; None: behind what this thread has queued.
-        whole: By device, contiguous tensors and their offsets in the block, to be copied whole.
-        block: Where they are copied to.
 
     Raises:
         ValueError: A range outside its tensor, or one that cuts an element of a tensor that is not contiguous; or the
@@ -125,7 +118,7 @@ def copy_out(
         DeviceError: A copy was refused or failed. No region is being written to when this is raised.
         DeviceMemoryError: A device has no memory to make a part of a tensor contiguous.
     """
-    by_device: dict[torch.device, list[Copy]] = {device: [] for device in whole}
+    by_device: dict[torch.device, list[Copy]] = {}
     on_cpu = []
     for copy in copies:
         tensor, start, region = copy
@@ -139,7 +132,7 @@ def copy_out(
             by_device.setdefault(tensor.device, []).append(copy)
     with ExitStack() as waits:  # all events are waited for, even if something fails
         for device, of_device in by_device.items():
-            event = _queue_copies(device, of_device, ready or Readiness(), whole.get(device, ()), block)
+            event = _queue_copies(device, of_device, ready or Readiness())
             waits.callback(event.synchronize)
         for tensor, start, region in on_cpu:
             _copy_on_cpu(tensor, start, region)
@@ -154,8 +147,6 @@ def copy_pieces(
     group: int = 0,
 ) -> list[Any]:
     """Copy bytes of many tensors into one block of host memory, as `copy_out` does.
-
-    Whole tensors on devices are copied by a few calls (`torch_private`).
 
     Args:
         sources: The tensors.
@@ -175,7 +166,6 @@ def copy_pieces(
         DeviceMemoryError: See `copy_out`.
     """
     others: list[Copy] = []
-    whole: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     storages: list[Any] = []
     address, size, plain = target.address, target.nbytes, PLAIN_LAYOUT
     for number, start, at, nbytes, _ in pieces:
@@ -184,21 +174,18 @@ def copy_pieces(
         # Since it was described a tensor may have changed: an access outside its memory would end the process.
         begin, end, storage, _ = require_data(source.name, tensor)
         if (
-            source.layout == plain
+            ranges is not None
+            and tensor.is_cpu
+            and source.layout == plain
             and 0 <= start <= end - begin - nbytes
             and 0 <= at <= size - nbytes
             and tensor.is_contiguous()
         ):
-            if ranges is not None and tensor.is_cpu:
-                storages.append(tensor.untyped_storage())
-                ranges.host_to_host(group, storage + begin + start, nbytes, address + at, at)
-                continue
-            is_short = nbytes == tensor.nbytes < _SHORT_BYTES and not tensor.is_cpu
-            if is_short and tensor.dtype in _MOVED and not (address + at) % tensor.itemsize:
-                whole.setdefault(tensor.device, []).append((at, tensor))
-                continue
-        others.append((tensor, start, target.sub(at, nbytes)))
-    copy_out(others, ready, whole, target)
+            storages.append(tensor.untyped_storage())
+            ranges.host_to_host(group, storage + begin + start, nbytes, address + at, at)
+        else:
+            others.append((tensor, start, target.sub(at, nbytes)))
+    copy_out(others, ready)
     return storages
 
 
@@ -257,37 +244,31 @@ def _parts(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[torch.T
             at += whole * row
 
 
-def _queue_copies(
-    device: torch.device,
-    copies: Sequence[Copy],
-    ready: Readiness,
-    whole: Sequence[tuple[int, torch.Tensor]],
-    block: Region | None,
-) -> Event:
-    """Queue a device's copies on the stream of saves, once they may be made; return an event behind them."""
+def _queue_copies(device: torch.device, copies: Sequence[Copy], ready: Readiness) -> Event:
+    """Queue a device's copies on the stream of saves, once they may be made; return an event behind them.
+
+    The driver copies what is contiguous, in one call (`queue_copies`); torch where the engine has no driver.
+    """
     module: Any = torch.get_device_module(device)
     with answering(device):
         stream = save_stream(module, device)
     may_begin = ready.event(device)
     try:
         with on_stream(module, device, stream), torch.no_grad():
-            targets, parts = _views_of(block, whole) if block is not None else ([], [])
-            strided = []
+            may_begin.synchronize()
+            ranges, has_driver = native.Ranges(), driver_of(device) is not None
             for tensor, start, region in copies:
-                if tensor.is_contiguous() and not any(conj_neg_bits(tensor)):
-                    targets.append(bytes_of(region))
+                begin, _, storage, _ = require_data("", tensor)
+                if not tensor.is_contiguous() or any(conj_neg_bits(tensor)):
+                    _queue_strided(tensor, start, region)
+                elif has_driver:
+                    ranges.of_device(storage + begin + start, region.nbytes, region.address)
+                else:
                     # Not view(-1): a tensor of one element may have any stride, and then has no view as bytes.
                     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-                    parts.append(flat[start : start + region.nbytes])
-                else:
-                    strided.append((tensor, start, region))
-            may_begin.synchronize()  # only now: until then the views are made beside the work of the caller's stream
-            for tensor in (*(one for one, _, _ in copies), *(one for _, one in whole)):
-                require_data("", tensor)
-            for tensor, start, region in strided:
-                _queue_strided(tensor, start, region)
-            if targets:
-                copy_each(targets, parts, non_blocking=True)
+                    bytes_of(region).copy_(flat[start : start + region.nbytes], non_blocking=True)
+            if len(ranges):
+                queue_copies(device, stream, ranges, to_host=True)
             return TorchEvent(module, device, stream)
     except BaseException as error:
         with suppress(RuntimeError):  # a lost device raises its error again
@@ -301,30 +282,6 @@ def _queue_copies(
                 expected=f"{_PART_BYTES:,} bytes",
             ) from error
         raise DeviceError(f"copying from {device} failed: {error}") from error
-
-
-def _views_of(
-    block: Region, whole: Sequence[tuple[int, torch.Tensor]]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return views of a block of the shapes and dtypes of tensors, and the tensors; a few calls for many tensors.
-
-    Args:
-        block: Host memory.
-        whole: Contiguous tensors, and their offsets in the block.
-    """
-    flat = bytes_of(block)
-    runs: list[tuple[int, list[torch.Tensor]]] = []
-    end = -1
-    for at, tensor in whole:
-        if at != end or tensor.dtype != runs[-1][1][0].dtype:
-            runs.append((at, []))
-        runs[-1][1].append(tensor)
-        end = at + tensor.nbytes
-    targets: list[torch.Tensor] = []
-    for first, run in runs:
-        nbytes = sum(tensor.nbytes for tensor in run)
-        targets += unflatten_like(flat[first : first + nbytes].view(run[0].dtype), run)
-    return targets, [tensor for _, tensor in whole]
 
 
 def _queue_strided(tensor: torch.Tensor, start: int, region: Region) -> None:

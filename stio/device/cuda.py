@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from stio import native
-from stio.device.pinned import PinnedAllocator, drivers, node_of
+from stio.device.pinned import PinnedAllocator, driver_of, drivers, node_of
 from stio.device.torch_private import copy_each, new_tensors
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.runtime import stats
@@ -114,6 +114,29 @@ def event_now(device: torch.device) -> TorchEvent:
     module: Any = torch.get_device_module(device)
     with answering(device):
         return TorchEvent(module, device, module.current_stream(device))
+
+
+def queue_copies(device: torch.device, stream: Any, ranges: native.Ranges, *, to_host: bool = False) -> None:
+    """Queue copies of a device's memory on a stream, by its driver; see `stio.native.queue_copies`.
+
+    No tensor is made: beside a busy Python thread the deallocation of each takes up to a switch interval.
+
+    Raises:
+        DeviceError: The device refused a copy; those before it are queued.
+    """
+    found = driver_of(device, stream)
+    assert found is not None
+    driver, handle = found
+    try:
+        with torch.get_device_module(device).device(device):  # the call changes the thread's current device
+            native.queue_copies(driver, handle, ranges, to_host=to_host)
+    except native.Failure as failure:
+        raise copy_error(device, failure) from None
+
+
+def copy_error(device: torch.device, failure: native.Failure) -> DeviceError:
+    """Return the error of a copy that the driver refused or that failed."""
+    return DeviceError(f"copying on {device} failed: {failure.text or f'code {failure.code} of its driver'}")
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -336,10 +359,6 @@ class DeviceRing:
         if not self._has_warned and self.ring.was_refused:
             self._has_warned = True
             logger.warning("pinning host memory failed, copies to %s are slower", self.device)
-
-    def error(self, failure: native.Failure) -> DeviceError:
-        """Return the error of a copy that the driver refused or that failed."""
-        return DeviceError(f"copying to {self.device} failed: {failure.text or f'code {failure.code} of its driver'}")
 
     def __del__(self) -> None:
         ring = getattr(self, "ring", None)

@@ -42,8 +42,15 @@ def numa_node(pci_address: str, *, sysfs: str = "/sys") -> int | None:
 
 
 def _cuda(device: torch.device, stream: Any) -> tuple[native.Driver | str, int]:
-    kind = "hip" if torch.version.hip else "cuda"
-    return native.open_driver(kind, device.index), 0 if stream is None else int(stream.cuda_stream)
+    driver = _known_drivers.get(device) or native.open_driver("hip" if torch.version.hip else "cuda", device.index)
+    if isinstance(driver, native.Driver):
+        _known_drivers[device] = driver
+    return driver, 0 if stream is None else int(stream.cuda_stream)
+
+
+_known_drivers: dict[torch.device, native.Driver] = {}
+"""Drivers that were found: to open one retains the context of its device once more."""
+after_fork_in_child(_known_drivers.clear)
 
 
 drivers: dict[str, Callable[[torch.device, Any], tuple[native.Driver | str, int]]] = {"cuda": _cuda}
@@ -51,23 +58,11 @@ drivers: dict[str, Callable[[torch.device, Any], tuple[native.Driver | str, int]
 Tests add the simulated device."""
 
 
-def driver_of(device: torch.device) -> native.Driver | None:
-    """Return the driver of a device; None if the engine, or its driver, is not here."""
+def driver_of(device: torch.device, stream: Any = None) -> tuple[native.Driver, int] | None:
+    """Return the driver of a device, and the handle of a stream; None if the engine, or its driver, is not here."""
     open_driver = drivers.get(device.type) if native.available() else None
-    if open_driver is None:
-        return None
-    known = _known_drivers.get((open_driver, device))
-    if known is None:
-        driver = open_driver(device, None)[0]
-        if not isinstance(driver, native.Driver):
-            return None
-        known = _known_drivers.setdefault((open_driver, device), driver)
-    return known
-
-
-_known_drivers: dict[tuple[object, torch.device], native.Driver] = {}
-"""Drivers that were found: to open one retains the context of its device once more."""
-after_fork_in_child(_known_drivers.clear)
+    driver, handle = ("", 0) if open_driver is None else open_driver(device, stream)
+    return (driver, handle) if isinstance(driver, native.Driver) else None
 
 
 @cache
@@ -98,10 +93,10 @@ def pin(nbytes: int, device: torch.device) -> Region:
         Failure: The driver refused, or there is no memory.
         RuntimeError: The same, where torch pins.
     """
-    driver = driver_of(device)
+    found = driver_of(device)
     with torch.get_device_module(device).device(device):
-        if driver is not None:
-            region = memory.owned(*native.pin(driver, nbytes, node_of(device)))
+        if found is not None:
+            region = memory.owned(*native.pin(found[0], nbytes, node_of(device)))
         else:
             tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             _of_torch[tensor.data_ptr()] = tensor

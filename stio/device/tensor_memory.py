@@ -23,8 +23,10 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from stio import native
+from stio.device.cuda import queue_copies
 from stio.device.tensors import PLAIN
-from stio.device.torch_private import copy_each, has_no_overrides, without_torch_function
+from stio.device.torch_private import conj_neg_bits, copy_each, has_no_overrides, traits_of, without_torch_function
 from stio.errors import MismatchError, printable
 from stio.format.sharding import TensorSource
 from stio.runtime.memory import WritableMemory
@@ -373,6 +375,36 @@ def copy_all(
         if not is_plain:
             require_memory(name, target, path=path)
             target.copy_(source, non_blocking=True)
+
+
+def copy_from_image(image: torch.Tensor, places: Sequence[tuple[str, torch.Tensor, int]], *, path: str | None) -> None:
+    """Copy bytes of one tensor on a device into others there, in the order of the current stream.
+
+    The copies are queued by one call, and no tensor is made for them.
+
+    Args:
+        image: The bytes.
+        places: Names for the error, tensors of the caller (`is_plain_memory`), and the offset of the bytes of each.
+            Nothing is copied unless all of them have their memory.
+        path: The checkpoint, for the error.
+
+    Raises:
+        MismatchError: Since the load began, the memory of a target was freed or shrunk.
+        DeviceError: The device refused a copy.
+    """
+    ranges, base = native.Ranges(), image.data_ptr()
+    for name, target, at in places:
+        begin, end, address, _ = require_memory(name, target, path=path)
+        ranges.of_device(base + at, end - begin, address + begin)
+    queue_copies(image.device, torch.get_device_module(image.device).current_stream(image.device), ranges)
+    for _, target, _ in places:
+        if not traits_of(target).is_inference:
+            torch.autograd.graph.increment_version(target)
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has just the bytes of its values, and a copy of them is all that a copy of it does."""
+    return _is_plain(type(tensor)) and tensor.is_contiguous() and not any(conj_neg_bits(tensor))
 
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:

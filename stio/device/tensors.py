@@ -16,13 +16,15 @@ import difflib
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from stio.device.base import Accelerator
+from stio.device.base import Accelerator, Image
 from stio.device.torch_private import INTEGERS, from_dlpack, over_storages
 from stio.errors import UnsupportedDtypeError, printable
 from stio.format.dtypes import BITS, LIBRARY_NAMES, tensor_nbytes
@@ -325,28 +327,43 @@ class GroupMemory:
     """The device memory of one group. A byte of it is addressed by its offset in the group."""
 
     tensors: dict[str, torch.Tensor]
-    """The tensors by name, in their order."""
+    """The tensors by name, in their order; none if there is an image."""
+    image: Image | None
+    """All of the group's bytes."""
     _tensors: Sequence[torch.Tensor]
     _sizes: Sequence[int]
     _starts: Sequence[int]
 
     @classmethod
-    def allocate(cls, accelerator: Accelerator, groups: Sequence[Any]) -> list[GroupMemory]:
+    def allocate(
+        cls, accelerator: Accelerator, groups: Sequence[Any], copied: AbstractSet[str] = frozenset()
+    ) -> list[GroupMemory]:
         """Allocate for the tensors of groups (`stio.loading.plan.Group`), in one call.
+
+        Args:
+            accelerator: The device.
+            groups: The groups.
+            copied: Names of tensors whose bytes the consumer copies as they are. A group of these only gets an image.
 
         Raises:
             DeviceMemoryError: The device is full; nothing stays allocated.
         """
-        kinds = [kind for group in groups for kind in zip(group.dtypes, group.shapes, strict=True)]
-        with collection_paused(len(kinds)):
-            tensors = accelerator.allocate([(TORCH_DTYPES[dtype], torch_shape(dtype, shape)) for dtype, shape in kinds])
-            found, first = [], 0
-            for group in groups:
-                stop = first + len(group.names)
-                named = dict(zip(group.names, tensors[first:stop], strict=True))
-                sizes = [tensor_nbytes(*kind) for kind in kinds[first:stop]]
-                found.append(cls(named, tensors[first:stop], sizes, group.offsets))
-                first = stop
+        have_images = [copied >= set(group.names) and not group.posts for group in groups]
+        kinds: list[Sequence[tuple[str, tuple[int, ...]]]] = [
+            [("U8", (group.nbytes,))] if has_image else list(zip(group.dtypes, group.shapes, strict=True))
+            for group, has_image in zip(groups, have_images, strict=True)
+        ]
+        wanted = [(TORCH_DTYPES[dtype], torch_shape(dtype, shape)) for some in kinds for dtype, shape in some]
+        with collection_paused(len(wanted)):
+            tensors = iter(accelerator.allocate(wanted))
+            found = []
+            for group, has_image, some in zip(groups, have_images, kinds, strict=True):
+                own, sizes = list(islice(tensors, len(some))), [tensor_nbytes(*kind) for kind in some]
+                if has_image:
+                    image = Image(own[0], dict(zip(group.names, group.offsets, strict=True)))
+                    found.append(cls({}, image, own, sizes, (0,)))
+                else:
+                    found.append(cls(dict(zip(group.names, own, strict=True)), None, own, sizes, group.offsets))
         return found
 
     def places(self, start: int, nbytes: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:

@@ -22,9 +22,6 @@ from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
 without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Context in which a subclass of `torch.Tensor` does not override torch's functions."""
 
-unflatten_like: Callable[[torch.Tensor, list[torch.Tensor]], list[torch.Tensor]] = torch._C._nn.unflatten_dense_tensors
-"""Cuts a one-dimensional tensor into views of the shapes of others, in one call."""
-
 _reinterpret: Callable[[torch.Tensor, Sequence[int], Sequence[int], int], torch.Tensor]
 _reinterpret = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
 """Makes a tensor of another shape over the same storage, which is not a view; compiled models call it too."""

@@ -236,6 +236,7 @@ async def fill_from(
     try:
         while (loaded := await queue.next()) is not None:
             target.copy(loaded)
+            del loaded  # the next call returns its memory to the budget
     except GeneratorExit:
         queue.operation.cancel()  # a coroutine that is closed must not wait
         target.discard()

@@ -16,7 +16,7 @@ import torch
 
 from stio import native
 from stio.device.base import Accelerator, LoadedGroup
-from stio.device.cuda import DeviceRing, TorchAccelerator, bytes_of, ring_of
+from stio.device.cuda import DeviceRing, TorchAccelerator, bytes_of, copy_error, ring_of
 from stio.errors import DeviceMemoryError, StorageError
 from stio.loading.plan import Block, Group
 from stio.loading.read_paths import Delivery, DevicePath, StagingSlots, read_error
@@ -160,7 +160,9 @@ def _require_same(plain: LocalFile, direct: GdsFile, accelerator: Accelerator, r
         transfer.add(ranges)
         transfer.take()
     except native.Failure as failure:
-        raise (ring.error(failure) if failure.kind == native.DRIVER else read_error(plain, failure)) from None
+        raise (
+            copy_error(accelerator.device, failure) if failure.kind == native.DRIVER else read_error(plain, failure)
+        ) from None
     finally:
         transfer.end()
     if direct.error is not None:

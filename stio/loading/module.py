@@ -200,7 +200,7 @@ class ModuleTarget(LoadTarget):
                 path=path,
             )
         self._choose(present)
-        return self._names_to_read(), self._report
+        return self._names_to_read(stored), self._report
 
     def _require_supported(self) -> None:
         if self._tree.refused:
@@ -321,15 +321,16 @@ class ModuleTarget(LoadTarget):
     def _source_of(self, name: str) -> str:
         return self._aliases.get(name, name)
 
-    def _names_to_read(self) -> list[str]:
+    def _names_to_read(self, stored: Mapping[str, Stored]) -> list[str]:
         tree = self._tree
         if tree.hooked or tree.extra_states:
             kept = [name for name in self._names if tree.is_hooked(name) or name in tree.extra_states]
             self._kept_names = dict.fromkeys(kept if self.assigns else map(self._source_of, kept))
         for name in self._chosen.values():
             if not tree.is_hooked(name):
-                place = Place(name, self._targets[name], self._parts.get(name))
-                self._places.setdefault(name if self.assigns else self._source_of(name), []).append(place)
+                source = self._source_of(name)
+                place = Place(name, self._targets[name], self._parts.get(name), stored=stored[source][0])
+                self._places.setdefault(name if self.assigns else source, []).append(place)
         self._join_parts()
         self.kept_names = None if self.assigns else self._kept_names
         return [name for name in self._names if name in self._places or name in self._kept_names]

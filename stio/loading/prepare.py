@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -78,6 +79,7 @@ def prepare(
     placements: PlacementsLike | None = None,
     casts: Casts | None = None,
     views: bool = False,
+    copied: AbstractSet[str] = frozenset(),
     prompt: bool = False,
     max_workers: int | None = None,
     on_blocked: Callable[[], None] = lambda: None,
@@ -95,6 +97,8 @@ def prepare(
         placements: The parts that this process loads; names of other tensors than those of `names` have no part.
         casts: Cast to it instead of `options.dtype`.
         views: On the CPU, selected parts are views of what was read: for a consumer that copies them and keeps none.
+        copied: Names of tensors whose bytes the consumer copies as they are, into memory of the same device. Of a group
+            of these only it gets the bytes, and no tensors (`LoadedGroup.image`). Each is a name that has data.
         prompt: Make small groups, so that the first ones are loaded early. Otherwise large ones, for a short load.
         max_workers: Most threads that read; None: as many as the devices and the processors make worthwhile.
         on_blocked: See `LoadScheduler`.
@@ -136,7 +140,7 @@ def prepare(
                 with traced(options.trace, "fetch"):
                     budget_bytes = options.budget or DEFAULT_BUDGET_BYTES
                     files = options.disk_cache.fetch(files, nbytes, budget_bytes=budget_bytes, owned=owned)
-            delivery = Delivery(casts or options.cast_dtype, views, kept=kept is None and not hold)
+            delivery = Delivery(casts or options.cast_dtype, views, kept is None and not hold, copied)
             loads = _device_loads(opened, files, selections, options, delivery, prompt=prompt)
             for load in loads:
                 undo.callback(load.close)
@@ -307,7 +311,7 @@ class DeviceLoad:
 
     def under_selected_names(self, loaded: LoadedGroup) -> LoadedGroup:
         """Return a group's tensors under the names that were selected."""
-        if self._selected:
+        if self._selected and loaded.image is None:
             loaded.tensors = {new: tensor for name, tensor in loaded.tensors.items() for new in self._selected[name]}
         return loaded
 

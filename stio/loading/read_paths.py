@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import prod
 from time import perf_counter
@@ -21,7 +22,7 @@ import torch
 
 from stio import native
 from stio.device.base import Accelerator, LoadedGroup
-from stio.device.cuda import DeviceRing, ring_of
+from stio.device.cuda import DeviceRing, copy_error, ring_of
 from stio.device.tensors import TORCH_DTYPES, Casts, GroupMemory, cast_dtype, select_and_cast, tensors_in
 from stio.errors import StioError
 from stio.format.dtypes import BITS
@@ -120,6 +121,8 @@ class Delivery:
     """On the CPU, selected parts are views of what was read; see `stio.device.tensors.select_and_cast`."""
     kept: bool = False
     """The consumer keeps the tensors, so memory that they own is not under way."""
+    copied: AbstractSet[str] = frozenset()
+    """Names of tensors whose bytes the consumer copies as they are, into memory of the same device."""
 
 
 AS_READ = Delivery()
@@ -396,8 +399,9 @@ class DevicePath(_ReadPath):
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the tensors of groups, in one call."""
+        copied = self._delivery.copied if self._ring is not None and self._delivery.casts is None else frozenset()
         with memory.reporting_shortage(self._source.path):
-            memories = GroupMemory.allocate(self._accelerator, groups)
+            memories = GroupMemory.allocate(self._accelerator, groups, copied)
         self._memories.update((group.index, one) for group, one in zip(groups, memories, strict=True))
 
     def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
@@ -425,7 +429,7 @@ class DevicePath(_ReadPath):
     def error(self, failure: native.Failure) -> StioError:
         """Return the error of a read or of a copy."""
         if failure.kind == native.DRIVER and self._ring is not None:
-            return self._ring.error(failure)
+            return copy_error(self._accelerator.device, failure)
         return super().error(failure)
 
     def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
@@ -457,14 +461,14 @@ class DevicePath(_ReadPath):
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Return tensors on the device. Casts and selections are queued on the stream of the load."""
-        tensors = self._memories[group.index].tensors
+        made = self._memories.pop(group.index)
+        tensors = made.tensors
         if self._ring is not None:
             self._ring.warn_if_refused()
-        if not _is_final(group, self._delivery.casts):
+        if made.image is None and not _is_final(group, self._delivery.casts):
             with self._accelerator.on_stream():
                 tensors = _finished(group, tensors, self._delivery.casts)
-        del self._memories[group.index]
-        return LoadedGroup(tensors)
+        return LoadedGroup(tensors, made.image)
 
     def close(self) -> None:
         """Release what all files of the load share."""

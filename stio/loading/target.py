@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from stio.device.base import LoadedGroup
-from stio.device.tensor_memory import TargetMemory, copy_all
+from stio.device.tensor_memory import TargetMemory, copy_all, copy_from_image, is_plain_memory
 from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
 from stio.errors import MismatchError, listed, printable
 from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
@@ -75,6 +76,8 @@ class Place(NamedTuple):
     """Which part of the tensor it gets; None: the whole."""
     box: Box | None = None
     """Which part of what is read it gets; None: all of it."""
+    stored: str = ""
+    """Dtype of the tensor in the checkpoint."""
 
 
 class LoadTarget(ABC):
@@ -141,7 +144,7 @@ class LoadTarget(ABC):
         if not memory.is_quantized and not self._fits(dtype, memory.dtype):
             message = f"{shown} has another dtype in the checkpoint, and a copy may lose values"
             raise MismatchError(message, path=self._path, expected=str(memory.dtype), found=dtype)
-        self._places.setdefault(source, []).append(Place(name, memory, part))
+        self._places.setdefault(source, []).append(Place(name, memory, part, stored=dtype))
 
     def _join_parts(self) -> None:
         """Determine which part of each tensor to read: one that contains all that are wanted of it."""
@@ -182,8 +185,28 @@ class LoadTarget(ABC):
         one = set(devices.values()) or {cpu}
         return one.pop() if len(one) == 1 else devices
 
+    @property
+    def copied_names(self) -> AbstractSet[str]:
+        """Names of tensors whose bytes are copied as they are, from a device into memory there; after `select`."""
+        return {
+            name
+            for name, places in self._places.items()
+            if all(
+                place.box is None
+                and not place.memory.is_cpu
+                and place.memory.dtype == TORCH_DTYPES[place.stored]
+                and is_plain_memory(place.memory)
+                for place in places
+            )
+        }.difference(self.kept_names or ())
+
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the memory, in the order of the calling thread's stream."""
+        if group.image is not None:
+            offsets = group.image.offsets.items()
+            places = [(place.name, place.memory, at) for name, at in offsets for place in self._places.get(name, ())]
+            copy_from_image(group.image.memory, places, path=self._path)
+            return
         pairs = [(place, tensor) for name, tensor in group.take().items() for place in self._places.get(name, ())]
         with torch.inference_mode() if self._inference else torch.no_grad():
             copy_all(

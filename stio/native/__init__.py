@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger("stio")
 
-VERSION = 3
+VERSION = 4
 """Version of the library's interface, `STIO_ENGINE_VERSION`."""
 LIBRARY = Path(__file__).parent / "libstio.so"
 """The library, which the installation compiles."""
@@ -108,6 +108,7 @@ _WAITING: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "stio_ring_trim": (None, (_POINTER,)),
     "stio_transfer_take": (_INT, (_POINTER, _POINTER, _INT, _INT, _POINTER)),
     "stio_transfer_end": (None, (_POINTER,)),
+    "stio_copies_queue": (_INT, (_POINTER, _POINTER, _POINTER, _INT, _POINTER, ctypes.c_size_t, _POINTER)),
     "stio_pinned_new": (_POINTER, (_POINTER, _POINTER, ctypes.c_size_t, _INT, _POINTER, _POINTER)),
     "stio_driver_open": (_POINTER, (ctypes.c_char_p, _INT, _POINTER, ctypes.c_char_p)),
     "stio_cufile_load": (_POINTER, (ctypes.c_char_p, ctypes.c_char_p)),
@@ -183,7 +184,7 @@ def available() -> bool:
 
 
 def name() -> str:
-    """Return what moves the bytes of loads and saves: `"engine 3"`, with the version of the library, or `"plain"`."""
+    """Return what moves the bytes of loads and saves: `"engine 4"`, with the version of the library, or `"plain"`."""
     return f"engine {VERSION}" if available() else "plain"
 
 
@@ -237,6 +238,10 @@ class Ranges:
         Many short ranges of a group cost less if their offsets, counted from anywhere, ascend by their lengths.
         """
         self._fields.extend((offset, source, target, nbytes, 0, -1, group))  # as `_add` does, in half the time
+
+    def of_device(self, source: int, nbytes: int, target: int) -> None:
+        """Add memory of a device at `source` for memory of it, or of the host, at `target`; for `queue_copies` only."""
+        self._fields.extend((0, source, target, nbytes, 0, -1, 0))
 
     def host_to_file(self, group: int, source: int, nbytes: int, fd: int, direct_fd: int, offset: int) -> None:
         """Add host memory at `source` for a file; past the page cache as far as `direct_fd`, if not -1, allows."""
@@ -449,6 +454,28 @@ class Transfer:
             if not self._library.transfer_try_end(pointer):
                 self._library.transfer_end(pointer)  # waits without the GIL; `transfer_free` keeps it
             self._library.transfer_free(pointer)
+
+
+def queue_copies(driver: Driver, stream: int, ranges: Ranges, *, to_host: bool) -> None:
+    """Queue copies of ranges of a device (`Ranges.of_device`) on a stream, in their order, by one call without the GIL.
+
+    Makes the device's context the calling thread's current one. The memory must stay until the copies have ended.
+
+    Args:
+        driver: Of the device.
+        stream: Handle of the stream.
+        ranges: What is copied.
+        to_host: To memory of the host, which should be pinned: otherwise each copy is waited for.
+
+    Raises:
+        Failure: The driver refused a copy; those before it are queued.
+    """
+    failure = _Failure()
+    copied = _functions().copies_queue(
+        driver.table, driver.context, stream, to_host, *ranges.buffer(), ctypes.byref(failure)
+    )
+    if copied < 0:
+        raise Failure(failure)
 
 
 def pin(driver: Driver, nbytes: int, node: int | None) -> tuple[int, int, Callable[[], object]]:

@@ -39,6 +39,8 @@ static const stio_driver *open_cuda(int ordinal, void **context, char why[STIO_T
         {"cuDevicePrimaryCtxRetain", &cuda_retain},
         {"cuCtxSetCurrent", &cuda.make_current},
         {"cuMemcpyHtoDAsync_v2", &cuda.copy},
+        {"cuMemcpyDtoHAsync_v2", &cuda.copy_to_host},
+        {"cuMemcpyDtoDAsync_v2", &cuda.copy_on_device},
         {"cuEventCreate", &cuda.event_create},
         {"cuEventRecord", &cuda.event_record},
         {"cuEventQuery", &cuda.event_query},
@@ -80,6 +82,8 @@ static const stio_driver *open_hip(int ordinal, void **context, char why[STIO_TE
     const stio_symbol symbols[] = {
         {"hipSetDevice", &hip_set_device},
         {"hipMemcpyHtoDAsync", &hip.copy},
+        {"hipMemcpyDtoHAsync", &hip.copy_to_host},
+        {"hipMemcpyDtoDAsync", &hip.copy_on_device},
         {"hipEventCreateWithFlags", &hip.event_create},
         {"hipEventRecord", &hip.event_record},
         {"hipEventQuery", &hip.event_query},
@@ -106,4 +110,17 @@ const stio_driver *stio_driver_open(const char *kind, int device, void **context
     if (strcmp(kind, "hip") == 0) found = open_hip(device, context, why);
     pthread_mutex_unlock(&opening);
     return found;
+}
+
+int stio_copies_queue(const stio_driver *driver, void *context, void *stream, int to_host, const stio_range *ranges,
+                      size_t num_ranges, stio_failure *failure) {
+    int code = driver->make_current(context);
+    for (const stio_range *one = ranges; one < ranges + num_ranges && code == 0; ++one) {
+        if (one->nbytes == 0) continue;
+        code = to_host ? driver->copy_to_host((void *)(uintptr_t)one->target, one->source, one->nbytes, stream)
+                       : driver->copy_on_device(one->target, one->source, one->nbytes, stream);
+    }
+    if (code == 0) return 0;
+    stio_driver_failed(driver, code, failure);
+    return -1;
 }

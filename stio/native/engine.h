@@ -22,7 +22,7 @@
 
 #pragma GCC visibility push(default) /* all else is hidden */
 
-#define STIO_ENGINE_VERSION 3
+#define STIO_ENGINE_VERSION 4
 #define STIO_MAX_THREADS 16
 #define STIO_SLOTS_PER_THREAD 3
 #define STIO_CHUNK_BYTES ((size_t)2 << 20) /* size of a slot, and most bytes of a chunk for a device */
@@ -33,6 +33,8 @@
 typedef struct stio_driver {
     int (*make_current)(void *context);
     int (*copy)(uint64_t target, const void *source, size_t nbytes, void *stream);
+    int (*copy_to_host)(void *target, uint64_t source, size_t nbytes, void *stream);
+    int (*copy_on_device)(uint64_t target, uint64_t source, size_t nbytes, void *stream);
     int (*event_create)(void **event, unsigned flags);
     int (*event_record)(void *event, void *stream);
     int (*event_query)(void *event); /* `not_ready` while the event has not passed */
@@ -167,6 +169,13 @@ void stio_transfer_end(stio_transfer *transfer);
 int stio_transfer_try_end(stio_transfer *transfer);
 /* End and release the transfer. No other call with it may be under way. */
 void stio_transfer_free(stio_transfer *transfer);
+
+/* Queue copies on a stream of the caller's device, in the order of the ranges: `source` is memory of the device, `target`
+ * too, or with `to_host` memory of the host; their other fields are not used. Does not wait, if host memory is pinned.
+ * Makes the context the calling thread's current one. Returns 0, or -1: `failure` is filled, and the copies before the
+ * one that was refused are queued. */
+int stio_copies_queue(const stio_driver *driver, void *context, void *stream, int to_host, const stio_range *ranges,
+                      size_t num_ranges, stio_failure *failure);
 
 /* Tables of drivers. */
 /* Find a driver: "cuda" or "hip". Returns NULL, and why, if it is not here. `*context` belongs to the device. */

@@ -304,7 +304,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 def device_copy(copies: list[Copy], ready: Readiness | None = None) -> FakeEvent:
-    made = copying._queue_copies(DEVICE, copies, ready or Readiness(), (), None)
+    made = copying._queue_copies(DEVICE, copies, ready or Readiness())
     made.synchronize()
     assert isinstance(made, TorchEvent)
     event = made.event
@@ -352,8 +352,9 @@ def test_copies_begin_when_the_caller_s_work_is_done(
     monkeypatch.setattr(torch, "Event", Event)
     ready = ready_at(module)[0] if is_known else None
     passed = []
-    for name in ("copy_each", "_queue_strided"):
-        monkeypatch.setattr(copying, name, lambda *_, **__: passed.append(made[0].passed))
+    real = copying.bytes_of
+    monkeypatch.setattr(copying, "_queue_strided", lambda *_: passed.append(made[0].passed))
+    monkeypatch.setattr(copying, "bytes_of", lambda region: (passed.append(made[0].passed), real(region))[1])
     tensor = torch.zeros(4, 4).t() if turned else torch.zeros(4)
     event = device_copy([(tensor, 0, poisoned(16))], ready)
     assert made == [made[0], event]
@@ -384,7 +385,7 @@ def test_a_refused_copy_waits_for_what_was_queued(
     def refuse(*args: object, **kwargs: object) -> None:
         raise error("no")
 
-    monkeypatch.setattr(copying, "copy_each", refuse)
+    monkeypatch.setattr(copying, "bytes_of", refuse)
     with pytest.raises(raised):
         device_copy([(torch.zeros(4), 0, poisoned(16))])
     assert save_stream(module, DEVICE).done == ["synchronize"]
@@ -531,24 +532,25 @@ def test_many_pieces(cut: bool, device: str, shift: int, copy: Callable[..., obj
 
 
 @gpu
-def test_many_small_tensors_of_a_device_take_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call drops the GIL: beside a busy Python thread that may cost 5 ms."""
+@needs_engine
+def test_many_tensors_of_a_device_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call drops the GIL, and each temporary tensor at its end: beside a busy Python thread that may cost 5 ms."""
     where = resolve_device("auto")
     dtypes = [torch.float64, torch.float32, torch.int8]
     tensors = [torch.full((3, 8), k % 100, dtype=dtype, device=where) for dtype in dtypes for k in range(500)]
     sources, pieces, expected = pieces_of(tensors)
     ready = Readiness.now({"x": tensors[0]})
     calls: list[int] = []
-    for name in ("copy_each", "unflatten_like"):
-        real = getattr(copying, name)
-        monkeypatch.setattr(
-            copying,
-            name,
-            lambda *given, real=real, **keywords: (calls.append(len(given[1])), real(*given, **keywords))[1],
-        )
+    real = copying.queue_copies
+    monkeypatch.setattr(
+        copying,
+        "queue_copies",
+        lambda *given, **keywords: (calls.append(len(given[2])), real(*given, **keywords))[1],
+    )
+    monkeypatch.setattr(copying, "bytes_of", lambda region: pytest.fail("a tensor was made"))
     block = ready.staging_allocator()(len(expected))
     copy_pieces(sources, pieces, block, ready)
-    assert calls == [500, 500, 500, 1500]
+    assert calls == [1500]
     assert block.tobytes()[: len(expected)] == expected
 
 

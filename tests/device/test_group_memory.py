@@ -35,6 +35,8 @@ class Tensors:
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
     offsets: list[int]
+    nbytes: int = 0
+    posts: tuple[int, ...] = ()
 
 
 LARGE = (1 << 18,)
@@ -91,6 +93,22 @@ def test_groups_are_allocated_together_and_have_memory_of_their_own() -> None:
     assert [list(one.tensors) for one in memories] == [[f"t{k}", f"u{k}"] for k in range(4)]
     assert [[place[2:] for place in one.places(1, 3)] for one in memories] == [[(1, 2)]] + [[(1, 2), (3, 1)]] * 3
     assert GroupMemory.allocate(device, []) == []
+
+
+def test_a_group_whose_bytes_are_copied_gets_one_tensor() -> None:
+    """Not if a name is of another kind, or if more is read than is selected."""
+    device = FakeDevice()
+    layouts = [
+        Tensors(["a", "b"], ["BF16", "F32"], [(3,), (2,)], [5, 11], 19),
+        Tensors(["c", "x"], ["BF16", "F32"], [(3,), (2,)], [0, 6], 14),
+        Tensors(["d"], ["F32"], [(2,)], [0], 8, (0,)),
+    ]
+    first, *others = GroupMemory.allocate(device, layouts, {"a", "b", "c", "d"})
+    assert first.image is not None
+    assert (first.tensors, first.image.offsets) == ({}, {"a": 5, "b": 11})
+    assert (first.image.memory.dtype, first.image.memory.shape) == (torch.uint8, (19,))
+    assert list(first.places(2, 15)) == [(first.image.memory, 2, 2, 15)]
+    assert [(list(one.tensors), one.image) for one in others] == [(["c", "x"], None), (["d"], None)]
 
 
 @pytest.mark.parametrize("by_torch", [True, False])

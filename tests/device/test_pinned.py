@@ -247,11 +247,11 @@ def test_memory_that_is_unpinned_early_is_noticed(ready: bool) -> None:
         import simdevice, torch
         simdevice.install(delay_seconds=0.2)
         from fake_driver import _Table
-        from stio.device.pinned import driver_of
+        from stio.device.pinned import drivers
         from stio.device.cuda import bytes_of
         from stio.runtime import memory
 
-        table = _Table.from_address(driver_of(torch.device("sim:1")).table)
+        table = _Table.from_address(drivers["sim"](torch.device("sim:1"), None)[0].table)
         region = memory.allocate(1 << 20)
         there = torch.empty(1 << 20, dtype=torch.uint8, device="sim:1")
         assert table.pin(region.address, region.nbytes, 1) == 0

@@ -176,7 +176,7 @@ def test_p4_a_cancel_waits_for_the_copies(place: Any, source: Path) -> None:
 @pytest.mark.parametrize("fault", ["refuse_copy", "fail_event"])
 def test_a_copy_that_fails_ends_the_load(place: Any, source: Path, fault: str, number: int) -> None:
     here = place(**{fault: number})
-    with pytest.raises(DeviceError, match="copying to cpu failed: as the test asked"):
+    with pytest.raises(DeviceError, match="copying on cpu failed: as the test asked"):
         here.load(source)
     assert here.ring.ring.has_failed == (fault == "fail_event")  # a refused copy is the error of its load alone
     here.require_freed()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
+import simdevice
 import torch
 from accelerators import gpu, keep_busy, module_of
-from support import HookedRoot, eventually, require_equal
+from support import HookedRoot, eventually, needs_engine, require_equal
 from torch import nn
 
 import stio
 from stio.device.base import resolve_device
+from stio.device.cuda import TorchAccelerator
+from stio.loading import target
 from stio.testing import write_checkpoint
 
 MIB = 1 << 20
@@ -82,6 +86,127 @@ def test_the_device_needs_no_more_memory_than_the_budget(weights_path: Path) -> 
     torch.accelerator.synchronize(device)
     extra = torch.accelerator.max_memory_allocated(device) - before
     assert 0 < extra <= budget_bytes + LEAST_BYTES < NUM_LAYERS * MIB
+
+
+class Kinds(nn.Module):
+    """Tensors that get their bytes as they are, and others, which are cast or have gaps."""
+
+    def __init__(self, device: torch.device, num_small: int = 40) -> None:
+        super().__init__()
+        for k in range(num_small):
+            self.register_buffer(f"small_{k:02d}", torch.zeros(k % 7, 3, dtype=DTYPES[k % len(DTYPES)], device=device))
+        self.register_buffer("cast", torch.zeros(5, 6, dtype=torch.float64, device=device))
+        self.register_buffer("turned", torch.zeros(6, 5, device=device).t())
+        self.register_buffer("apart", torch.zeros(5, 12, device=device)[:, ::2])
+        self.register_buffer("within", torch.zeros(100, device=device)[7:37].view(5, 6))
+        self.scalar = nn.Parameter(torch.zeros((), device=device))
+        self.tied = self.scalar
+
+
+DTYPES = [torch.float32, torch.uint8, torch.bfloat16, torch.bool, torch.float64, torch.int16]
+
+
+@pytest.fixture
+def kinds(tmp_path: Path) -> tuple[dict[str, torch.Tensor], Path]:
+    """Return values for `Kinds`, and their checkpoint."""
+    chance = torch.Generator().manual_seed(1)
+    values = {
+        name: (torch.rand(tensor.shape, generator=chance) * 9).to(torch.float32 if name == "cast" else tensor.dtype)
+        for name, tensor in Kinds(torch.device("cpu")).state_dict().items()
+        if name != "tied"
+    }
+    return values, write_checkpoint(tmp_path / "kinds", values)
+
+
+def require_kinds(module: Kinds, values: dict[str, torch.Tensor]) -> None:
+    require_equal(dict(module.state_dict()), {**values, "cast": values["cast"].double(), "tied": values["scalar"]})
+
+
+@gpu
+@pytest.mark.parametrize("alone", [None, "cast", "turned", "apart", "within", "scalar"])
+def test_all_kinds_of_memory_are_filled(kinds: tuple[dict[str, torch.Tensor], Path], alone: str | None) -> None:
+    """In a group with others and in one of its own; what is beside a part of a storage does not change."""
+    values, path = kinds
+    module = Kinds(resolve_device("auto"))
+    beside = [(tensor, tensor.untyped_storage().nbytes() // 4) for tensor in (module.apart, module.within)]
+    if alone is not None:
+        path = write_checkpoint(path.parent / "alone", {alone: values[alone]})
+        values = {name: value if name == alone else torch.zeros_like(value) for name, value in values.items()}
+    versions = {name: tensor._version for name, tensor in module.state_dict().items()}
+    stio.sync.load_into(module, path, strict=False)
+    require_kinds(module, values)
+    for name, tensor in module.state_dict().items():
+        is_written = alone in (None, name) or (name == "tied" and alone == "scalar")
+        assert (tensor._version > versions[name]) == is_written
+    for tensor, num_elements in beside:
+        whole = tensor.as_strided((num_elements,), (1,), 0)
+        assert whole.count_nonzero() == tensor.count_nonzero()
+
+
+@gpu
+@needs_engine
+@pytest.mark.parametrize("cast", [False, True], ids=["as they are", "one is cast"])
+def test_small_tensors_need_no_tensors_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cast: bool
+) -> None:
+    """The end of each would release the GIL, which takes 5 ms beside a busy Python thread."""
+    device, made = resolve_device("auto"), []
+    allocate = TorchAccelerator.allocate
+    monkeypatch.setattr(
+        TorchAccelerator, "allocate", lambda self, wanted: (made.extend(wanted), allocate(self, wanted))[1]
+    )
+    values = {f"{k:03d}": torch.rand(16, 16) for k in range(500)}
+    module = nn.ParameterDict({name: torch.zeros(16, 16, device=device) for name in values})
+    if cast:
+        module["003"] = torch.zeros(16, 16, device=device, dtype=torch.float64)
+    stio.sync.load_into(module, write_checkpoint(tmp_path / "many", values))
+    require_equal(dict(module.state_dict()), {k: v.to(module[k].dtype) for k, v in values.items()})
+    assert [dtype for dtype, _ in made] == ([torch.float32] * 500 if cast else [torch.uint8])
+
+
+@gpu
+@needs_engine
+def test_memory_that_is_freed_during_the_load_is_not_written(
+    kinds: tuple[dict[str, torch.Tensor], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of its group is; the next load fills all."""
+    values, path = kinds
+    module = Kinds(resolve_device("auto"))
+    del module.cast, module.turned, module.apart  # so that all of the group is copied as it is
+    values = {name: value for name, value in values.items() if name not in ("cast", "turned", "apart")}
+    victim = module.small_03
+    held = victim.untyped_storage().nbytes()
+    copy = target.copy_from_image
+
+    def freed(*given: Any, **keywords: Any) -> None:
+        victim.untyped_storage().resize_(0)
+        copy(*given, **keywords)
+
+    monkeypatch.setattr(target, "copy_from_image", freed)
+    with pytest.raises(stio.MismatchError, match="small_03 cannot be filled: its memory was freed"):
+        stio.sync.load_into(module, path, strict=False)
+    victim.untyped_storage().resize_(held)
+    assert all(not tensor.count_nonzero() for name, tensor in module.state_dict().items() if name != "small_03")
+    monkeypatch.undo()
+    stio.sync.load_into(module, path, strict=False)
+    require_equal(dict(module.state_dict()), {**values, "tied": values["scalar"]})
+
+
+@gpu
+@needs_engine
+@pytest.mark.parametrize("number", [1, 2, 7])
+def test_a_copy_that_is_refused(kinds: tuple[dict[str, torch.Tensor], Path], number: int) -> None:
+    """Also one into the module's memory; the next load fills all."""
+    if not simdevice.installed():
+        pytest.skip("copies are refused by the simulated device")
+    values, path = kinds
+    module = Kinds(resolve_device("auto"))
+    simdevice.refuse_copy(number)
+    with pytest.raises(stio.DeviceError, match="copying on sim:0 failed"):
+        stio.sync.load_into(module, path, strict=False)
+    simdevice.clear_faults()
+    stio.sync.load_into(module, path, strict=False)
+    require_kinds(module, values)
 
 
 @gpu

@@ -149,6 +149,14 @@ static int fake_copy(uint64_t target, const void *source, size_t nbytes, void *s
     return refused ? COPY_REFUSED : 0;
 }
 
+static int fake_copy_to_host(void *target, uint64_t source, size_t nbytes, void *stream) {
+    return fake_copy((uint64_t)(uintptr_t)target, (const void *)(uintptr_t)source, nbytes, stream);
+}
+
+static int fake_copy_on_device(uint64_t target, uint64_t source, size_t nbytes, void *stream) {
+    return fake_copy(target, (const void *)(uintptr_t)source, nbytes, stream);
+}
+
 static int fake_event_create(void **made, unsigned flags) {
     (void)flags;
     REQUIRE(current != NULL, 0, 0);
@@ -243,6 +251,8 @@ static int fake_error_text(int code, const char **text) {
 static const stio_driver driver = {
     .make_current = fake_make_current,
     .copy = fake_copy,
+    .copy_to_host = fake_copy_to_host,
+    .copy_on_device = fake_copy_on_device,
     .event_create = fake_event_create,
     .event_record = fake_event_record,
     .event_query = fake_event_query,

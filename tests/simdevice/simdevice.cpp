@@ -568,6 +568,28 @@ const stio_driver driver = {
         }
       });
     },
+    .copy_to_host = [](void* target, uint64_t source, size_t nbytes, void* queue) {
+      return coded([&] {
+        auto* const stream = static_cast<Stream*>(queue);
+        auto* const there = static_cast<char*>(target);
+        char* const bytes = reach(reinterpret_cast<void*>(source));
+        Pinned* const pinned = pinned_memory().find(target);
+        if (pinned && there + nbytes > pinned->address + pinned->nbytes)
+          throw std::runtime_error("a copy crosses the end of pinned memory");
+        put_copy(stream, [=] { std::memcpy(there, bytes, nbytes); });
+        if (pinned)
+          pinned_memory().note_copy(target, stream);
+        else
+          stream->wait_all();
+      });
+    },
+    .copy_on_device = [](uint64_t target, uint64_t source, size_t nbytes, void* stream) {
+      return coded([&] {
+        char* const there = reach(reinterpret_cast<void*>(target));
+        char* const bytes = reach(reinterpret_cast<void*>(source));
+        put_copy(static_cast<Stream*>(stream), [=] { std::memmove(there, bytes, nbytes); });
+      });
+    },
     .event_create = [](void** event, unsigned) { return coded([&] { *event = new Mark; }); },
     .event_record = [](void* event, void* stream) {
       return coded([&] { *static_cast<Mark*>(event) = mark(static_cast<Stream*>(stream)); });
