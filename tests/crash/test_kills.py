@@ -34,7 +34,7 @@ def built(tmp_path_factory):
     return shim.build(tmp_path_factory.mktemp("shim"))
 
 
-@pytest.mark.timeout(3600 if LONG else 240)
+@pytest.mark.timeout(3600 if LONG else 620)
 def test_c103_c104_c105_c106_c107_c108_every_call_goes_wrong(built, fast_path):
     """Each call fails, falls short, or is the process's last, in each scenario; see `crash.faults`.
 
@@ -43,4 +43,4 @@ def test_c103_c104_c105_c106_c107_c108_every_call_goes_wrong(built, fast_path):
     """
     chosen = [word for one in PLAYED for word in ("--scenario", one.name)]
     long = ["--long"] if LONG else ["--every", "6"]
-    print(run_module("crash.faults", fast_path, *chosen, *long, timeout=3400 if LONG else 220, preload=built))
+    print(run_module("crash.faults", fast_path, *chosen, *long, timeout=3400 if LONG else 600, preload=built))
