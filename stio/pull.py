@@ -28,11 +28,11 @@ from stio.errors import (
 )
 from stio.format.directory import NamedCheckpoint, choose, of_index
 from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, advice_for_destination, is_index
-from stio.format.other_sources import refuse_pickle_at_url
+from stio.format.other_sources import advice_for_slash, refuse_pickle_at_url
 from stio.loading.integrity import judge_files, read_manifest
 from stio.loading.open import OpenCheckpoint, chosen, open_checkpoint
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
-from stio.runtime.urls import is_url, without_secrets
+from stio.runtime.urls import SCHEMES, is_url, without_secrets
 from stio.storage.base import Identity, ParallelRoot, RequestedSource, Requests, Root, Source
 from stio.storage.checks import local_directory, refused
 from stio.storage.commit import syscalls as calls
@@ -120,7 +120,8 @@ def pull(
         Cancelled: The calling thread should end.
     """
     if not is_url(url):
-        raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {without_secrets(url)!r} is no URL")
+        missing = advice_for_slash(url, SCHEMES) or f"{without_secrets(url)!r} is no URL"
+        raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {missing}")
     refuse_pickle_at_url(url)
     target = local_directory(directory, "pull")
     parent, name = os.path.split(target)

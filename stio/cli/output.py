@@ -82,7 +82,9 @@ _SPELLED = (
     ("dtype= takes a torch.dtype, or the name of one in", "--dtype takes the name of a dtype in"),
     ("pass limits=stio.Limits(", "in Python, pass limits=stio.Limits("),
     (" (lock_timeout=)", ""),
+    (" with a slash missing (a pathlib.Path removes one): pass the URL as text", ", with a slash missing"),
     (" (stio.convert)", ""),
+    ("a save makes one with hash='sha256'", "`stio convert` makes one with --hash sha256"),
     ("names= of stio.load", "--filter of `stio load`"),
     ("names=", "--filter"),
 )

@@ -234,6 +234,15 @@ def refuse_pickle_at_url(source: str) -> None:
         raise FormatError(f"files of torch.save are not read from URLs; download it, then {CONVERT}", path=path)
 
 
+def advice_for_slash(path: str, schemes: Iterable[str]) -> str:
+    """Return what to do about the URL of one of some schemes in which a slash is missing; nothing for other paths."""
+    url = _URL.fullmatch(path)
+    if url is None or url[2] or not url[3] or url[1].lower() not in schemes:
+        return ""
+    text = printable(without_secrets(f"{url[1]}://{url[3]}"))
+    return f"it looks like the URL {text} with a slash missing (a pathlib.Path removes one): pass the URL as text"
+
+
 def advice_for_missing(path: str, *, parent_exists: bool) -> str:
     """Return what to do about a path where nothing is: it may be a URL, an id of the hub, or begin with `~`.
 
@@ -242,14 +251,13 @@ def advice_for_missing(path: str, *, parent_exists: bool) -> str:
         parent_exists: Whether there is a directory of the name before its first slash.
     """
     url = None if parent_exists else _URL.fullmatch(path)
+    if not parent_exists and (missing := advice_for_slash(path, SCHEMES)):
+        return f"; {missing}"
     if url is not None:
         scheme, second_slash, rest = url.groups()
         if not second_slash and not rest:
             return ""
         text = printable(without_secrets(f"{scheme}://{rest}"))
-        if scheme.lower() in SCHEMES:
-            missing = "with a slash missing (a pathlib.Path removes one)"
-            return f"; it looks like the URL {text} {missing}: pass the URL as text"
         if scheme.lower() == "file":
             return f"; pass the path of a file of this machine, not a URL: {printable('/' + rest.lstrip('/'))!r}"
         cut = "" if second_slash else " with a slash missing"

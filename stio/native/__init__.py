@@ -17,6 +17,7 @@ import atexit
 import ctypes
 import logging
 import os
+import shlex
 import sys
 import time
 from array import array
@@ -159,6 +160,14 @@ def _library() -> _Library | None:
     try:
         library = _Library(LIBRARY)
     except (OSError, AttributeError) as error:
+        compiler = LIBRARY.parents[2] / "hatch_build.py"  # only in a checkout
+        if compiler.exists() and not LIBRARY.exists():
+            logger.warning(
+                "loads and saves use Python's threads, which are slower, since the engine of this checkout is not "
+                "compiled: `python %s` compiles it, and STIO_NATIVE=0 does without it",
+                shlex.quote(str(compiler)),
+            )
+            return None
         logger.info("loads and saves use Python's threads, which are slower, since there is no engine: %s", error)
         return None
     if (found := library.engine_version()) != VERSION:

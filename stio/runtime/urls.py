@@ -6,6 +6,8 @@ import re
 
 SCHEMES = ("s3", "gs", "az", "http", "https", "hf")
 """Schemes of the stores that stio reads, and of the Hugging Face hub."""
+SAVED_SCHEMES = ("s3", "gs", "az")
+"""Schemes of the stores to which stio saves."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/?#]*)(.*)", re.DOTALL)
 

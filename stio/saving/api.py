@@ -238,6 +238,9 @@ class Saver:
                 their memory may be freed or shrunk.
             ...: The other arguments are those of `stio.save`.
 
+        Returns:
+            The save under way. Its result is there once the checkpoint survives a power cut.
+
         Raises:
             SaveInProgressError: As many saves as allowed are under way, and `when_full="error"`; or a thread of a save
                 under way calls this.
@@ -273,6 +276,9 @@ class Saver:
         Args:
             state: The nested state; see `stio.save_state`.
             ...: The other arguments are those of `stio.save`.
+
+        Returns:
+            The save under way; see `save`.
 
         Raises:
             StioError: See `save`.

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkabl
 
 from stio.errors import StorageError, printable
 from stio.format.naming import advice_for_destination, check_pattern
-from stio.format.other_sources import NO_HOME
+from stio.format.other_sources import NO_HOME, advice_for_slash
 from stio.format.shared import MADE_ANEW, SharedPolicy
 from stio.runtime.hashing import HashName, new_hasher
 from stio.runtime.limits import checked_size, parse_size
@@ -26,7 +26,7 @@ from stio.runtime.process import check_switch_interval
 from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.text import counted, show_bytes, show_seconds, table
 from stio.runtime.trace import Trace
-from stio.runtime.urls import is_url, without_secrets
+from stio.runtime.urls import SAVED_SCHEMES, is_url, without_secrets
 from stio.storage.base import Root, Transaction
 from stio.storage.checks import local_directory
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
@@ -110,6 +110,8 @@ def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
         raise ValueError(f"the destination {printable(path)!r} cannot be used; {NO_HOME}")
     scheme = _SCHEME.match(path)
     if scheme is not None and not os.path.isdir(scheme[1]):
+        if missing := advice_for_slash(path, SAVED_SCHEMES):
+            raise ValueError(f"the destination {printable(without_secrets(path))!r} cannot be used; {missing}")
         raise ValueError(
             f"the destination {printable(without_secrets(path))!r} looks like a URL; saves go to local paths, and to "
             "URLs of s3, gs and az, passed as text"

@@ -251,7 +251,11 @@ def test_c335_the_nearest_name_is_still_suggested(model: Path) -> None:
         ("because of trust_pickle=True", "because of --trust-pickle"),
         ("memory='map' maps files", "--memory map maps files"),
         ("leave it out by names=, or", "leave it out by --filter, or"),
-        ("a save makes one with hash='sha256'", "a save makes one with --hash sha256"),
+        ("a save makes one with hash='sha256'", "`stio convert` makes one with --hash sha256"),
+        (
+            "s3://a/b with a slash missing (a pathlib.Path removes one): pass the URL as text",
+            "s3://a/b, with a slash missing",
+        ),
         ("max_shard_size is for directories", "--max-shard-size is for directories"),
         ("device= leads 'x' there", "--device leads 'x' there"),
         ("pass limits=stio.Limits(header_bytes=...)", "in Python, pass limits=stio.Limits(header_bytes=...)"),
@@ -269,7 +273,7 @@ def test_c327_what_the_commands_say(tmp_path: Path, model: Path) -> None:
     torch.save({"model": WEIGHTS, "n": 1}, tmp_path / "m.pt")
     assert "its tensors are under --key model" in refused("convert", tmp_path / "m.pt", out)
     text = run("verify", model, "--hash-required", status=1).stdout
-    assert "a save makes one with --hash sha256" in text
+    assert "`stio convert` makes one with --hash sha256" in text
     text = refused("load", model, "--memory", "gds", "--device", "cpu")
     assert "--memory gds" in text and "memory='gds'" not in text
     for option in ("--max-shard-size", "--dtype"):

@@ -516,11 +516,17 @@ def test_c234_drop_ins_take_any_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["hdfs://cluster/out", "hf://me/model", "HTTPS://host/w.safetensors", Path("gs://bucket/out")]
+    ("url", "words"),
+    [
+        ("hdfs://cluster/out", "saves go to local paths"),
+        ("hf://me/model", "saves go to local paths"),
+        ("HTTPS://host/w.safetensors", "saves go to local paths"),
+        (Path("gs://bucket/out"), "the URL gs://bucket/out with a slash missing"),
+    ],
 )
-def test_c234_a_url_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any) -> None:
+def test_c234_a_url_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any, words: str) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="saves go to local paths"):
+    with pytest.raises(ValueError, match=words):
         by_save(url)
     assert list(tmp_path.iterdir()) == []
 

@@ -1203,3 +1203,19 @@ def test_a_device_that_stands_still_stops_no_other_load(file, device) -> None:
         device.resume()
     other.end()
     stalled.end()
+
+
+@pytest.mark.parametrize(("is_checkout", "level"), [(True, "WARNING"), (False, "INFO")])
+def test_a_missing_library_is_logged(
+    is_checkout: bool, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a checkout nobody decided to have none, and the command that compiles it is known."""
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "stio" / "native" / "libstio.so")
+    monkeypatch.delenv("STIO_NATIVE", raising=False)
+    if is_checkout:
+        (tmp_path / "hatch_build.py").touch()
+    caplog.set_level("INFO", logger="stio")
+    assert native._library.__wrapped__() is None
+    (record,) = caplog.records
+    assert record.levelname == level
+    assert (f"`python {tmp_path}/hatch_build.py` compiles it" in record.getMessage()) == is_checkout

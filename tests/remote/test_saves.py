@@ -167,7 +167,8 @@ def test_a_conversion_of_an_object_into_itself_is_refused(s3: Any, tmp_path: Pat
         ("s3://bucket/m.pt", {}, ValueError, "another kind"),
         ("https://host/m", {}, ValueError, "not to https://host/m"),
         ("hf://me/model", {}, ValueError, "not to hf://me/model"),
-        (Path("s3://bucket/m"), {}, ValueError, "passed as text"),
+        (Path("s3://bucket/m"), {}, ValueError, "the URL s3://bucket/m with a slash missing"),
+        (Path("https://host/m"), {}, ValueError, "looks like a URL; saves go to local paths"),
     ],
 )
 def test_refused(s3: Any, place: Any, options: dict[str, Any], kind: type[Exception], words: str) -> None:
