@@ -490,7 +490,7 @@ MUTANTS = (
         "bytes of another dtype",
         "memory of another dtype gets the bytes of the tensor as they are",
         "stio/loading/target.py",
-        ("                and place.memory.dtype == TORCH_DTYPES[place.stored]\n", ""),
+        ("                and place.memory.dtype == TORCH_DTYPES.get(place.stored)\n", ""),
         tests=f"{REFRESH}test_all_kinds_of_memory_are_filled",
     ),
     mutant(

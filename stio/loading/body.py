@@ -226,7 +226,7 @@ def _fill(
         kept=kept,
         slices=target.slices,
         views=not kept,
-        copied=target.copied_names,
+        copied=frozenset() if direct else target.copied_names,
     )
     queue.attach(scheduler)
     scheduler.run_for(operation)

@@ -194,7 +194,7 @@ class LoadTarget(ABC):
             if all(
                 place.box is None
                 and not place.memory.is_cpu
-                and place.memory.dtype == TORCH_DTYPES[place.stored]
+                and place.memory.dtype == TORCH_DTYPES.get(place.stored)
                 and is_plain_memory(place.memory)
                 for place in places
             )
