@@ -11,8 +11,9 @@ then measures the time from the call to its end. On a device the end is when the
 call returns is released after that; only a stream's tensors are released as they come, as its users do. Files are in
 the page cache. Saves are durable, so they wait for the disk. A `Saver` has made one save of the same tensors before.
 
-The modes are: alone; beside a thread that counts in Python; the same with `switch_interval=0.0005`, where an operation
-takes that. Rounds are interleaved. In each round the source trees measure an operation one directly after another.
+The modes are: alone; beside a thread that counts in Python; beside a process that counts, which takes as much of the
+processors, but not the interpreter's lock; beside the thread with `switch_interval=0.0005`, where an operation takes
+that. Rounds are interleaved. In each round the source trees measure an operation one directly after another.
 
 The lag of the event loop is measured in other processes, since its beats need the GIL too: it is the delay of sleeps of
 1 ms while the operation is repeated. The baseline is the same without the operation.
@@ -46,7 +47,7 @@ from benchmarks import files, machine, meters, pagecache
 
 ROOT = Path(__file__).resolve().parent.parent
 
-MODES = ("alone", "busy", "busy, 0.5 ms")
+MODES = ("alone", "busy", "busy process", "busy, 0.5 ms")
 FACES = ("async", "blocking")
 SWITCH_SECONDS = 0.0005
 FEWEST_LAGS, MOST_LAG_SECONDS = meters.MIN_BEATS, 20.0
@@ -511,12 +512,13 @@ def measure(run: Run, directory: Path) -> dict[str, Any]:
         gpu_device.use(run.device)
         device = gpu_device.device()
     bench = Bench(stio, directory, device=device, is_blocking=run.face == "blocking")
-    bench.switch_interval = SWITCH_SECONDS if run.mode == MODES[2] else None
-    is_busy = run.mode != MODES[0]
-    if run.kind == "lag":
-        return asyncio.run(_lag(bench, operation, run.layout, is_busy))
-    work = _time(bench, operation, run.layout, is_busy)
-    return _at_once(work) if bench.is_blocking else asyncio.run(work)
+    bench.switch_interval = SWITCH_SECONDS if run.mode == MODES[3] else None
+    is_busy = run.mode in (MODES[1], MODES[3])
+    with meters.busy_process(run.mode == MODES[2]):
+        if run.kind == "lag":
+            return asyncio.run(_lag(bench, operation, run.layout, is_busy))
+        work = _time(bench, operation, run.layout, is_busy)
+        return _at_once(work) if bench.is_blocking else asyncio.run(work)
 
 
 def _at_once(coroutine: Any) -> Any:
@@ -608,7 +610,9 @@ def plan(options: argparse.Namespace) -> Iterator[list[Run]]:
             if device != "cpu" and not operation.on_device:
                 continue
             for layout in options.layout:
-                for mode in MODES if operation.has_switch_interval else MODES[:2]:
+                for mode in options.mode:
+                    if mode == MODES[3] and not operation.has_switch_interval:
+                        continue
                     kinds = [kind for kind in options.kind if kind == "time" or face == "async"]
                     for kind in kinds:
                         yield [
@@ -743,6 +747,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layout", nargs="+", choices=("many", "large"), default=["many", "large"])
     parser.add_argument("--device", nargs="+", default=["cpu", "sim"], help="cpu, sim, or torch's name of one")
     parser.add_argument("--kind", nargs="+", choices=("time", "lag"), default=["time", "lag"])
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--face", choices=FACES, default="async", help="functions of stio, or of stio.sync")
     parser.add_argument(
         "--tree", type=Path, action="append", help="a source tree; may be repeated; by default this one"

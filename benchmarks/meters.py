@@ -6,6 +6,7 @@ import asyncio
 import gc
 import mmap
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -138,6 +139,22 @@ def busy_thread(enabled: bool) -> Iterator[None]:
         thread.join()
         if is_simulated:
             device.set_released(0)
+
+
+@contextmanager
+def busy_process(enabled: bool) -> Iterator[None]:
+    """Keep a process busy inside the block, which takes as much of the processors as a busy thread, and no GIL."""
+    if not enabled:
+        yield
+        return
+    process = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()  # it has started
+        yield
+    finally:
+        process.kill()
+        process.communicate()
 
 
 class Heartbeat:

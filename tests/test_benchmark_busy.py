@@ -117,7 +117,7 @@ def test_the_plan_pairs_the_trees() -> None:
     together = list(busy.plan(options))
     assert all([Path(run.tree).name for run in runs] == ["a", "b"] for runs in together)
     lines = {(runs[0].operation, runs[0].device, runs[0].mode) for runs in together}
-    assert len(lines) == 2 * 3 + 2  # `load` on two devices in three modes; `convert` takes no switch interval
+    assert len(lines) == 2 * 4 + 3  # `load` on two devices in four modes; `convert` takes no switch interval
     assert len(together) == len(lines) * 2 * 2  # layouts, times and lags
     assert all(runs[0].kind == "time" for runs in busy.plan(busy.parse(["--operations", "stio verify"])))
 
