@@ -34,7 +34,7 @@ from stio.loading.open import OpenCheckpoint, chosen, open_checkpoint
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Identity, ParallelRoot, RequestedSource, Requests, Root, Source
-from stio.storage.checks import local_directory, refused
+from stio.storage.checks import local_directory, refusals
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import FileLock
 from stio.storage.commit.files import status_at
@@ -139,7 +139,7 @@ def pull(
     staging = f".{name}{_STAGING_SUFFIX}"
     with ExitStack() as closing_all:
         parent_fd = -1
-        with _translated(target):
+        with refusals("writing", target):
             os.makedirs(parent, exist_ok=True)
             parent_fd = closing_all.enter_context(opened_directory(parent))
             lock = FileLock(staging + LOCK_SUFFIX, parent_fd)
@@ -150,7 +150,7 @@ def pull(
         with _advised(url):
             state = _State(root.resolve() if isinstance(root, HubRoot) else "", object_name)
         one = _Pull(state.url or url, object_name, frozenset(also), target, staging, parent_fd, budget_bytes, progress)
-        with _translated(target):
+        with refusals("writing", target, caught=(OSError,)):
             if state.url:  # the state of all files is known before one is opened
                 found = one.complete(lambda record: state.has(record) and record.keys() >= set(also))
                 if found is not None:
@@ -158,17 +158,6 @@ def pull(
             one.objects, one.name = _open_objects(url, root, object_name, also, closing_all)
             wanted = one.record = {name: state.of(name, source) for name, source in sorted(one.objects.items())}
             return one.complete(lambda record: record == wanted) or one.run()
-
-
-@contextmanager
-def _translated(path: str) -> Iterator[None]:
-    """Raise an error of the operating system in a block as one of stio."""
-    try:
-        yield
-    except StioError:
-        raise
-    except OSError as error:
-        raise refused("writing", path, error) from error
 
 
 # What is fetched.

@@ -49,7 +49,7 @@ from stio.runtime.log import log
 from stio.runtime.operation import Operation
 from stio.runtime.urls import is_url
 from stio.saving.tensors import tied_names
-from stio.storage.checks import broken_link, refused
+from stio.storage.checks import broken_link, refusals
 from stio.storage.open import open_directory
 
 _MAX_NAMES = 4096
@@ -326,11 +326,8 @@ def _pickle_files(path: str) -> _Pickles | None:
 
 
 def _pickles_in(directory: str) -> _Pickles | None:
-    try:
-        names = sorted(os.listdir(directory))
-    except OSError as error:
-        raise refused("listing the directory", directory, error) from error
-    names = [name for name in names if not is_hidden(name)]
+    with refusals("listing the directory", directory):
+        names = sorted(name for name in os.listdir(directory) if not is_hidden(name))
     if any(map(names_checkpoint, names)):
         return None
     indices = [name for name in names if is_index(name) and whole_name(name).endswith(PICKLE_SUFFIXES)]

@@ -27,7 +27,7 @@ from stio.errors import NoSpaceError, StorageError
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
-from stio.storage.checks import refused
+from stio.storage.checks import refusals, refused
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.files import FileAttributes, closing
 from stio.storage.local import is_local
@@ -255,10 +255,8 @@ class LocalFileWriter:
             return self._fd, self._direct_fd
 
     def _open(self, flags: int) -> int:
-        try:
+        with refusals("opening for writing", self.path):
             return calls.open_file(self.name, os.O_WRONLY | flags, dir_fd=self._dir_fd)
-        except OSError as error:
-            raise refused("opening for writing", self.path, error) from error
 
     def _write(self, fd: int, region: Region, done: int, end: int, offset: int) -> int:
         """Write the region's bytes from `done` to `end`, or the first of them; return how many."""
