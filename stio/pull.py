@@ -425,14 +425,10 @@ def _read_record(fd: int) -> _Record | None:
     with suppress(OSError, ValueError, RecursionError):
         with open(calls.open_file(RECORD_NAME, os.O_RDONLY, dir_fd=fd), "rb") as file:
             found = json.loads(file.read(_MAX_RECORD_BYTES))
-        if isinstance(found, dict) and all(_is_record_name(name) for name in found):
-            if all(isinstance(state, list) and len(state) == 2 for state in found.values()):
+        if isinstance(found, dict) and all(isinstance(state, list) and len(state) == 2 for state in found.values()):
+            if not any(not name or os.path.isabs(name) or ".." in name.split("/") or "\0" in name for name in found):
                 return found
     return None
-
-
-def _is_record_name(name: str) -> bool:
-    return bool(name) and not os.path.isabs(name) and ".." not in name.split("/") and "\0" not in name
 
 
 def _is_complete(fd: int, name: str, record: _Record) -> bool:
