@@ -30,6 +30,7 @@ from stio.compat.huggingface_hub.load import (
     fill,
     load_safetensors,
     missing_and_unexpected,
+    not_found,
     only_file,
     open_files,
     read_index,
@@ -338,9 +339,7 @@ def load_state_dict_from_file(
     path = os.fsdecode(checkpoint_file)
     opened = checkpoint_file.opened if isinstance(checkpoint_file, OpenFile) else None
     if opened is None and not Path(path).is_file():
-        raise CheckpointNotFoundError(
-            f"No checkpoint file found at '{printable(path)}'; is the path right, and the download complete?"
-        )
+        raise not_found(path)
     if safe or _is_safetensors(path):
         return load_safetensors(path, map_location, safe=safe, opened=opened)
     if not weights_only:

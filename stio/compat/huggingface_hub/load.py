@@ -108,15 +108,20 @@ def open_files(root: Root, names: Sequence[str], *, safe: bool) -> Iterator[list
         yield files
 
 
+def not_found(path: str) -> CheckpointNotFoundError:
+    """Return the error for a file that is not there."""
+    return CheckpointNotFoundError(
+        f"No checkpoint file found at '{printable(path)}'; is the path right, and the download complete?"
+    )
+
+
 @contextmanager
 def _refusals(path: str) -> Iterator[None]:
     """Raise errors about a file that a directory or an index names in the words of the hub."""
     try:
         yield
     except CheckpointNotFoundError:
-        raise CheckpointNotFoundError(
-            f"No checkpoint file found at '{printable(path)}'; is the path right, and the download complete?"
-        ) from None
+        raise not_found(path) from None
     except UnsafePathError as error:
         message = (
             "the file is a link that leads out of the checkpoint; replace it by the file, or load the checkpoint by "
