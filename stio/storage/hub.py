@@ -325,20 +325,16 @@ class HubRoot:
 
     def _download(self, name: str) -> str:
         """Return the path of a file in the cache."""
-        location = self._location
-        key = self._key(name)
-
-        def download(revision: str | None) -> str:
-            path: str = self._hub.hf_hub_download(location.repository, key, revision=revision, library_name="stio")
-            return path
-
+        download: Callable[..., str] = partial(
+            self._hub.hf_hub_download, self._location.repository, self._key(name), library_name="stio"
+        )
         try:
             if not self._has_ref:
-                path = self._call(partial(download, location.revision), name)
+                path = self._call(partial(download, revision=self._location.revision), name)
                 self._has_ref = True
                 if self._commit in path.split(os.sep):
                     return path  # otherwise the branch has another commit by now
-            return self._call(partial(download, self._commit), name)
+            return self._call(partial(download, revision=self._commit), name)
         except _UnreachableError as error:
             raise error.error from error.__cause__
 
