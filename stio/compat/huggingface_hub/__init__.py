@@ -35,7 +35,6 @@ from stio.compat.huggingface_hub.load import (
     open_files,
     read_index,
     require_all,
-    shards_to_load,
 )
 from stio.compat.huggingface_hub.save import HubDirectory, index_text, save_pickles, save_tensors
 from stio.compat.huggingface_hub.split import (
@@ -50,6 +49,7 @@ from stio.compat.huggingface_hub.split import (
     require_plain,
     split_state_dict_into_shards_factory,
 )
+from stio.conversion.sources import files_of_index
 from stio.device.tensor_memory import require_data_of, require_values
 from stio.errors import CheckpointNotFoundError, printable
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
@@ -289,8 +289,9 @@ def _load_sharded_checkpoint(
     whole = filename_pattern.format(suffix="")
     loaded: dict[str, None] = {}
     with open_directory(directory, follow_symlinks=False) as root:
-        index = read_index(root, whole + INDEX_SUFFIX, Path(whole).suffix)
-        shards = shards_to_load(root, whole + INDEX_SUFFIX, index, Path(whole).suffix)
+        name, suffix = whole + INDEX_SUFFIX, Path(whole).suffix
+        index = read_index(root, name, suffix)
+        shards = files_of_index(root.path, name, whole, index.shards, root.listdir(), (suffix,))
         with open_files(root, shards, safe=safe) as files:
             require_memory_of(model, index.weight_map, path=str(directory))
             for shard, file in zip(shards, files, strict=True):

@@ -34,7 +34,7 @@ from stio.errors import (
     printable,
     without_path,
 )
-from stio.format.directory import beside, require_complete, warning_of_gone_shards, warning_of_others, without_index
+from stio.format.directory import require_complete, without_index
 from stio.format.header import Header
 from stio.format.index import ShardIndex, parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
@@ -273,26 +273,6 @@ def read_index(root: Root, name: str, suffix: str) -> ShardIndex:
                 "index format"
             )
     return index
-
-
-def shards_to_load(root: Root, index_name: str, index: ShardIndex, suffix: str) -> tuple[str, ...]:
-    """Return the shards of an index; the whole file in its directory if they are all gone. Warns of such files.
-
-    Args:
-        root: The directory.
-        index_name: Name of the index.
-        index: Its content.
-        suffix: End of the names of shards.
-    """
-    names = root.listdir()
-    others = beside(index_name, index.shards, names, (suffix,))[0]
-    whole = index_name.removesuffix(INDEX_SUFFIX)
-    if whole in others and not any(os.path.lexists(os.path.join(root.path, shard)) for shard in index.shards):
-        logger.warning("%s", warning_of_gone_shards(root.path, index_name, whole))
-        return (whole,)
-    if others:
-        logger.warning("%s", warning_of_others(root.path, index_name, others))
-    return index.shards
 
 
 def missing_and_unexpected(model: nn.Module, loaded: Iterable[str]) -> tuple[list[str], list[str]]:
