@@ -34,7 +34,7 @@ from stio.loading.open import OpenCheckpoint, chosen, open_checkpoint
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.urls import SCHEMES, is_url, without_secrets
 from stio.storage.base import Identity, ParallelRoot, RequestedSource, Requests, Root, Source
-from stio.storage.checks import local_directory, refused
+from stio.storage.checks import local_directory, refusals
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import FileLock
 from stio.storage.commit.files import status_at
@@ -140,7 +140,7 @@ def pull(
     staging = f".{name}{_STAGING_SUFFIX}"
     with ExitStack() as closing_all:
         parent_fd = -1
-        with _translated(target):
+        with refusals("writing", target):
             os.makedirs(parent, exist_ok=True)
             parent_fd = closing_all.enter_context(opened_directory(parent))
             lock = FileLock(staging + LOCK_SUFFIX, parent_fd)
@@ -151,7 +151,7 @@ def pull(
         with _advised(url):
             state = _State(root.resolve() if isinstance(root, HubRoot) else "", object_name)
         one = _Pull(state.url or url, object_name, frozenset(also), target, staging, parent_fd, budget_bytes, progress)
-        with _translated(target):
+        with refusals("writing", target, caught=(OSError,)):
             if state.url:  # the state of all files is known before one is opened
                 found = one.complete(lambda record: state.has(record) and record.keys() >= set(also))
                 if found is not None:
@@ -159,17 +159,6 @@ def pull(
             one.objects, one.name = _open_objects(url, root, object_name, also, closing_all)
             wanted = one.record = {name: state.of(name, source) for name, source in sorted(one.objects.items())}
             return one.complete(lambda record: record == wanted) or one.run()
-
-
-@contextmanager
-def _translated(path: str) -> Iterator[None]:
-    """Raise an error of the operating system in a block as one of stio."""
-    try:
-        yield
-    except StioError:
-        raise
-    except OSError as error:
-        raise refused("writing", path, error) from error
 
 
 # What is fetched.
@@ -437,14 +426,10 @@ def _read_record(fd: int) -> _Record | None:
     with suppress(OSError, ValueError, RecursionError):
         with open(calls.open_file(RECORD_NAME, os.O_RDONLY, dir_fd=fd), "rb") as file:
             found = json.loads(file.read(_MAX_RECORD_BYTES))
-        if isinstance(found, dict) and all(_is_record_name(name) for name in found):
-            if all(isinstance(state, list) and len(state) == 2 for state in found.values()):
+        if isinstance(found, dict) and all(isinstance(state, list) and len(state) == 2 for state in found.values()):
+            if not any(not name or os.path.isabs(name) or ".." in name.split("/") or "\0" in name for name in found):
                 return found
     return None
-
-
-def _is_record_name(name: str) -> bool:
-    return bool(name) and not os.path.isabs(name) and ".." not in name.split("/") and "\0" not in name
 
 
 def _is_complete(fd: int, name: str, record: _Record) -> bool:

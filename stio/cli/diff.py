@@ -178,11 +178,8 @@ class _Pair:
     @property
     def is_cast(self) -> bool:
         """Whether both are floats, of two dtypes and one shape."""
-        return self.a.shape == self.b.shape and self.a.dtype != self.b.dtype and self._has_floats
-
-    @property
-    def _has_floats(self) -> bool:
-        return self.a.dtype.startswith(_FLOATS) and self.b.dtype.startswith(_FLOATS)
+        is_other = self.a.dtype != self.b.dtype and self.a.shape == self.b.shape
+        return is_other and self.a.dtype.startswith(_FLOATS) and self.b.dtype.startswith(_FLOATS)
 
     @property
     def values_in_piece(self) -> int:

@@ -49,7 +49,7 @@ from stio.runtime.log import log
 from stio.runtime.operation import Operation
 from stio.runtime.urls import is_url
 from stio.saving.tensors import tied_names
-from stio.storage.checks import broken_link, refused
+from stio.storage.checks import broken_link, refusals
 from stio.storage.open import open_directory
 
 _MAX_NAMES = 4096
@@ -326,11 +326,8 @@ def _pickle_files(path: str) -> _Pickles | None:
 
 
 def _pickles_in(directory: str) -> _Pickles | None:
-    try:
-        names = sorted(os.listdir(directory))
-    except OSError as error:
-        raise refused("listing the directory", directory, error) from error
-    names = [name for name in names if not is_hidden(name)]
+    with refusals("listing the directory", directory):
+        names = sorted(name for name in os.listdir(directory) if not is_hidden(name))
     if any(map(names_checkpoint, names)):
         return None
     indices = [name for name in names if is_index(name) and whole_name(name).endswith(PICKLE_SUFFIXES)]
@@ -353,14 +350,30 @@ def _indexed_pickles_in(directory: str, index: str, names: Sequence[str]) -> _Pi
     _require_inside(directory, [index])
     path = os.path.join(directory, index)
     named = _parsed(path)
-    others = beside(index, named.shards, names, PICKLE_SUFFIXES)[0]
-    is_gone = not any(os.path.lexists(os.path.join(directory, shard)) for shard in named.shards)
-    if is_gone and whole_name(index) in others:
-        log(logging.WARNING, "%s", warning_of_gone_shards(directory, index, whole_name(index)))
-        return _Pickles(_require_inside(directory, [whole_name(index)]))
+    files = files_of_index(directory, index, whole_name(index), named.shards, names, PICKLE_SUFFIXES)
+    return _named_pickles(path, named) if files == named.shards else _Pickles(_require_inside(directory, files))
+
+
+def files_of_index(
+    directory: str, index: str, whole: str, shards: tuple[str, ...], names: Sequence[str], suffixes: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the shards of an index; the whole file beside it if they are all gone. Warns of such files.
+
+    Args:
+        directory: The directory of the index.
+        index: Name of the index.
+        whole: Name of the whole file.
+        shards: The files that the index names.
+        names: Names of the files in the directory.
+        suffixes: Ends of the names that count.
+    """
+    others = beside(index, shards, names, suffixes)[0]
+    if whole in others and not any(os.path.lexists(os.path.join(directory, shard)) for shard in shards):
+        log(logging.WARNING, "%s", warning_of_gone_shards(directory, index, whole))
+        return (whole,)
     if others:
         log(logging.WARNING, "%s", warning_of_others(directory, index, others))
-    return _named_pickles(path, named)
+    return shards
 
 
 def _parsed(path: str) -> ShardIndex:

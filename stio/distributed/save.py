@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,23 +166,10 @@ class Saver(api.Saver):
         self, state: object, destination: DestinationLike, make_options: MakeOptions, *, nested: bool | None
     ) -> PendingSave:
         ranks = _ranks(self._process_group, self._rank_timeout)
-
-        async def make() -> PendingSave:
-            return await _sharded(
-                state,
-                destination,
-                options,
-                ranks,
-                nested=nested,
-                notifier=self._changed,
-                pool=self._pool,
-                when_begun=self._retention.begin,
-                when_durable=self._retention.add,
-            )
-
         async with ranks.reports():
             ranks.require_valid()
             options = make_options()
+            make = partial(_sharded, state, destination, options, ranks, nested=nested)
             return await self._begin(make, destination, options)
 
 

@@ -317,16 +317,8 @@ class Saver:
     async def _save(self, tensors: TensorsLike, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
         options = make_options()
 
-        async def make() -> PendingSave:
-            return PendingSave(
-                tensors,
-                destination,
-                options,
-                notifier=self._changed,
-                pool=self._pool,
-                when_begun=self._retention.begin,
-                when_durable=self._retention.add,
-            )
+        async def make(**of_saver: Any) -> PendingSave:
+            return PendingSave(tensors, destination, options, **of_saver)
 
         return await self._begin(make, destination, options)
 
@@ -336,9 +328,15 @@ class Saver:
         return await self._save(tensors, destination, lambda: replace(options, metadata=with_tree))
 
     async def _begin(
-        self, make: Callable[[], Awaitable[PendingSave]], destination: DestinationLike, options: SaveOptions
+        self, make: Callable[..., Awaitable[PendingSave]], destination: DestinationLike, options: SaveOptions
     ) -> PendingSave:
-        """Make a save when there is a place for it, start it, and wait for its snapshot."""
+        """Make a save when there is a place for it, start it, and wait for its snapshot.
+
+        Args:
+            make: Makes it, of what a `PendingSave` takes from its saver.
+            destination: Its destination.
+            options: Its keywords.
+        """
         while True:
             self._require_open(destination)
             if not self._has_place():
@@ -347,7 +345,12 @@ class Saver:
                 continue
             self._retention.attempt(destination, options.filename_pattern)
             # Without a lock: this calls `state_dict` and other code of the user.
-            save = await make()
+            save = await make(
+                notifier=self._changed,
+                pool=self._pool,
+                when_begun=self._retention.begin,
+                when_durable=self._retention.add,
+            )
             try:
                 if self._admit(save):
                     await save.wait_staged()

@@ -301,10 +301,11 @@ class PendingSave:
         sizes = [shard.nbytes for shard in plan.shards]
         notes = manifest_notes(transaction, self._manifest_name(names), self._options.hash, sizes, hashes)
         index = plan.index(names) if transaction.takes_index else None
-        where = self._absolute_destination
-        remote = getattr(where, "root", None)
+        saved_index = index_name(self._options.filename_pattern) if transaction.takes_index else None
+        saved = saved_index, names, [name for shard in plan.shards for name in shard.names]
+        remote = getattr(self._absolute_destination, "root", None)
         # Of a store before the commit: from there on no cancel is heard.
-        hiding = hiding_index(remote, *self._saved_as(plan, transaction)) if isinstance(remote, Root) else None
+        hiding = hiding_index(remote, *saved) if isinstance(remote, Root) else None
         with traced(self._options.trace, "commit"):
             transaction.prepare_commit(operation.check)
             operation.refuse_cancel()
@@ -315,11 +316,11 @@ class PendingSave:
             self.written = published if isinstance(published, WrittenFiles) else None
             self._when_durable(transaction.path, self._own_pattern(), published)
         if self.written is not None:  # after the commit: it may have replaced an index
-            hiding = hiding_on_disk(transaction.path, *self._saved_as(plan, transaction))
+            hiding = hiding_on_disk(transaction.path, *saved)
             if self._own_pattern() == DEFAULT_PATTERN:
-                warn_of_another_name(transaction.path, self._saved_as(plan, transaction)[2])
+                warn_of_another_name(transaction.path, saved[2])
         if hiding is not None:
-            first = (self._saved_as(plan, transaction)[0] or names[0]) if self._max_shard_bytes is not None else None
+            first = None if self._max_shard_bytes is None else saved_index or names[0]
             warn_of_hiding(hiding, transaction.path, first)
         return SaveResult(
             path=transaction.path,
@@ -332,11 +333,6 @@ class PendingSave:
             committed_seconds=committed_seconds,
             hashes=hashes,
         )
-
-    def _saved_as(self, plan: WritePlan, transaction: Transaction) -> tuple[str | None, tuple[str, ...], list[str]]:
-        """Return the index, the files and the tensors of the save, for `hiding_index`."""
-        index = index_name(self._options.filename_pattern) if transaction.takes_index else None
-        return index, transaction.shard_names, [name for shard in plan.shards for name in shard.names]
 
     def _own_pattern(self) -> str | None:
         """Return the pattern of the file names in a directory, None if the destination is one file."""

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
 from stio.format.other_sources import NO_HOME
@@ -43,7 +44,10 @@ def refused(action: str, path: str, error: OSError | ValueError, *, offset: int 
 
 @contextmanager
 def refusals(
-    action: str, path: str, error_of: Callable[[str, str, OSError | ValueError], StorageError] = refused
+    action: str,
+    path: str,
+    error_of: Callable[[str, str, Any], StorageError] = refused,
+    caught: tuple[type[Exception], ...] = (OSError, ValueError),
 ) -> Iterator[None]:
     """Raise an error of the operating system in a block, or of a path that it does not accept, as a `StorageError`.
 
@@ -51,12 +55,13 @@ def refusals(
         action: What failed, as a participle.
         path: File or directory.
         error_of: Makes the error.
+        caught: Classes of these errors. `ValueError`, a NUL in the path, is left out where the block has other causes.
     """
     try:
         yield
     except StioError:
         raise
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+    except caught as error:
         raise error_of(action, path, error) from error
 
 
@@ -159,10 +164,8 @@ def require_inside(real: str, root: str, path: str) -> None:
 
 def stat_of(fd: int, path: str) -> os.stat_result:
     """Return `os.fstat`; its error is raised as a `StorageError`."""
-    try:
+    with refusals("reading the status", path):
         return os.fstat(fd)
-    except OSError as error:
-        raise refused("reading the status", path, error) from error
 
 
 def identity_of(found: os.stat_result) -> Identity:

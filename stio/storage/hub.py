@@ -143,6 +143,7 @@ class HubRoot:
     def __init__(self, location: HubLocation) -> None:
         try:
             self._hub: Any = import_module("huggingface_hub")
+            self._constants: Any = import_module("huggingface_hub.constants")
         except ImportError as error:
             raise ImportError(f"hf:// needs huggingface_hub: {install_command('hub')}; {error}") from error
         self._location = location
@@ -324,20 +325,16 @@ class HubRoot:
 
     def _download(self, name: str) -> str:
         """Return the path of a file in the cache."""
-        location = self._location
-        key = self._key(name)
-
-        def download(revision: str | None) -> str:
-            path: str = self._hub.hf_hub_download(location.repository, key, revision=revision, library_name="stio")
-            return path
-
+        download: Callable[..., str] = partial(
+            self._hub.hf_hub_download, self._location.repository, self._key(name), library_name="stio"
+        )
         try:
             if not self._has_ref:
-                path = self._call(partial(download, location.revision), name)
+                path = self._call(partial(download, revision=self._location.revision), name)
                 self._has_ref = True
                 if self._commit in path.split(os.sep):
                     return path  # otherwise the branch has another commit by now
-            return self._call(partial(download, self._commit), name)
+            return self._call(partial(download, revision=self._commit), name)
         except _UnreachableError as error:
             raise error.error from error.__cause__
 
@@ -355,11 +352,6 @@ class HubRoot:
         except Exception as error:
             raise self._error(error, path, name) from error
 
-    @property
-    def _is_offline(self) -> bool:
-        constants: Any = import_module("huggingface_hub.constants")
-        return bool(constants.HF_HUB_OFFLINE)
-
     def _error(self, error: Exception, path: str, name: str) -> StioError | _UnreachableError:
         """Return what an error of the hub means. Errors that it does not raise are raised again."""
         kinds = {kind.__name__ for kind in type(error).__mro__}
@@ -370,7 +362,7 @@ class HubRoot:
             kinds |= {kind.__name__ for kind in type(reason).__mro__}
         text = _text_of(reason)
         if "GatedRepoError" in kinds:
-            page = f"{import_module('huggingface_hub.constants').ENDPOINT}/{repository}"
+            page = f"{self._constants.ENDPOINT}/{repository}"
             return StorageError(
                 f"the repository is gated; request access on {page}, and log in by `hf auth login`, or set HF_TOKEN",
                 path=path,
@@ -384,7 +376,7 @@ class HubRoot:
             )
         if "RevisionNotFoundError" in kinds:
             return CheckpointNotFoundError("the repository has no such revision; check the name after the @", path=path)
-        if "OfflineModeIsEnabled" in kinds or ("LocalEntryNotFoundError" in kinds and self._is_offline):
+        if "OfflineModeIsEnabled" in kinds or ("LocalEntryNotFoundError" in kinds and self._constants.HF_HUB_OFFLINE):
             words, remedy = "the hub is not contacted (HF_HUB_OFFLINE is set)", "; load it once with the hub"
             if name:
                 return StorageError(f"{words}, and its cache does not have the file{remedy}", path=path, errno=ENOENT)

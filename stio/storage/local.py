@@ -48,6 +48,7 @@ from stio.storage.checks import (
     OPEN_FLAGS,
     cut_short,
     identity_of,
+    refusals,
     refused,
     require_inside,
     require_regular,
@@ -478,11 +479,8 @@ class MappedFile:
         """The file."""
         self.path = file.path
         """Path of the file."""
-        try:
-            with memory.reporting_shortage(file.path):
-                self.region: Region = memory.map_file(file.fd, file.identity.nbytes, huge_pages=not lazy)
-        except OSError as error:
-            raise refused("mapping", file.path, error) from error
+        with refusals("mapping", file.path), memory.reporting_shortage(file.path):
+            self.region: Region = memory.map_file(file.fd, file.identity.nbytes, huge_pages=not lazy)
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Read `[offset, offset + nbytes)` into the page cache and map it. Blocks, without the GIL.

@@ -30,11 +30,11 @@ from stio.compat.huggingface_hub.load import (
     fill,
     load_safetensors,
     missing_and_unexpected,
+    not_found,
     only_file,
     open_files,
     read_index,
     require_all,
-    shards_to_load,
 )
 from stio.compat.huggingface_hub.save import HubDirectory, index_text, save_pickles, save_tensors
 from stio.compat.huggingface_hub.split import (
@@ -49,6 +49,7 @@ from stio.compat.huggingface_hub.split import (
     require_plain,
     split_state_dict_into_shards_factory,
 )
+from stio.conversion.sources import files_of_index
 from stio.device.tensor_memory import require_data_of, require_values
 from stio.errors import CheckpointNotFoundError, printable
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
@@ -288,8 +289,9 @@ def _load_sharded_checkpoint(
     whole = filename_pattern.format(suffix="")
     loaded: dict[str, None] = {}
     with open_directory(directory, follow_symlinks=False) as root:
-        index = read_index(root, whole + INDEX_SUFFIX, Path(whole).suffix)
-        shards = shards_to_load(root, whole + INDEX_SUFFIX, index, Path(whole).suffix)
+        name, suffix = whole + INDEX_SUFFIX, Path(whole).suffix
+        index = read_index(root, name, suffix)
+        shards = files_of_index(root.path, name, whole, index.shards, root.listdir(), (suffix,))
         with open_files(root, shards, safe=safe) as files:
             require_memory_of(model, index.weight_map, path=str(directory))
             for shard, file in zip(shards, files, strict=True):
@@ -338,9 +340,7 @@ def load_state_dict_from_file(
     path = os.fsdecode(checkpoint_file)
     opened = checkpoint_file.opened if isinstance(checkpoint_file, OpenFile) else None
     if opened is None and not Path(path).is_file():
-        raise CheckpointNotFoundError(
-            f"No checkpoint file found at '{printable(path)}'; is the path right, and the download complete?"
-        )
+        raise not_found(path)
     if safe or _is_safetensors(path):
         return load_safetensors(path, map_location, safe=safe, opened=opened)
     if not weights_only:

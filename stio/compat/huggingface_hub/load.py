@@ -34,7 +34,7 @@ from stio.errors import (
     printable,
     without_path,
 )
-from stio.format.directory import beside, require_complete, warning_of_gone_shards, warning_of_others, without_index
+from stio.format.directory import require_complete, without_index
 from stio.format.header import Header
 from stio.format.index import ShardIndex, parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
@@ -108,15 +108,20 @@ def open_files(root: Root, names: Sequence[str], *, safe: bool) -> Iterator[list
         yield files
 
 
+def not_found(path: str) -> CheckpointNotFoundError:
+    """Return the error for a file that is not there."""
+    return CheckpointNotFoundError(
+        f"No checkpoint file found at '{printable(path)}'; is the path right, and the download complete?"
+    )
+
+
 @contextmanager
 def _refusals(path: str) -> Iterator[None]:
     """Raise errors about a file that a directory or an index names in the words of the hub."""
     try:
         yield
     except CheckpointNotFoundError:
-        raise CheckpointNotFoundError(
-            f"No checkpoint file found at '{printable(path)}'; is the path right, and the download complete?"
-        ) from None
+        raise not_found(path) from None
     except UnsafePathError as error:
         message = (
             "the file is a link that leads out of the checkpoint; replace it by the file, or load the checkpoint by "
@@ -268,26 +273,6 @@ def read_index(root: Root, name: str, suffix: str) -> ShardIndex:
                 "index format"
             )
     return index
-
-
-def shards_to_load(root: Root, index_name: str, index: ShardIndex, suffix: str) -> tuple[str, ...]:
-    """Return the shards of an index; the whole file in its directory if they are all gone. Warns of such files.
-
-    Args:
-        root: The directory.
-        index_name: Name of the index.
-        index: Its content.
-        suffix: End of the names of shards.
-    """
-    names = root.listdir()
-    others = beside(index_name, index.shards, names, (suffix,))[0]
-    whole = index_name.removesuffix(INDEX_SUFFIX)
-    if whole in others and not any(os.path.lexists(os.path.join(root.path, shard)) for shard in index.shards):
-        logger.warning("%s", warning_of_gone_shards(root.path, index_name, whole))
-        return (whole,)
-    if others:
-        logger.warning("%s", warning_of_others(root.path, index_name, others))
-    return index.shards
 
 
 def missing_and_unexpected(model: nn.Module, loaded: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -27,7 +27,7 @@ from stio.errors import NoSpaceError, StorageError
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
-from stio.storage.checks import refused
+from stio.storage.checks import refusals, refused
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.files import FileAttributes, closing
 from stio.storage.local import is_local
@@ -87,7 +87,7 @@ def write_refused(
 
 
 class LocalFileWriter:
-    """One new file; a `FileWriter`. Made by `create_files`.
+    """One new file; a `FileWriter`. `create_files` creates the file.
 
     Args:
         dir_fd: The directory that holds it; it must stay open as long as this object is used.
@@ -255,10 +255,8 @@ class LocalFileWriter:
             return self._fd, self._direct_fd
 
     def _open(self, flags: int) -> int:
-        try:
+        with refusals("opening for writing", self.path):
             return calls.open_file(self.name, os.O_WRONLY | flags, dir_fd=self._dir_fd)
-        except OSError as error:
-            raise refused("opening for writing", self.path, error) from error
 
     def _write(self, fd: int, region: Region, done: int, end: int, offset: int) -> int:
         """Write the region's bytes from `done` to `end`, or the first of them; return how many."""
@@ -278,44 +276,27 @@ class LocalFileWriter:
         return write_refused("writing", self.path, error, offset=offset, needed_bytes=missing, free=free)
 
 
-def create_files(
-    dir_fd: int,
-    files: Sequence[tuple[str, int]],
-    *,
-    path: str,
-    where: Sequence[str],
-    attributes: Sequence[FileAttributes | None],
-    durable: bool,
-    is_shared: bool = False,
-) -> list[LocalFileWriter]:
-    """Create files with their space reserved; each is opened at its first write.
+def create_files(dir_fd: int, writers: Sequence[LocalFileWriter], *, path: str) -> None:
+    """Create the files of new writers with their space reserved; each is opened at its first write.
 
     Args:
-        dir_fd: The directory to create them in; the caller keeps it open.
-        files: Name and size of each.
+        dir_fd: The directory to create them in, that of the writers.
+        writers: Their `own_bytes` are the sizes.
         path: The destination, for messages.
-        where: Path that each will have, for messages.
-        attributes: Those that `finish` gives each; None: those that a new file gets.
-        durable: Whether complete files must survive a power cut.
-        is_shared: Whether other processes write the files too.
 
     Raises:
         NoSpaceError: They do not fit.
         StorageError: The operating system reported an error.
     """
-    needed = sum(nbytes for _, nbytes in files)
+    needed = sum(writer.own_bytes for writer in writers)
     free = free_bytes(dir_fd)
     if free is not None and needed > free:
         # ext4 allocates all free space before it reports an error: until the files are removed no other process could
         # write a byte. And space that is reserved for the system is not used for checkpoints, even if root saves.
         raise write_refused("reserving space", path, OSError(errno.ENOSPC, ""), needed_bytes=needed, free=free)
-    writers = []
-    for (name, nbytes), final, kept in zip(files, where, attributes, strict=True):
+    for writer in writers:
         try:
-            with closing(calls.open_file(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=dir_fd)) as fd:
-                calls.reserve(fd, nbytes)
+            with closing(calls.open_file(writer.name, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=dir_fd)) as fd:
+                calls.reserve(fd, writer.own_bytes)
         except OSError as error:
-            raise write_refused("reserving space", final, error, needed_bytes=needed, free=free) from error
-        writer = LocalFileWriter(dir_fd, name, final, nbytes, attributes=kept, durable=durable, is_shared=is_shared)
-        writers.append(writer)
-    return writers
+            raise write_refused("reserving space", writer.path, error, needed_bytes=needed, free=free) from error

@@ -152,18 +152,12 @@ def _keep_entries(old_fd: int, new_fd: int) -> None:
         attributes = attributes_at(old_fd, name, follow_symlinks=False)
         if attributes is None or stat.S_ISDIR(attributes.status.st_mode) != is_directory:
             continue
-        fd = calls.open_directory(name, dir_fd=new_fd) if is_directory else _opened_file(name, new_fd)
-        try:
-            if is_directory:
+        if is_directory:
+            with closing(calls.open_directory(name, dir_fd=new_fd)) as fd:
                 keep_tree(old_fd, name, fd)
-            else:
+        else:
+            with closing(calls.open_file(name, _READ_FLAGS, dir_fd=new_fd)) as fd:
                 attributes.apply(fd)
-        finally:
-            calls.close(fd)
-
-
-def _opened_file(name: str, dir_fd: int) -> int:
-    return calls.open_file(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0), dir_fd=dir_fd)
 
 
 def _extended_at(dir_fd: int, name: str, found: os.stat_result, *, is_link: bool) -> dict[str, bytes] | None:

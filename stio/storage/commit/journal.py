@@ -258,12 +258,9 @@ def roll_back(home_fd: int, staging_fd: int, record: JournalRecord, *, durable: 
     for name, stamp in record.moves.items():
         # A file that the present index names is in use. The index is not parsed: if a name occurs in it by chance, one
         # superfluous file stays, which does no harm.
-        if stamp_of(home_fd, name) == stamp and not _contains_name(index, name):
+        is_named = any(quote(name).encode() in index for quote in (encode_basestring, encode_basestring_ascii))
+        if stamp_of(home_fd, name) == stamp and not is_named:
             remove_file(home_fd, name)
     apply_notes(home_fd, staging_fd, record.notes, "was")
     if durable:
         calls.sync_directory(home_fd)
-
-
-def _contains_name(index: bytes, name: str) -> bool:
-    return encode_basestring(name).encode() in index or encode_basestring_ascii(name).encode() in index

@@ -171,6 +171,8 @@ class FilesTransaction(Transaction):
     """The directory with the new files."""
     _is_one_file = False
     """Whether the destination is one file."""
+    _durable: bool
+    """Whether complete files must survive a power cut."""
     _own_bytes: Sequence[int] | None = None
 
     def create(self, nbytes: Sequence[int], own_bytes: Sequence[int] | None = None) -> Sequence[LocalFileWriter]:
@@ -201,6 +203,18 @@ class FilesTransaction(Transaction):
             return digest_of_source(file, hasher, allocate(_HASHED_BYTES), lambda nbytes: check())
         finally:
             file.close()
+
+    def _writer(self, name: str, nbytes: int, attributes: FileAttributes | None = None) -> LocalFileWriter:
+        """Return the writer of a shard, of which this process writes so many bytes."""
+        return LocalFileWriter(
+            self._files_fd,
+            name,
+            self._final_path(name),
+            nbytes,
+            attributes=attributes,
+            durable=self._durable,
+            is_shared=self._own_bytes is not None,
+        )
 
     def _final_path(self, name: str) -> str:
         """Return the path that a file will have, for messages."""
@@ -349,16 +363,12 @@ class LocalTransaction(FilesTransaction):
         )
 
     def _create(self, nbytes: Sequence[int]) -> Sequence[LocalFileWriter]:
-        own_bytes, shards = self._own_bytes, self.shard_names
-        writers = create_files(
-            self._files_fd,
-            list(zip(shards, nbytes, strict=True)),
-            path=self.path,
-            where=[self._final_path(name) for name in shards],
-            attributes=[None if own_bytes else self._replaced_attributes(name) for name in shards],
-            durable=self._durable,
-            is_shared=own_bytes is not None,
-        )
+        own_bytes = self._own_bytes
+        writers = [
+            self._writer(name, size, None if own_bytes else self._replaced_attributes(name))
+            for name, size in zip(self.shard_names, nbytes, strict=True)
+        ]
+        create_files(self._files_fd, writers, path=self.path)
         for writer, own in zip(writers, own_bytes or (), strict=own_bytes is not None):
             writer.own_bytes = own
         return writers
@@ -540,6 +550,7 @@ class JoinedTransaction(FilesTransaction):
     def __init__(self, invitation: Invitation, check: Callable[[], None] = lambda: None) -> None:
         self.invitation, self.path = invitation, invitation.destination
         self.shard_names, self._is_one_file = invitation.shard_names, invitation.is_file
+        self._durable = invitation.durable
 
         def look() -> bool:
             self._files_fd = _open_files(invitation)
@@ -558,13 +569,8 @@ class JoinedTransaction(FilesTransaction):
 
     def _create(self, nbytes: Sequence[int]) -> list[LocalFileWriter]:
         """Return writers of the files, which the owner has created; `finish` makes the part of this process durable."""
-        own_bytes, durable = self._own_bytes or nbytes, self.invitation.durable
-        return [
-            LocalFileWriter(
-                self._files_fd, name, self._final_path(name), own, attributes=None, durable=durable, is_shared=True
-            )
-            for name, own in zip(self.shard_names, own_bytes, strict=True)
-        ]
+        self._own_bytes = self._own_bytes or nbytes
+        return [self._writer(name, own) for name, own in zip(self.shard_names, self._own_bytes, strict=True)]
 
     def _publish(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Do nothing: the owner commits."""

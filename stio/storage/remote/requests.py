@@ -296,7 +296,7 @@ class Requester:
         self._store = self._connect()
 
     def begin(self, request: Callable[[Any], T]) -> Call[T]:
-        """Start the first attempt at a request, which gets the store; `finish` returns its answer."""
+        """Start the first attempt at a request, which gets the store; `run` waits for its answer."""
         require_usable(self._path)
         store, watch = self._store, RateWatch(self.patience.stall_seconds, in_pieces=True)
 
@@ -309,32 +309,32 @@ class Requester:
 
         return Call(work, check=watch.check)
 
-    def finish(
+    def run(
         self,
-        first: Call[T],
         request: Callable[[Any], T],
         path: str,
         *,
         expected: object = None,
         work: Work = "load",
         again: Callable[[Any], T] | None = None,
+        first: Call[T] | None = None,
     ) -> T:
-        """Wait for an answer; repeat the request while it fails, and may succeed.
+        """Make a request, and wait for its answer; repeat it while it fails, and may succeed.
 
         Args:
-            first: What `begin` returned.
             request: The request.
             path: URL of the object, without secrets.
             expected: Identity of the object, if it was opened before.
             work: What it is for.
             again: The same request by a client that says more about a refusal than obstore does.
+            first: The first attempt, if `begin` has started it already.
 
         Raises:
             Cancelled: The calling thread should end (`is_interrupted`).
             StioError: The request failed; see `Failure.error`.
         """
         attempts = Attempts(self, path, expected=expected, work=work)
-        call = first
+        call, first = first or self.begin(request), None
         while True:
             try:
                 return call.result()
@@ -348,18 +348,6 @@ class Requester:
                 if again is not None and failure.kind == "busy":
                     request = again
             call = self.begin(request)
-
-    def run(
-        self,
-        request: Callable[[Any], T],
-        path: str,
-        *,
-        expected: object = None,
-        work: Work = "load",
-        again: Callable[[Any], T] | None = None,
-    ) -> T:
-        """Make a request, and wait for its answer; see `finish`."""
-        return self.finish(self.begin(request), request, path, expected=expected, work=work, again=again)
 
 
 def pause(seconds: float) -> None:

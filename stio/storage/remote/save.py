@@ -112,8 +112,37 @@ class RemoteDestination:
         return Uploads(Folder(self.root), self.buffer_bytes, tuple(shard_names))
 
     def collect_unused(self, *, max_age_seconds: float = MAX_AGE_SECONDS, dry_run: bool = False) -> GarbageReport:
-        """Delete what saves left that did not commit; see `stio.storage.remote.save.collect_unused`."""
-        return collect_unused(Folder(self.root), self.name, max_age_seconds=max_age_seconds, dry_run=dry_run)
+        """Delete the shards of saves that did not commit, and abort their uploads, also those of the only file.
+
+        Args:
+            max_age_seconds: What is younger stays: no lock shows whether its save is under way.
+            dry_run: Change nothing.
+
+        Raises:
+            StioError: The store cannot be read, or refuses to delete.
+        """
+        folder, name = Folder(self.root), self.name
+        objects = folder.list()
+        used: set[str] = set()
+        for index in objects:
+            if index.endswith(INDEX_SUFFIX):
+                used |= _shards_of(folder, index)
+        now = time.time()
+        ages = {one: now - listed.changed for one, listed in objects.items() if is_of_save(one) and one not in used}
+        old = sorted(one for one, age in ages.items() if age >= max_age_seconds)
+        if not dry_run:
+            folder.delete(old)
+        uploads = [one for one in _uploads(folder) if is_of_save(one.name) or (name and one.name == name)]
+        ended = [one for one in uploads if now - one.began >= max_age_seconds]
+        if not dry_run:
+            for one in ended:
+                _send(folder, "DELETE", one.name, {"uploadId": one.id})
+        kept = {*ages} - {*old} | {one.name for one in uploads if one not in ended}
+        return GarbageReport(
+            unused=tuple(f"{folder.path}/{one}" for one in old),
+            aborted=tuple(f"{folder.path}/{one.name}" for one in ended),
+            kept=tuple(f"{folder.path}/{one}" for one in sorted(kept)),
+        )
 
 
 def open_destination(url: str | Root) -> RemoteDestination:
@@ -468,41 +497,6 @@ class RemoteFiles:
 
 _MOST_ANSWER_BYTES = 16 << 20
 """Longest answer that is read; a page of the list has at most 1,000 uploads."""
-
-
-def collect_unused(folder: Folder, name: str, *, max_age_seconds: float, dry_run: bool) -> GarbageReport:
-    """Delete the shards of saves that did not commit, and abort their uploads.
-
-    Args:
-        folder: The directory.
-        name: Name of the only file, whose uploads count too; "": the checkpoint is a directory.
-        max_age_seconds: What is younger stays: no lock shows whether its save is under way.
-        dry_run: Change nothing.
-
-    Raises:
-        StioError: The store cannot be read, or refuses to delete.
-    """
-    objects = folder.list()
-    used: set[str] = set()
-    for index in objects:
-        if index.endswith(INDEX_SUFFIX):
-            used |= _shards_of(folder, index)
-    now = time.time()
-    ages = {one: now - listed.changed for one, listed in objects.items() if is_of_save(one) and one not in used}
-    old = sorted(one for one, age in ages.items() if age >= max_age_seconds)
-    if not dry_run:
-        folder.delete(old)
-    uploads = [one for one in _uploads(folder) if is_of_save(one.name) or (name and one.name == name)]
-    ended = [one for one in uploads if now - one.began >= max_age_seconds]
-    if not dry_run:
-        for one in ended:
-            _send(folder, "DELETE", one.name, {"uploadId": one.id})
-    kept = {*ages} - {*old} | {one.name for one in uploads if one not in ended}
-    return GarbageReport(
-        unused=tuple(f"{folder.path}/{one}" for one in old),
-        aborted=tuple(f"{folder.path}/{one.name}" for one in ended),
-        kept=tuple(f"{folder.path}/{one}" for one in sorted(kept)),
-    )
 
 
 def _shards_of(folder: Folder, index: str) -> set[str]:

@@ -392,12 +392,15 @@ class RemoteSource:
                 ahead.append((self._requester.begin(partial(_get, wanted=wanted)), wanted))
                 at = stop
             call, wanted = ahead.pop(0)
-            answer = self._requester.finish(
-                call, partial(_get, wanted=wanted), self.path, expected=self.identity, again=self._again(wanted)
-            )
+            answer = self._answer(wanted, call)
             del call
             self.identity.require_same(answer.identity, self.path)
             yield from answer.pieces
+
+    def _answer(self, wanted: Range, first: Call[Answer] | None = None) -> Answer:
+        """Return a range, by a request of which the first attempt may be under way."""
+        request, again = partial(_get, wanted=wanted), self._again(wanted)
+        return self._requester.run(request, self.path, expected=self.identity, again=again, first=first)
 
     def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if the store has another state of the object by now, or none.
@@ -405,10 +408,7 @@ class RemoteSource:
         It reads one byte: a URL that was signed for reading allows no other request.
         """
         if self.identity.nbytes:
-            wanted = Range(self._key, self.path, 0, 1, self.identity)
-            found = self._requester.run(
-                partial(_get, wanted=wanted), self.path, expected=self.identity, again=self._again(wanted)
-            ).identity
+            found = self._answer(Range(self._key, self.path, 0, 1, self.identity)).identity
         else:
             found = self._requester.run(
                 partial(_head, key=self._key, path=self.path), self.path, expected=self.identity

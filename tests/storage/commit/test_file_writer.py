@@ -44,9 +44,18 @@ def place(tmp_path: Path) -> Iterator[int]:
 def create(
     place: int, *files: tuple[str, int], attributes: FileAttributes | None = None, durable: bool = True
 ) -> list[LocalFileWriter]:
-    where = [f"final/{name}" for name, _ in files]
-    kept = [attributes] * len(files)
-    return create_files(place, files, path="final", where=where, attributes=kept, durable=durable)
+    writers = [
+        LocalFileWriter(place, name, f"final/{name}", nbytes, attributes=attributes, durable=durable)
+        for name, nbytes in files
+    ]
+    create_files(place, writers, path="final")
+    return writers
+
+
+def create_shared(place: int, nbytes: int) -> LocalFileWriter:
+    writer = LocalFileWriter(place, "a", "p/a", nbytes, attributes=None, durable=True, is_shared=True)
+    create_files(place, [writer], path="p")
+    return writer
 
 
 def region_of(data: bytes) -> Region:
@@ -440,11 +449,11 @@ def test_c103_file_size_limit(tmp_path: Path) -> None:
         import os, resource, sys
         from stio.errors import NoSpaceError
         from stio.storage.commit import syscalls as calls
-        from stio.storage.commit.file_writer import create_files
+        from stio.storage.commit.file_writer import LocalFileWriter, create_files
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         fd = calls.open_directory(sys.argv[1])
         try:
-            create_files(fd, [("a", 2 << 20)], path="p", where=["p/a"], attributes=[None], durable=True)
+            create_files(fd, [LocalFileWriter(fd, "a", "p/a", 2 << 20, attributes=None, durable=True)], path="p")
         except NoSpaceError as error:
             print(error.errno, error.needed_bytes)
         """
@@ -512,9 +521,7 @@ def test_between_hosts_exact_ranges_go_past_the_page_cache(
     """A page that was cached here would overwrite bytes of another host."""
     system = DirectIO(monkeypatch, takes_any=takes_any)
     data = random.Random(6).randbytes(9 * PAGE_BYTES)
-    system.writer = writer = create_files(
-        place, [("a", len(data))], path="p", where=["p/a"], attributes=[None], durable=True, is_shared=True
-    )[0]
+    system.writer = writer = create_shared(place, len(data))
     memory = allocate(len(data) + PAGE_BYTES)
     cuts = [0, 100, 120, 5 * PAGE_BYTES + 7, len(data)]
     for begin, end in itertools.pairwise(cuts):
@@ -537,9 +544,7 @@ def test_between_hosts_less_than_a_page_goes_past_the_page_cache_too(
     place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = DirectIO(monkeypatch, takes_any=True)
-    system.writer = writer = create_files(
-        place, [("a", 700)], path="p", where=["p/a"], attributes=[None], durable=True, is_shared=True
-    )[0]
+    system.writer = writer = create_shared(place, 700)
     memory = allocate(PAGE_BYTES)
     memory.write(0, bytes(range(256)) * 2 + bytes(188))
     writer.write_from(0, memory.sub(0, 700))
