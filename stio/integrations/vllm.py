@@ -29,15 +29,17 @@ import torch
 from torch import nn
 
 from stio import sync
-from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, MismatchError, listed, printable
+from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, MismatchError, StioError, listed, printable
 from stio.format.directory import INDEX_NAME, require_complete, why_none, without_index
 from stio.format.naming import FILE_SUFFIX, is_hidden, is_index
 from stio.loading.cache.disk_cache import DiskCache
 from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.prepare import resident_fraction
 from stio.runtime.limits import Limits
 from stio.runtime.trace import Trace
 from stio.runtime.urls import is_url
 from stio.storage.base import Root
+from stio.storage.local import LocalFile
 from stio.storage.open import OneFile, open_directory
 
 __all__ = ["LOAD_FORMAT", "register"]
@@ -77,6 +79,9 @@ _INSTEAD = {
 """What to use instead of a strategy of vLLM's own loader."""
 
 _EXPERTS = ".experts."
+
+_RESIDENT = 0.95
+"""Files are in the page cache if it has this fraction of each."""
 
 _Shape = tuple[int, ...]
 
@@ -267,6 +272,9 @@ class _Loading:
             directory, follow_symlinks = self._directory(checkpoint), keywords.get("follow_symlinks", False)
             root = opening.enter_context(open_directory(directory, follow_symlinks=follow_symlinks))
             sources = _sources(root, checkpoint.patterns)
+            if keywords["device"] == torch.device("cpu") and not self._extra.keys() & {"memory", "cache"}:
+                if all(map(_is_in_page_cache, sources)):
+                    keywords = {**keywords, "memory": "lazy"}
         file_of: dict[str, str] = {}
         for source in sources:
             opened = opening.enter_context(sync.open(source, **keywords))
@@ -320,6 +328,24 @@ def _sources(root: Root, patterns: Sequence[str]) -> Sequence[Root]:
         if names:
             return [OneFile(root, name) for name in names]
     raise CheckpointNotFoundError("there are no safetensors files", path=root.path, expected=" or ".join(patterns))
+
+
+def _is_in_page_cache(source: Root) -> bool:
+    """Return whether files need only be mapped: a local disk has them, and the page cache too.
+
+    The model copies each tensor once, so a page is used when it is copied. Pages that other threads map ahead of it
+    would only count as memory of the process.
+    """
+    try:
+        for name in source.listdir():
+            if name.endswith(FILE_SUFFIX) and not is_hidden(name):
+                with closing(source.open(name)) as file:
+                    is_local = isinstance(file, LocalFile) and file.on_local_filesystem
+                    if not is_local or resident_fraction(file) < _RESIDENT:
+                        return False
+    except StioError:  # it is reported when the checkpoint is opened
+        return False
+    return True
 
 
 def _require_distinct(opened: sync.Checkpoint, source: OneFile, file_of: dict[str, str]) -> None:
