@@ -266,7 +266,8 @@ def test_a_failed_reload_leaves_the_engine_answering(engines, tmp_path, tensors,
 
 def test_two_ranks_answer_after_a_failed_reload_of_each_kind(engines, tmp_path, tensors, expected):
     """No more of them: vLLM 0.32 raises the error of one rank, and leaves the answers of the others in its queue. Each
-    of the next calls then reports one of these errors, and when the queue is full the engine ends."""
+    of the next calls then reports one of these errors. When the queue is full the engine ends, also after calls that
+    fail before any loader, with vLLM's own load format."""
     answers = expected("llama", **TWO_RANKS)
     changed = models.weights_of(models.LLAMA, seed=1)
     with engines.start(models.write(tmp_path / "model", tensors, models.LLAMA), **TWO_RANKS) as one:
