@@ -239,26 +239,24 @@ def test_extra_configuration_becomes_keywords(loaders, directory, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("resident", "extra", "memory"),
+    ("is_local", "extra", "memory"),
     [
-        (1.0, {}, "lazy"),
-        (0.9, {}, None),
-        (1.0, {"memory": "copy"}, "copy"),
-        (1.0, {"device": "meta"}, None),
+        (True, {}, "lazy"),
+        (False, {}, None),
+        (True, {"memory": "copy"}, "copy"),
+        (True, {"device": "meta"}, None),
     ],
 )
-def test_files_in_the_page_cache_are_only_mapped(loaders, directory, monkeypatch, resident, extra, memory):
+def test_files_on_a_local_disk_are_only_mapped(loaders, directory, monkeypatch, is_local, extra, memory):
     """The model copies each page once; pages that are mapped ahead of it would count as memory of the process."""
     seen = seen_by_open(monkeypatch, device="cpu")
-    monkeypatch.setattr(vllm, "resident_fraction", lambda file: resident)
-    monkeypatch.setattr(vllm.LocalFile, "on_local_filesystem", True)
+    monkeypatch.setattr(vllm.LocalFile, "on_local_filesystem", is_local)
     loader_of(loaders, model_loader_extra_config=extra).load_weights(model := Model(), config_of(directory))
     require_loaded(model, tensors_of("a", "b"))
     assert [keywords.get("memory") for keywords in seen] == [memory]
 
 
-def test_files_that_cannot_be_opened_are_not_said_to_be_in_the_page_cache(loaders, directory, tmp_path):
-    """The error is that of the load."""
+def test_a_file_that_cannot_be_opened_is_an_error_of_the_load(loaders, directory, tmp_path):
     (directory / "model.safetensors").rename(tmp_path / "elsewhere")
     (directory / "model.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UnsafePathError):
