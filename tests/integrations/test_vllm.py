@@ -42,6 +42,7 @@ from stio.errors import (
 )
 from stio.integrations import iterators, vllm
 from stio.runtime.limits import Limits
+from stio.storage.local import LocalFile
 
 ROOT = Path(__file__).parents[2]
 LOADERS = "vllm.model_executor.model_loader"
@@ -250,7 +251,7 @@ def test_extra_configuration_becomes_keywords(loaders, directory, monkeypatch):
 def test_files_on_a_local_disk_are_only_mapped(loaders, directory, monkeypatch, is_local, extra, memory):
     """The model copies each page once; pages that are mapped ahead of it would count as memory of the process."""
     seen = seen_by_open(monkeypatch, device="cpu")
-    monkeypatch.setattr(vllm.LocalFile, "on_local_filesystem", is_local)
+    monkeypatch.setattr(LocalFile, "on_local_filesystem", is_local)
     loader_of(loaders, model_loader_extra_config=extra).load_weights(model := Model(), config_of(directory))
     require_loaded(model, tensors_of("a", "b"))
     assert [keywords.get("memory") for keywords in seen] == [memory]
