@@ -1,6 +1,7 @@
 """transformers' own server, with loads by stio: `python examples/transformers_serve.py [MODEL]`.
 
-It is `transformers serve` after one line, and takes the same options. Needs transformers with its extra `serving`.
+It is `transformers serve` after one line, and takes the same options. Needs transformers with its extra `serving`, and
+requests.
 """
 
 import sys

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from stio import sync
-from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, MismatchError, listed, printable
+from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, MismatchError, StioError, listed, printable
 from stio.format.directory import INDEX_NAME, require_complete, why_none, without_index
 from stio.format.naming import FILE_SUFFIX, is_hidden, is_index
 from stio.loading.cache.disk_cache import DiskCache
@@ -267,6 +267,9 @@ class _Loading:
             directory, follow_symlinks = self._directory(checkpoint), keywords.get("follow_symlinks", False)
             root = opening.enter_context(open_directory(directory, follow_symlinks=follow_symlinks))
             sources = _sources(root, checkpoint.patterns)
+            if keywords["device"] == torch.device("cpu") and not self._extra.keys() & {"memory", "cache"}:
+                if all(map(_is_on_local_disk, sources)):
+                    keywords = {**keywords, "memory": "lazy"}
         file_of: dict[str, str] = {}
         for source in sources:
             opened = opening.enter_context(sync.open(source, **keywords))
@@ -320,6 +323,24 @@ def _sources(root: Root, patterns: Sequence[str]) -> Sequence[Root]:
         if names:
             return [OneFile(root, name) for name in names]
     raise CheckpointNotFoundError("there are no safetensors files", path=root.path, expected=" or ".join(patterns))
+
+
+def _is_on_local_disk(source: Root) -> bool:
+    """Return whether files need only be mapped, since a local disk has them.
+
+    The model copies each tensor once. On two cores threads that populate pages ahead of it took its time: 700 MB from
+    a disk of which the kernel reads 8 MiB ahead took 2.0 of the time of vLLM's own loader, and 0.98 without them. Such
+    pages also count as memory of the process.
+    """
+    try:
+        for name in source.listdir():
+            if name.endswith(FILE_SUFFIX) and not is_hidden(name):
+                with closing(source.open(name)) as file:
+                    if not getattr(file, "on_local_filesystem", False):  # only files of this machine have it
+                        return False
+    except StioError:  # it is reported when the checkpoint is opened
+        return False
+    return True
 
 
 def _require_distinct(opened: sync.Checkpoint, source: OneFile, file_of: dict[str, str]) -> None:

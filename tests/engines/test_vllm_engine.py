@@ -61,15 +61,24 @@ class Engines:
             )  # fmt: skip
         self._printed = ""
         self._begin = 0
+        self._runs = False
 
     @contextmanager
     def start(self, model: Path, load_format: str = "stio", **options: object) -> Iterator[Engines]:
-        """Return a context in which an engine runs."""
+        """Return a context in which an engine runs.
+
+        Raises:
+            RuntimeError: Another one runs. The new one would take its place, and the calls of both contexts.
+        """
+        if self._runs:
+            raise RuntimeError("another engine runs")
         self._printed, self._begin = "", self._log.stat().st_size
         self.call("start", {"model": str(model), "load_format": load_format, **options})
+        self._runs = True
         try:
             yield self
         finally:
+            self._runs = False
             self.call("stop")
 
     def generate(self) -> object:
@@ -235,6 +244,7 @@ def _fail_to_reload(one, directory, tensors, kind):
     shutil.rmtree(spoiled, ignore_errors=True)
 
 
+TWO_RANKS = {"tensor_parallel_size": 2, "dtype": "float32"}
 KINDS = ("missing", "cut", "empty", "no directory", "wrong shapes", "incomplete")
 
 
@@ -256,11 +266,11 @@ def test_a_failed_reload_leaves_the_engine_answering(engines, tmp_path, tensors,
 
 def test_two_ranks_answer_after_a_failed_reload_of_each_kind(engines, tmp_path, tensors, expected):
     """No more of them: vLLM 0.32 raises the error of one rank, and leaves the answers of the others in its queue. Each
-    of the next calls then reports one of these errors, and when the queue is full the engine ends."""
-    options = {"tensor_parallel_size": 2}
-    answers = expected("llama", **options)
+    of the next calls then reports one of these errors. When the queue is full the engine ends, also after calls that
+    fail before any loader, with vLLM's own load format."""
+    answers = expected("llama", **TWO_RANKS)
     changed = models.weights_of(models.LLAMA, seed=1)
-    with engines.start(models.write(tmp_path / "model", tensors, models.LLAMA), **options) as one:
+    with engines.start(models.write(tmp_path / "model", tensors, models.LLAMA), **TWO_RANKS) as one:
         assert one.generate() == answers
         for kind in KINDS:
             _fail_to_reload(one, tmp_path / "spoiled", changed, kind)
@@ -268,11 +278,14 @@ def test_two_ranks_answer_after_a_failed_reload_of_each_kind(engines, tmp_path, 
 
 
 def test_two_ranks_reload(engines, tmp_path, tensors, expected):
-    options = {"tensor_parallel_size": 2}
     changed = models.weights_of(models.LLAMA, seed=1)
-    with engines.start(models.write(tmp_path / "model", tensors, models.LLAMA), **options) as one:
-        one.reload(models.write(tmp_path / "changed", changed, models.LLAMA))
-        assert one.generate() == expected("changed", made=changed, **options)
+    first, second = (models.write(tmp_path / f"{k}", one, models.LLAMA) for k, one in enumerate((tensors, changed)))
+    answers = [expected("llama", **TWO_RANKS), expected("changed", made=changed, **TWO_RANKS)]
+    with engines.start(first, **TWO_RANKS) as one:
+        assert one.generate() == answers[0]
+        for turn in range(4):
+            one.reload((second, first)[turn % 2])
+            assert one.generate() == answers[1 - turn % 2]
 
 
 # Over HTTP.

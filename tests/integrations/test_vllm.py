@@ -38,9 +38,11 @@ from stio.errors import (
     MismatchError,
     StioError,
     StorageError,
+    UnsafePathError,
 )
 from stio.integrations import iterators, vllm
 from stio.runtime.limits import Limits
+from stio.storage.local import LocalFile
 
 ROOT = Path(__file__).parents[2]
 LOADERS = "vllm.model_executor.model_loader"
@@ -235,6 +237,31 @@ def test_extra_configuration_becomes_keywords(loaders, directory, monkeypatch):
     loader.load_weights(model := Model(), config_of(directory))
     require_loaded(model, tensors_of("a", "b"))
     assert seen == [{"progress": False, **json.loads(text)}]
+
+
+@pytest.mark.parametrize(
+    ("is_local", "extra", "memory"),
+    [
+        (True, {}, "lazy"),
+        (False, {}, None),
+        (True, {"memory": "copy"}, "copy"),
+        (True, {"device": "meta"}, None),
+    ],
+)
+def test_files_on_a_local_disk_are_only_mapped(loaders, directory, monkeypatch, is_local, extra, memory):
+    """The model copies each page once; pages that are mapped ahead of it would count as memory of the process."""
+    seen = seen_by_open(monkeypatch, device="cpu")
+    monkeypatch.setattr(LocalFile, "on_local_filesystem", is_local)
+    loader_of(loaders, model_loader_extra_config=extra).load_weights(model := Model(), config_of(directory))
+    require_loaded(model, tensors_of("a", "b"))
+    assert [keywords.get("memory") for keywords in seen] == [memory]
+
+
+def test_a_file_that_cannot_be_opened_is_an_error_of_the_load(loaders, directory, tmp_path):
+    (directory / "model.safetensors").rename(tmp_path / "elsewhere")
+    (directory / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnsafePathError):
+        loader_of(loaders).load_weights(Model(), config_of(directory))
 
 
 @pytest.mark.parametrize(
