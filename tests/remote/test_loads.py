@@ -223,7 +223,7 @@ def test_a_url_is_never_mapped(server: HttpServer, memory: Any) -> None:
         stio.sync.load(f"{server.url}/m.safetensors", memory=memory)
 
 
-IMPATIENT = Patience(num_attempts=2, first_pause_seconds=0.001, stall_seconds=0.15)
+IMPATIENT = Patience(num_attempts=2, first_pause_seconds=0.001, stall_seconds=0.4)
 FAULTS = [
     Fault(status=503),
     Fault(status=403),
