@@ -147,7 +147,11 @@ def busy_process(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    process = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    # It ends with its parent, which may be killed, and holds no pipe that somebody reads to its end.
+    spin = f"import os\nprint(flush=True)\nwhile os.getppid() == {os.getpid()}:\n    for _ in range(1000000): pass"
+    process = subprocess.Popen(
+        [sys.executable, "-c", spin], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         assert process.stdout is not None
         process.stdout.readline()  # it has started

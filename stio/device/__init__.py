@@ -25,8 +25,8 @@ that no Python code uses any more. These rules keep that memory valid:
    tensors, on the stream that all saves of the device share. That stream never waits for another one, so no save waits
    for what another one waits for. The save holds a tensor until the event behind its copy has passed.
 
-6. Loads into memory of the caller. The copies out of a group's memory are queued on the caller's current stream, under
-   which that memory was allocated: so it may be freed at once.
+6. Loads into memory of the caller. The copies out of a group's memory are queued on the caller's current stream, which
+   is recorded: the memory is freed at once, and may have been allocated under another stream.
 
 All events of a group are waited for, not only the last one, because each event reports the failure of its own copies.
 """

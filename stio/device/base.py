@@ -88,8 +88,8 @@ class Image(NamedTuple):
 
     memory: torch.Tensor
     """The bytes, as uint8."""
-    offsets: Mapping[str, int]
-    """By name, the first byte of each tensor."""
+    tensors: Mapping[str, tuple[int, torch.dtype, Sequence[int]]]
+    """By name, the first byte of each tensor, its dtype and its shape."""
 
 
 @dataclass(slots=True)

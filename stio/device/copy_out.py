@@ -28,7 +28,7 @@ from stio.device.cuda import (
     save_stream,
 )
 from stio.device.pinned import PinnedAllocator, driver_of
-from stio.device.tensor_memory import require_data
+from stio.device.tensor_memory import require_data, require_held
 from stio.device.tensors import PLAIN
 from stio.device.torch_private import INTEGERS, conj_neg_bits, copy_each, without_torch_function
 from stio.errors import DeviceError, DeviceMemoryError, StioError
@@ -130,9 +130,10 @@ def copy_out(copies: Iterable[Copy], ready: Readiness | None = None) -> None:
             on_cpu.append(copy)
         else:
             by_device.setdefault(tensor.device, []).append(copy)
+    held: list[tuple[torch.UntypedStorage, int, int]] = []  # until the events have passed
     with ExitStack() as waits:  # all events are waited for, even if something fails
         for device, of_device in by_device.items():
-            event = _queue_copies(device, of_device, ready or Readiness())
+            event = _queue_copies(device, of_device, ready or Readiness(), held)
             waits.callback(event.synchronize)
         for tensor, start, region in on_cpu:
             _copy_on_cpu(tensor, start, region)
@@ -244,9 +245,16 @@ def _parts(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[torch.T
             at += whole * row
 
 
-def _queue_copies(device: torch.device, copies: Sequence[Copy], ready: Readiness) -> Event:
+def _queue_copies(
+    device: torch.device,
+    copies: Sequence[Copy],
+    ready: Readiness,
+    held: list[tuple[torch.UntypedStorage, int, int]],
+) -> Event:
     """Queue a device's copies on the stream of saves, once they may be made; return an event behind them.
 
+    Storages that must be held until the event has passed are added to `held`, with their address and the end of what
+    is copied: meanwhile another thread may give a tensor other memory.
     The driver copies what is contiguous, in one call (`queue_copies`); torch where the engine has no driver.
     """
     module: Any = torch.get_device_module(device)
@@ -255,20 +263,34 @@ def _queue_copies(device: torch.device, copies: Sequence[Copy], ready: Readiness
     may_begin = ready.event(device)
     try:
         with on_stream(module, device, stream), torch.no_grad():
-            may_begin.synchronize()
             ranges, has_driver = native.Ranges(), driver_of(device) is not None
+            strided, targets, parts = [], [], []
             for tensor, start, region in copies:
-                begin, _, storage, _ = require_data("", tensor)
+                storage = tensor.untyped_storage()
+                begin, end, address, _ = require_data("", tensor)
                 if not tensor.is_contiguous() or any(conj_neg_bits(tensor)):
-                    _queue_strided(tensor, start, region)
-                elif has_driver:
-                    ranges.of_device(storage + begin + start, region.nbytes, region.address)
+                    strided.append((tensor, start, region))
+                    continue
+                if tensor.device != device or start + region.nbytes > end - begin:
+                    raise ValueError(f"bytes [{start}, {start + region.nbytes}) of a tensor that has changed")
+                held.append((storage, address, end))
+                if has_driver:
+                    ranges.of_device(address + begin + start, region.nbytes, region.address)
                 else:
                     # Not view(-1): a tensor of one element may have any stride, and then has no view as bytes.
                     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-                    bytes_of(region).copy_(flat[start : start + region.nbytes], non_blocking=True)
+                    parts.append(flat[start : start + region.nbytes])
+                    targets.append(bytes_of(region))
+            may_begin.synchronize()
+            for storage, address, end in held:
+                require_held(storage, address, end)
+            for tensor, start, region in strided:
+                require_data("", tensor)
+                _queue_strided(tensor, start, region)
             if len(ranges):
                 queue_copies(device, stream, ranges, to_host=True)
+            if targets:
+                copy_each(targets, parts, non_blocking=True)
             return TorchEvent(module, device, stream)
     except BaseException as error:
         with suppress(RuntimeError):  # a lost device raises its error again

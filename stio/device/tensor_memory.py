@@ -13,6 +13,7 @@ attributes, over the same memory. So a tensor is compared with the parameters th
 from __future__ import annotations
 
 import gc
+import math
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stio import native
+from stio.device.base import Image
 from stio.device.cuda import queue_copies
 from stio.device.tensors import PLAIN
 from stio.device.torch_private import conj_neg_bits, copy_each, has_no_overrides, traits_of, without_torch_function
@@ -262,11 +264,21 @@ def require_data(name: str, tensor: torch.Tensor) -> Extent:
     try:
         return extent_of(tensor)
     except ShortStorageError as error:
-        what = f"tensor {printable(name)!r}" if name else "a tensor"
-        raise ValueError(
-            f"{what} has no data: {error}; save the model while it is awake or gathered (of FSDP1: {GATHER_FSDP}); "
-            f"expected {error.needed_bytes:,} bytes, found {error.held_bytes:,} bytes"
-        ) from None
+        raise _no_data(name, error) from None
+
+
+def require_held(storage: torch.UntypedStorage, address: int, end: int) -> None:
+    """Raise `ValueError` unless a storage still has its memory at an address, with so many bytes."""
+    if storage.data_ptr() != address or storage.nbytes() < end:
+        raise _no_data("", ShortStorageError(end, storage.nbytes()))
+
+
+def _no_data(name: str, error: ShortStorageError) -> ValueError:
+    what = f"tensor {printable(name)!r}" if name else "a tensor"
+    return ValueError(
+        f"{what} has no data: {error}; save the model while it is awake or gathered (of FSDP1: {GATHER_FSDP}); "
+        f"expected {error.needed_bytes:,} bytes, found {error.held_bytes:,} bytes"
+    )
 
 
 def require_data_of(tensors: Mapping[str, object]) -> None:
@@ -377,29 +389,42 @@ def copy_all(
             target.copy_(source, non_blocking=True)
 
 
-def copy_from_image(image: torch.Tensor, places: Sequence[tuple[str, torch.Tensor, int]], *, path: str | None) -> None:
-    """Copy bytes of one tensor on a device into others there, in the order of the current stream.
+def copy_from_image(image: Image, places: Sequence[tuple[str, str, torch.Tensor]], *, path: str | None) -> None:
+    """Copy tensors of an image into others on its device, in the order of the current stream.
 
     The copies are queued by one call, and no tensor is made for them.
 
     Args:
-        image: The bytes.
-        places: Names for the error, tensors of the caller (`is_plain_memory`), and the offset of the bytes of each.
-            Nothing is copied unless all of them have their memory.
+        image: The bytes of the tensors.
+        places: For each copy its name for the error, the name in the image, and the tensor of the caller. Nothing is
+            copied unless all of these have their memory. What has become another dtype, shape, layout or device since
+            the load began is copied by torch.
         path: The checkpoint, for the error.
 
     Raises:
         MismatchError: Since the load began, the memory of a target was freed or shrunk.
-        DeviceError: The device refused a copy.
+        DeviceError: The device refused a copy. The version of each target is higher nevertheless.
     """
-    ranges, base = native.Ranges(), image.data_ptr()
-    for name, target, at in places:
+    ranges, base, device = native.Ranges(), image.memory.data_ptr(), image.memory.device
+    plain, others = [], []
+    for name, source, target in places:
         begin, end, address, _ = require_memory(name, target, path=path)
-        ranges.of_device(base + at, end - begin, address + begin)
-    queue_copies(image.device, torch.get_device_module(image.device).current_stream(image.device), ranges)
-    for _, target, _ in places:
+        at, dtype, shape = image.tensors[source]
+        if target.dtype == dtype and target.shape == shape and target.device == device and is_plain_memory(target):
+            ranges.of_device(base + at, end - begin, address + begin)
+            plain.append(target)
+        else:
+            others.append((name, target, (at, dtype, shape)))
+    for target in plain:
         if not traits_of(target).is_inference:
-            torch.autograd.graph.increment_version(target)
+            torch.autograd.graph.increment_version(target)  # first: the device may refuse a copy behind others
+    stream = torch.get_device_module(device).current_stream(device)
+    image.memory.record_stream(stream)  # it may be another one than that under which the image was allocated
+    if plain:
+        queue_copies(device, stream, ranges)
+    for name, target, (at, dtype, shape) in others:
+        part = image.memory[at : at + math.prod(shape) * dtype.itemsize].clone().view(dtype).view(shape)
+        copy_all([target], [part], [name], path=path)
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:

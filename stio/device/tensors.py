@@ -360,7 +360,11 @@ class GroupMemory:
             for group, has_image, some in zip(groups, have_images, kinds, strict=True):
                 own, sizes = list(islice(tensors, len(some))), [tensor_nbytes(*kind) for kind in some]
                 if has_image:
-                    image = Image(own[0], dict(zip(group.names, group.offsets, strict=True)))
+                    parts = zip(group.names, group.offsets, group.dtypes, group.shapes, strict=True)
+                    image = Image(
+                        own[0],
+                        {name: (at, TORCH_DTYPES[kind], torch_shape(kind, shape)) for name, at, kind, shape in parts},
+                    )
                     found.append(cls({}, image, own, sizes, (0,)))
                 else:
                     found.append(cls(dict(zip(group.names, own, strict=True)), None, own, sizes, group.offsets))

@@ -204,7 +204,10 @@ class _Loading:
         return pairs
 
     def _all_weights(self, model_config: Any, model: nn.Module, device: torch.device) -> Generator[Any, None, None]:
-        keywords: dict[str, Any] = {"device": device, "progress": self._shows_progress(), **self._extra}
+        keywords: dict[str, Any] = {"device": device, "progress": self._shows_progress()}
+        if any(parameter.device.type not in ("cpu", "meta") for parameter in model.parameters()):
+            keywords["memory"] = "auto"  # whether mappings alone are as fast was measured for models on the CPU
+        keywords |= self._extra
         # Models use these attributes to name their files for the loaders of vLLM.
         patterns = getattr(model, "allow_patterns_overrides", None) or (_ALL,)
         is_unused = getattr(model, "is_unused_checkpoint_weight", None)
@@ -267,7 +270,7 @@ class _Loading:
             directory, follow_symlinks = self._directory(checkpoint), keywords.get("follow_symlinks", False)
             root = opening.enter_context(open_directory(directory, follow_symlinks=follow_symlinks))
             sources = _sources(root, checkpoint.patterns)
-            if keywords["device"] == torch.device("cpu") and not self._extra.keys() & {"memory", "cache"}:
+            if keywords["device"] == torch.device("cpu") and not keywords.keys() & {"memory", "cache"}:
                 if all(map(_is_on_local_disk, sources)):
                     keywords = {**keywords, "memory": "lazy"}
         file_of: dict[str, str] = {}

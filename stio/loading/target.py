@@ -203,9 +203,11 @@ class LoadTarget(ABC):
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the memory, in the order of the calling thread's stream."""
         if group.image is not None:
-            offsets = group.image.offsets.items()
-            places = [(place.name, place.memory, at) for name, at in offsets for place in self._places.get(name, ())]
-            copy_from_image(group.image.memory, places, path=self._path)
+            places = [
+                (place.name, name, place.memory) for name in group.image.tensors for place in self._places.get(name, ())
+            ]
+            with torch.inference_mode() if self._inference else torch.no_grad():
+                copy_from_image(group.image, places, path=self._path)
             return
         pairs = [(place, tensor) for name, tensor in group.take().items() for place in self._places.get(name, ())]
         with torch.inference_mode() if self._inference else torch.no_grad():

@@ -304,7 +304,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 def device_copy(copies: list[Copy], ready: Readiness | None = None) -> FakeEvent:
-    made = copying._queue_copies(DEVICE, copies, ready or Readiness())
+    made = copying._queue_copies(DEVICE, copies, ready or Readiness(), [])
     made.synchronize()
     assert isinstance(made, TorchEvent)
     event = made.event
@@ -352,9 +352,8 @@ def test_copies_begin_when_the_caller_s_work_is_done(
     monkeypatch.setattr(torch, "Event", Event)
     ready = ready_at(module)[0] if is_known else None
     passed = []
-    real = copying.bytes_of
-    monkeypatch.setattr(copying, "_queue_strided", lambda *_: passed.append(made[0].passed))
-    monkeypatch.setattr(copying, "bytes_of", lambda region: (passed.append(made[0].passed), real(region))[1])
+    for name in ("copy_each", "_queue_strided"):
+        monkeypatch.setattr(copying, name, lambda *_, **__: passed.append(made[0].passed))
     tensor = torch.zeros(4, 4).t() if turned else torch.zeros(4)
     event = device_copy([(tensor, 0, poisoned(16))], ready)
     assert made == [made[0], event]
@@ -385,7 +384,7 @@ def test_a_refused_copy_waits_for_what_was_queued(
     def refuse(*args: object, **kwargs: object) -> None:
         raise error("no")
 
-    monkeypatch.setattr(copying, "bytes_of", refuse)
+    monkeypatch.setattr(copying, "copy_each", refuse)
     with pytest.raises(raised):
         device_copy([(torch.zeros(4), 0, poisoned(16))])
     assert save_stream(module, DEVICE).done == ["synchronize"]
@@ -552,6 +551,36 @@ def test_many_tensors_of_a_device_take_one_call(monkeypatch: pytest.MonkeyPatch)
     copy_pieces(sources, pieces, block, ready)
     assert calls == [1500]
     assert block.tobytes()[: len(expected)] == expected
+
+
+@gpu
+@pytest.mark.parametrize("change", ["other", "half", "freed"])
+def test_a_tensor_that_gets_other_memory_while_its_save_waits(change: str) -> None:
+    """What it held at the beginning is saved, unless that was freed."""
+    device = resolve_device("auto")
+    tensor = torch.full((64, 8), 7.0, device=device)
+    torch.accelerator.synchronize(device)
+
+    class Event:
+        def synchronize(self) -> None:
+            if change == "freed":
+                tensor.untyped_storage().resize_(0)
+            else:
+                tensor.data = torch.zeros(64, 8, device=device) if change == "other" else tensor.data.half()
+
+        def query(self) -> bool:
+            return True
+
+    sources, pieces, expected = pieces_of([tensor])
+    block = Readiness.now({"x": tensor}).staging_allocator()(len(expected))
+    block.write(0, bytes([POISON]) * block.nbytes)
+    if change == "freed":
+        with pytest.raises(ValueError, match="a tensor has no data: its memory was freed"):
+            copy_pieces(sources, pieces, block, Readiness({device: Event()}))
+        assert block.tobytes() == bytes([POISON]) * block.nbytes
+    else:
+        copy_pieces(sources, pieces, block, Readiness({device: Event()}))
+        assert block.tobytes() == expected
 
 
 @pytest.mark.parametrize(("start", "at", "nbytes"), [(0, 0, 97), (90, 0, 8), (-1, 0, 8), (0, 64, 8), (0, -1, 8)])

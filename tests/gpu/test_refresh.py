@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,49 +165,119 @@ def test_small_tensors_need_no_tensors_of_their_own(
     assert [dtype for dtype, _ in made] == ([torch.float32] * 500 if cast else [torch.uint8])
 
 
+@pytest.fixture
+def plain(kinds: tuple[dict[str, torch.Tensor], Path]) -> tuple[Kinds, dict[str, torch.Tensor], Path]:
+    """Return a module, all of whose tensors are copied as bytes, with values and their checkpoint."""
+    values, path = kinds
+    module = Kinds(resolve_device("auto"))
+    del module.cast, module.turned, module.apart
+    return module, {name: value for name, value in values.items() if hasattr(module, name)}, path
+
+
+def before_copies(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Do something just before the bytes are copied into the module, as another task may."""
+    copy = target.copy_from_image
+    monkeypatch.setattr(target, "copy_from_image", lambda *given, **named: (act(), copy(*given, **named))[1])
+
+
 @gpu
 @needs_engine
 def test_memory_that_is_freed_during_the_load_is_not_written(
-    kinds: tuple[dict[str, torch.Tensor], Path], monkeypatch: pytest.MonkeyPatch
+    plain: tuple[Kinds, dict[str, torch.Tensor], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of its group is; the next load fills all."""
-    values, path = kinds
-    module = Kinds(resolve_device("auto"))
-    del module.cast, module.turned, module.apart  # so that all of the group is copied as it is
-    values = {name: value for name, value in values.items() if name not in ("cast", "turned", "apart")}
-    victim = module.small_03
-    held = victim.untyped_storage().nbytes()
-    copy = target.copy_from_image
-
-    def freed(*given: Any, **keywords: Any) -> None:
-        victim.untyped_storage().resize_(0)
-        copy(*given, **keywords)
-
-    monkeypatch.setattr(target, "copy_from_image", freed)
+    module, values, path = plain
+    storage = module.small_03.untyped_storage()
+    held = storage.nbytes()
+    before_copies(monkeypatch, lambda: storage.resize_(0))
     with pytest.raises(stio.MismatchError, match="small_03 cannot be filled: its memory was freed"):
         stio.sync.load_into(module, path, strict=False)
-    victim.untyped_storage().resize_(held)
+    storage.resize_(held)
     assert all(not tensor.count_nonzero() for name, tensor in module.state_dict().items() if name != "small_03")
     monkeypatch.undo()
     stio.sync.load_into(module, path, strict=False)
     require_equal(dict(module.state_dict()), {**values, "tied": values["scalar"]})
 
 
+CHANGES = {
+    "half": lambda data: data.half(),
+    "double": lambda data: data.double(),
+    "gaps": lambda data: torch.zeros(10, 6, device=data.device)[::2],
+    "larger": lambda data: torch.zeros(50, 6, device=data.device),
+    "smaller": lambda data: torch.zeros(2, 6, device=data.device),
+}
+
+
 @gpu
 @needs_engine
-@pytest.mark.parametrize("number", [1, 2, 7])
-def test_a_copy_that_is_refused(kinds: tuple[dict[str, torch.Tensor], Path], number: int) -> None:
-    """Also one into the module's memory; the next load fills all."""
+@pytest.mark.parametrize("change", CHANGES)
+def test_memory_that_is_another_during_the_load(
+    plain: tuple[Kinds, dict[str, torch.Tensor], Path], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """It gets the values as torch copies them, or the load fails; no byte beside it changes."""
+    module, values, path = plain
+    module.within = nn.Parameter(module.within, requires_grad=False)
+    changed = CHANGES[change](module.within.data)
+    before_copies(monkeypatch, lambda: setattr(module.within, "data", changed))
+    if change in ("larger", "smaller"):
+        with pytest.raises(RuntimeError, match="size"):
+            stio.sync.load_into(module, path, strict=False)
+        assert not changed.count_nonzero()
+    else:
+        stio.sync.load_into(module, path, strict=False)
+        expected = {**values, "within": values["within"].to(changed.dtype), "tied": values["scalar"]}
+        require_equal(dict(module.state_dict()), expected)
+        if change == "gaps":
+            assert not changed.as_strided((5, 6), (12, 1), 6).count_nonzero()
+
+
+@gpu
+@needs_engine
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_a_copy_that_is_refused(
+    plain: tuple[Kinds, dict[str, torch.Tensor], Path], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """One into the group's memory, or so many into the module: versions say so. The next load fills all."""
     if not simdevice.installed():
         pytest.skip("copies are refused by the simulated device")
-    values, path = kinds
-    module = Kinds(resolve_device("auto"))
-    simdevice.refuse_copy(number)
+    module, values, path = plain
+    versions = {name: tensor._version for name, tensor in module.state_dict().items()}
+    if number:
+        before_copies(monkeypatch, lambda: simdevice.refuse_copy(number))
+    else:
+        simdevice.refuse_copy(1)
     with pytest.raises(stio.DeviceError, match="copying on sim:0 failed"):
         stio.sync.load_into(module, path, strict=False)
     simdevice.clear_faults()
+    monkeypatch.undo()
+    assert all((tensor._version > versions[name]) == (number > 0) for name, tensor in module.state_dict().items())
+    torch.accelerator.synchronize()
+    num_written = sum(bool(tensor.count_nonzero()) for tensor in module.state_dict().values())
+    assert (num_written > 0) == (number > 1)
     stio.sync.load_into(module, path, strict=False)
-    require_kinds(module, values)
+    require_equal(dict(module.state_dict()), {**values, "tied": values["scalar"]})
+
+
+@gpu
+@needs_engine
+def test_another_stream_is_current_when_the_bytes_are_copied(
+    weights_path: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A current stream belongs to the thread, and another task of the loop may have changed it."""
+    device = resolve_device("auto")
+    module, streams = new_module(device), module_of(device)
+    mine, other = streams.Stream(device), streams.Stream(device)
+    copy = target.copy_from_image
+
+    def on_other(*given: Any, **named: Any) -> None:
+        with streams.stream(other):
+            copy(*given, **named)
+
+    monkeypatch.setattr(target, "copy_from_image", on_other)
+    with streams.stream(mine), simdevice.delayed(0.002):
+        stio.sync.load_into(module, weights_path, budget_bytes=4 * MIB)
+    torch.accelerator.synchronize(device)
+    require_equal(dict(module.state_dict()), weights)
 
 
 @gpu
