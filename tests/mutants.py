@@ -515,8 +515,7 @@ MUTANTS = (
         "the copies into the caller's memory are queued on the default stream",
         "stio/device/tensor_memory.py",
         (".current_stream(device)\n    image", ".default_stream(device)\n    image"),
-        tests=f"{REFRESH}test_addresses_stay_and_values_change_in_the_order_of_the_stream[True]",
-        delay=0.005,
+        tests=f"{REFRESH}test_what_is_queued_just_before_the_copies_reads_the_old_values",
     ),
     mutant(
         "the stream that copies the bytes is not recorded",

@@ -260,6 +260,22 @@ def test_a_copy_that_is_refused(
 
 @gpu
 @needs_engine
+def test_what_is_queued_just_before_the_copies_reads_the_old_values(
+    plain: tuple[Kinds, dict[str, torch.Tensor], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are copied in the order of the current stream, and not of another one."""
+    module, values, path = plain
+    streams, old = module_of(resolve_device("auto")), []
+    before_copies(monkeypatch, lambda: (keep_busy(), old.append(module.within.clone())))
+    with streams.stream(streams.Stream(module.within.device)):
+        stio.sync.load_into(module, path, strict=False)
+        torch.accelerator.synchronize()
+    assert [int(tensor.count_nonzero()) for tensor in old] == [0]
+    require_equal(dict(module.state_dict()), {**values, "tied": values["scalar"]})
+
+
+@gpu
+@needs_engine
 def test_another_stream_is_current_when_the_bytes_are_copied(
     weights_path: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
