@@ -6,7 +6,7 @@
  * run transfers of random ranges into memory with guards between the ranges, and one thread changes what it can at
  * random: it stops, wakes and arranges transfers, replaces and trims rings, refuses and fails calls of the driver and of
  * cuFile. The process forks now and then, and ends the engine, half of the times with transfers under way. All of these
- * threads pin memory and release it.
+ * threads pin memory and release it, and copy memory of a device by calls of their own.
  *
  * What is checked: each byte of a complete group; that no other byte has changed, during a transfer or after its end;
  * that each group is complete once, and all of them without a fault; that failures have their code; that no copy which
@@ -531,11 +531,38 @@ static void run_transfer(worker *self) {
     COUNT(transfers, 1);
 }
 
+/* Copy memory of a device on its stream, some of it by a caller's own call, and look at each byte. */
+static void copy_once(uint64_t *random) {
+    enum { COUNT_OF_COPIES = 20, NBYTES = 3000 };
+    static _Thread_local char source[COUNT_OF_COPIES * NBYTES], target[COUNT_OF_COPIES * NBYTES];
+    stio_range ranges[COUNT_OF_COPIES] = {{0}};
+    device *const on = &devices[below(random, NUM_DEVICES)];
+    for (size_t k = 0; k < sizeof source; ++k) source[k] = (char)next_random(random);
+    memset(target, POISON, sizeof target);
+    for (size_t k = 0; k < COUNT_OF_COPIES; ++k) {
+        ranges[k].source = (uint64_t)(uintptr_t)(source + k * NBYTES);
+        ranges[k].target = (uint64_t)(uintptr_t)(target + k * NBYTES);
+        ranges[k].nbytes = below(random, NBYTES + 1);
+    }
+    stio_failure failure = {0};
+    const int code = stio_copies_queue(&driver, on, on, chance(random, 50), ranges, COUNT_OF_COPIES, &failure);
+    REQUIRE(code == 0 || failure.kind == STIO_DRIVER, code, failure.kind);
+    REQUIRE(code == 0 || failure.code == COPY_REFUSED || failure.code == CONTEXT_REFUSED, failure.code, 0);
+    while (refers(on, target, sizeof target)) pause_us(100);
+    for (size_t k = 0; k < COUNT_OF_COPIES; ++k) {
+        const char *const from = source + k * NBYTES, *const to = target + k * NBYTES;
+        const bool is_copied = memcmp(from, to, ranges[k].nbytes) == 0;
+        REQUIRE(is_copied || (code != 0 && all_are(to, ranges[k].nbytes, POISON)), k, code);
+        REQUIRE(all_are(to + ranges[k].nbytes, NBYTES - ranges[k].nbytes, POISON), k, code);
+    }
+}
+
 static void *worker_run(void *argument) {
     worker *const self = argument;
     while (!flag(&is_ending)) {
         run_transfer(self);
         change_held(self->held, &self->random);
+        copy_once(&self->random);
     }
     for (int k = 0; k < NUM_HELD; ++k) release_held(&self->held[k]);
     return NULL;
