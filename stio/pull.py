@@ -120,8 +120,9 @@ def pull(
         Cancelled: The calling thread should end.
     """
     if not is_url(url):
-        missing = advice_for_slash(url, SCHEMES) or f"{without_secrets(url)!r} is no URL"
-        raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {missing}")
+        advice = advice_for_slash(url, SCHEMES)
+        why = f"{without_secrets(url)!r} is no URL" + f": {advice}" * bool(advice)
+        raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {why}")
     refuse_pickle_at_url(url)
     target = local_directory(directory, "pull")
     parent, name = os.path.split(target)

@@ -9,7 +9,7 @@ SCHEMES = ("s3", "gs", "az", "http", "https", "hf")
 SAVED_SCHEMES = ("s3", "gs", "az")
 """Schemes of the stores to which stio saves."""
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://([^/?#]*)(.*)", re.DOTALL)
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)([^/?#]*)(.*)", re.DOTALL)
 
 
 def is_url(place: object) -> bool:
@@ -20,10 +20,11 @@ def is_url(place: object) -> bool:
 def without_secrets(text: str) -> str:
     """Return a URL as it may be shown and logged: without user, password, query and fragment; other text unchanged.
 
-    A query may hold a signature, which gives access to the data.
+    A query may hold a signature, which gives access to the data. Where a slash is missing, text is a URL if a store's
+    scheme says so.
     """
     found = _URL.fullmatch(text)
-    if found is None:
+    if found is None or (found[2] == "/" and found[1].lower() not in SCHEMES):
         return text
-    scheme, host, rest = found.groups()
-    return f"{scheme}://{host.rpartition('@')[2]}{re.split('[?#]', rest, maxsplit=1)[0]}"
+    scheme, slashes, host, rest = found.groups()
+    return f"{scheme}:{slashes}{host.rpartition('@')[2]}{re.split('[?#]', rest, maxsplit=1)[0]}"

@@ -93,6 +93,9 @@ def test_names_that_are_no_secrets() -> None:
         ("az://a@b/c", "az://b/c"),
         ("model/a?b", "model/a?b"),
         ("https://host?sig=1", "https://host"),
+        ("s3:/b/x?sig=abc", "s3:/b/x"),
+        ("gs:/k:secret@b/x", "gs:/b/x"),
+        ("of:/a?b", "of:/a?b"),
     ],
 )
 def test_without_secrets(text: str, shown: str) -> None:
