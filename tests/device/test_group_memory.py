@@ -105,7 +105,10 @@ def test_a_group_whose_bytes_are_copied_gets_one_tensor() -> None:
     ]
     first, *others = GroupMemory.allocate(device, layouts, {"a", "b", "c", "d"})
     assert first.image is not None
-    assert (first.tensors, first.image.offsets) == ({}, {"a": 5, "b": 11})
+    assert (first.tensors, first.image.tensors) == (
+        {},
+        {"a": (5, torch.bfloat16, (3,)), "b": (11, torch.float32, (2,))},
+    )
     assert (first.image.memory.dtype, first.image.memory.shape) == (torch.uint8, (19,))
     assert list(first.places(2, 15)) == [(first.image.memory, 2, 2, 15)]
     assert [(list(one.tensors), one.image) for one in others] == [(["c", "x"], None), (["d"], None)]
