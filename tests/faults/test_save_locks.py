@@ -23,7 +23,7 @@ from stio.testing import MemoryDestination
 
 IDLE_SECONDS = 2.5
 """After which time without any activity a script hangs."""
-MOST_SECONDS = 6.0
+MOST_SECONDS = 2.5
 """How long a wait may take: a second is promised for a cancel, half a second is asked for as the patience; the rest is
 for a busy machine."""
 
