@@ -255,6 +255,7 @@ def _queue_copies(
 
     Storages that must be held until the event has passed are added to `held`, with their address and the end of what
     is copied: meanwhile another thread may give a tensor other memory.
+
     The driver copies what is contiguous, in one call (`queue_copies`); torch where the engine has no driver.
     """
     module: Any = torch.get_device_module(device)
@@ -303,7 +304,7 @@ def _queue_copies(
                 needed_bytes=_PART_BYTES,
                 expected=f"{_PART_BYTES:,} bytes",
             ) from error
-        raise DeviceError(f"copying from {device} failed: {error}") from error
+        raise DeviceError(f"copying on {device} failed: {error}") from error
 
 
 def _queue_strided(tensor: torch.Tensor, start: int, region: Region) -> None:
