@@ -28,7 +28,7 @@ from stio import native
 from stio.device.base import Image
 from stio.device.cuda import queue_copies
 from stio.device.tensors import PLAIN
-from stio.device.torch_private import conj_neg_bits, copy_each, has_no_overrides, traits_of, without_torch_function
+from stio.device.torch_private import copy_each, has_no_overrides, traits_of, without_torch_function
 from stio.errors import MismatchError, printable
 from stio.format.sharding import TensorSource
 from stio.runtime.memory import WritableMemory
@@ -339,7 +339,7 @@ class TargetMemory:
         Raises:
             MismatchError: The memory was freed or shrunk, or is read-only.
         """
-        if type(tensor) in PLAIN and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested:
+        if type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta:
             self._require(name, tensor)  # without the cost of a generator: a module may have 100,000 tensors
             return
         for part in dense_parts(tensor):
@@ -429,7 +429,7 @@ def copy_from_image(image: Image, places: Sequence[tuple[str, str, torch.Tensor]
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has just the bytes of its values, and a copy of them is all that a copy of it does."""
-    return _is_plain(type(tensor)) and tensor.is_contiguous() and not any(conj_neg_bits(tensor))
+    return _is_plain(type(tensor)) and tensor.is_contiguous() and True not in traits_of(tensor).bits
 
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:

@@ -15,7 +15,7 @@ import ctypes
 import difflib
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
@@ -354,7 +354,7 @@ class GroupMemory:
             for group, has_image in zip(groups, have_images, strict=True)
         ]
         wanted = [(TORCH_DTYPES[dtype], torch_shape(dtype, shape)) for some in kinds for dtype, shape in some]
-        with collection_paused(len(wanted)):
+        with collection_paused(sum(len(group.names) for group in groups)):
             tensors = iter(accelerator.allocate(wanted))
             found = []
             for group, has_image, some in zip(groups, have_images, kinds, strict=True):
@@ -391,6 +391,15 @@ class GroupMemory:
             (bytes_of_tensor(tensor, at, length), region.sub(low - start, length))
             for tensor, at, low, length in self.places(start, region.nbytes)
         ]
+
+
+def device_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storages of tensors on devices, to be held until the tensors are released.
+
+    The end of a tensor releases the GIL while its memory is freed, and a device's allocator takes so long that a busy
+    thread gets the GIL: 5 ms for each tensor. The end of a storage keeps the GIL.
+    """
+    return [tensor.untyped_storage() for tensor in tensors if not tensor.is_cpu]
 
 
 def bytes_of_tensor(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:

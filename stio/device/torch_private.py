@@ -104,7 +104,7 @@ def new_tensors(wanted: Iterable[tuple[torch.dtype, Sequence[int]]], device: tor
     Compiled models allocate by this function of torch. It keeps the GIL, and needs no other tensor meanwhile: beside a
     busy Python thread the deallocation of 400 temporary tensors took 0.13 s (H200). It exists for CUDA and XPU.
     """
-    make = _EMPTY_STRIDED.get(device.type)
+    make = EMPTY_STRIDED.get(device.type)
     if make is not None:
         return [make(tuple(shape), strides_of(shape), dtype) for dtype, shape in wanted]
     storage: Any = torch.UntypedStorage
@@ -112,11 +112,12 @@ def new_tensors(wanted: Iterable[tuple[torch.dtype, Sequence[int]]], device: tor
     return over_storages([(storage(nbytes, device=device), dtype, shape) for dtype, shape, nbytes in listed])
 
 
-_EMPTY_STRIDED: dict[str, Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]] = {
+EMPTY_STRIDED: dict[str, Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]] = {
     kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}")
     for kind in ("cuda", "xpu")
     if hasattr(torch._C._dynamo.guards, f"_empty_strided_{kind}")
 }
+"""By kind of device, the function of `new_tensors`: takes shape, strides in elements, and dtype."""
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

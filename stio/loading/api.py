@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from stio.device.tensors import DtypeLike
+from stio.device.tensors import DtypeLike, device_storages
 from stio.errors import ClosedError, printable
 from stio.format.header import TensorInfo
 from stio.loading.body import (
@@ -526,7 +526,7 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
 
     Reading is ahead of the consumer by at most the budget. Iterate the stream, or enter it by `async with` first. The
     load ends when the block is left, when the wait for the next tensor is cancelled, or when the stream is deleted.
-    Tensors that were returned stay valid.
+    Tensors that were returned stay valid. Memory of a device that dropped tensors had is freed with the next group.
 
     Args:
         queue: Its groups; the operation is not started.
@@ -535,6 +535,7 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
     def __init__(self, queue: GroupQueue) -> None:
         self._queue = queue
         self._pairs: deque[tuple[str, torch.Tensor]] = deque()
+        self._storages: list[torch.UntypedStorage] = []  # of the group that was taken
         self._begun = self._closed = False
 
     def promote(self, names: str | Iterable[str]) -> None:
@@ -570,11 +571,14 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
         while True:
             if pair := self._take_nowait():
                 return pair
+            self._storages.clear()
             group = await self._queue.next()
             if group is None:
                 return self._take_nowait()  # one of another consumer, which has left
-            self._pairs.extend(group.take().items())
-            del group
+            tensors = group.take()
+            self._storages.extend(device_storages(tensors.values()))
+            self._pairs.extend(tensors.items())
+            del group, tensors
 
     async def __aenter__(self) -> Self:
         self._begin()
@@ -585,7 +589,7 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
     ) -> None:
         if kind is GeneratorExit and not runs_blocking():
             self._closed = True
-            self._pairs.clear()
+            self._discard()
             self._queue.operation.cancel()  # a coroutine that is closed must not wait
         else:
             await self.aclose()
@@ -593,8 +597,12 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
     async def aclose(self) -> None:
         """Cancel the load, and wait until its threads have ended. Idempotent."""
         self._closed = True
-        self._pairs.clear()
+        self._discard()
         await self._queue.aclose()
+
+    def _discard(self) -> None:
+        self._pairs.clear()
+        self._storages.clear()
 
     def _begin(self) -> None:
         if self._closed:

@@ -58,6 +58,7 @@ from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
 from stio.runtime.limits import Limits, advice_on_limit
 from stio.runtime.memory import allocate
 from stio.runtime.operation import start_thread
+from stio.runtime.process import collection_paused
 from stio.runtime.urls import is_url
 from stio.storage.base import ParallelRoot, RequestedSource, Root, Source
 from stio.storage.checks import broken_link
@@ -68,6 +69,9 @@ logger = logging.getLogger("stio")
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _MOST_EXAMINED = 8
 """Files beside an index whose headers are read: a directory may hold thousands, such as adapters."""
+
+_ENTRY_BYTES = 64
+"""A tensor takes about so much of a header, or more."""
 
 _FIRST_READ_BYTES = 128 << 10
 """Holds the headers of about 1,000 tensors, which then need no second read. A larger first read would cost more: the
@@ -499,7 +503,8 @@ class _Opening:
             raise FormatError(kind.refusal(file.path), path=file.path) from error
         end = PREFIX_BYTES + nbytes
         raw = head[PREFIX_BYTES:end] if end <= len(head) else _read(file, PREFIX_BYTES, nbytes)
-        return parse_header(raw, file_bytes=file_bytes, path=file.path, shard=shard, limits=self.limits)
+        with collection_paused(nbytes // _ENTRY_BYTES):
+            return parse_header(raw, file_bytes=file_bytes, path=file.path, shard=shard, limits=self.limits)
 
 
 def _with_manifest(root: Root, stem: str, open_shards: Callable[[], OpenCheckpoint]) -> OpenCheckpoint:

@@ -22,6 +22,7 @@ from stio.errors import MismatchError, listed, printable
 from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import DevicesLike, LoadOptions
+from stio.runtime.process import collection_paused
 
 Stored: TypeAlias = tuple[str, tuple[int, ...]]
 """Dtype and shape of a tensor, as in the format."""
@@ -179,8 +180,8 @@ class LoadTarget(ABC):
         cpu = torch.device("cpu")
         devices: dict[str, torch.device] = {}
         for name, places in self._places.items():
-            first, *others = {place.memory.device for place in places}
-            devices[name] = cpu if others else first
+            first = places[0].memory.device
+            devices[name] = first if all(place.memory.device == first for place in places[1:]) else cpu
         devices.update(dict.fromkeys(self.kept_names or (), cpu))
         one = set(devices.values()) or {cpu}
         return one.pop() if len(one) == 1 else devices
@@ -188,29 +189,29 @@ class LoadTarget(ABC):
     @property
     def copied_names(self) -> AbstractSet[str]:
         """Names of tensors whose bytes are copied as they are, from a device into memory there; after `select`."""
-        return {
+        others = {
             name
             for name, places in self._places.items()
-            if all(
-                place.box is None
-                and not place.memory.is_cpu
-                and place.memory.dtype == TORCH_DTYPES.get(place.stored)
-                and is_plain_memory(place.memory)
-                for place in places
-            )
-        }.difference(self.kept_names or ())
+            for place in places
+            if place.box is not None
+            or place.memory.is_cpu
+            or place.memory.dtype != TORCH_DTYPES.get(place.stored)
+            or not is_plain_memory(place.memory)
+        }
+        return self._places.keys() - others.union(self.kept_names or ())
 
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the memory, in the order of the calling thread's stream."""
-        if group.image is not None:
-            places = [
-                (place.name, name, place.memory) for name in group.image.tensors for place in self._places.get(name, ())
-            ]
-            with torch.inference_mode() if self._inference else torch.no_grad():
+        with collection_paused(len(self._places)), torch.inference_mode() if self._inference else torch.no_grad():
+            if group.image is not None:
+                places = [
+                    (place.name, name, place.memory)
+                    for name in group.image.tensors
+                    for place in self._places.get(name, ())
+                ]
                 copy_from_image(group.image, places, path=self._path)
-            return
-        pairs = [(place, tensor) for name, tensor in group.take().items() for place in self._places.get(name, ())]
-        with torch.inference_mode() if self._inference else torch.no_grad():
+                return
+            pairs = [(place, tensor) for name, tensor in group.take().items() for place in self._places.get(name, ())]
             copy_all(
                 [place.memory for place, _ in pairs],
                 [tensor if place.box is None else tensor[place.box] for place, tensor in pairs],

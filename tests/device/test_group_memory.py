@@ -118,7 +118,7 @@ def test_a_group_whose_bytes_are_copied_gets_one_tensor() -> None:
 def test_new_tensors(monkeypatch: pytest.MonkeyPatch, by_torch: bool) -> None:
     """By the function that compiled models call, and by storages: tensors of one kind."""
     made = {"cpu": torch._C._dynamo.guards._empty_strided_cpu} if by_torch else {}
-    monkeypatch.setattr(torch_private, "_EMPTY_STRIDED", made)
+    monkeypatch.setattr(torch_private, "EMPTY_STRIDED", made)
     shapes = [(), (0,), (3, 0, 2), (5,), (2, 3, 4)]
     wanted = [(dtype, shape) for dtype in TORCH_DTYPES.values() for shape in shapes]
     with torch.inference_mode(False):

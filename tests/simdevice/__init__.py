@@ -9,7 +9,8 @@ with two devices, for the rest of the process. torch then takes it for the accel
 - Lists of tensors (`torch._foreach_copy_`, `_foreach_clone`) are copied as by CUDA's kernels, which compute: NaNs of 16-bit floats,
   BOOL bytes, and what they refuse. See `copy_batch` in simdevice.cpp.
 - The GIL is released where torch's calls for CUDA release it, so long that a thread that waits for it takes it (`set_released`):
-  allocations, copies, `record_stream`, the recording, waits and ends of events, ends of memory. A query of an event holds it.
+  allocations, copies, `record_stream`, the recording, waits and ends of events, ends of tensors. A query of an event, the
+  allocation of compiled models (`_empty_strided_cuda`) and ends of storages hold it.
 - Memory belongs to the stream under which it was allocated. Released, it is given out again under that stream at once, if no
   other stream was recorded. It is filled with a pattern when it is allocated and when it is released, in stream order. Its
   addresses are not accessible: a host that follows one gets SIGSEGV.
@@ -96,7 +97,7 @@ def build() -> Path:
         compiler, "-O1", "-std=c++20", "-shared", "-fPIC", "-pthread",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}",
-        str(_FOLDER / _SOURCES[0]), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10",
+        str(_FOLDER / _SOURCES[0]), f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     source = str(_FOLDER / _SOURCES[0])
     options = [part for part in command if part != source]  # a copy of this folder finds it compiled
@@ -171,6 +172,7 @@ def install(delay_seconds: float = 0.0) -> types.ModuleType:
         library.sim_init()
         library.sim_driver.restype = library.sim_stream.restype = ctypes.c_void_p
         _add_driver()
+        _add_allocation()
         atexit.register(library.sim_drain)  # no stream works on at the process's exit
     set_delay(delay_seconds)
     set_released(RELEASED_SECONDS)
@@ -187,6 +189,15 @@ def _add_driver() -> None:
         return native.Driver(_library.sim_driver(), device.index + 1), handle
 
     drivers[NAME] = open_driver
+
+
+def _add_allocation() -> None:
+    """Give stio what `_empty_strided_cuda` is for CUDA: an allocation that keeps the GIL."""
+    from stio.device.torch_private import EMPTY_STRIDED
+
+    function = ctypes.PyDLL(_library._name).sim_empty_strided
+    function.restype, function.argtypes = ctypes.py_object, [ctypes.py_object] * 3
+    EMPTY_STRIDED[NAME] = function
 
 
 def set_delay(seconds: float) -> None:

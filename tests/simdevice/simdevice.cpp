@@ -17,6 +17,17 @@
 #include "../../stio/native/engine.h"
 #include "memory.hpp"
 
+// Of Python and of torch's extension for it, whose headers need those of Python.
+extern "C" {
+void* PyTuple_GetItem(void*, ssize_t);
+ssize_t PyTuple_Size(void*);
+long long PyLong_AsLongLong(void*);
+}
+struct _object* THPVariable_Wrap(const at::TensorBase&);
+namespace torch {
+void translate_exception_to_python(const std::exception_ptr&);
+}
+
 namespace sim {
 namespace {
 
@@ -617,9 +628,28 @@ const stio_driver driver = {
 }  // namespace
 }  // namespace sim
 
+namespace {
+std::vector<int64_t> numbers_of(void* tuple) {
+  std::vector<int64_t> found(PyTuple_Size(tuple));
+  for (size_t k = 0; k < found.size(); ++k) found[k] = PyLong_AsLongLong(PyTuple_GetItem(tuple, k));
+  return found;
+}
+}  // namespace
+
 // What Python asks and sets, by ctypes.
 
 extern "C" {
+// As `_empty_strided_cuda` of torch, which holds the GIL: sizes, strides, and a dtype, of which the first field is its number.
+struct _object* sim_empty_strided(void* size, void* stride, void* dtype) {
+  try {
+    const auto kind = static_cast<at::ScalarType>(static_cast<const int8_t*>(dtype)[2 * sizeof(void*)]);
+    const at::TensorOptions options = at::TensorOptions(c10::Device(sim::kType)).dtype(kind);
+    return THPVariable_Wrap(at::empty_strided(numbers_of(size), numbers_of(stride), options));
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
 // As torch.cuda.init: before it no memory is pinned, as far as torch knows.
 void sim_init() { at::globalContext().lazyInitDevice(sim::kType); }
 const stio_driver* sim_driver() { return &sim::driver; }
