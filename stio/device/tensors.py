@@ -396,8 +396,8 @@ class GroupMemory:
 def device_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages of tensors on devices, to be held until the tensors are released.
 
-    The end of a tensor releases the GIL while its memory is freed, and a device's allocator takes so long that a busy
-    thread gets the GIL: 5 ms for each tensor. The end of a storage keeps the GIL.
+    The end of a tensor releases the GIL. If memory of a device is freed there, a busy thread has time to take the GIL,
+    for 5 ms. The end of a storage keeps it.
     """
     return [tensor.untyped_storage() for tensor in tensors if not tensor.is_cpu]
 

@@ -526,7 +526,8 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
 
     Reading is ahead of the consumer by at most the budget. Iterate the stream, or enter it by `async with` first. The
     load ends when the block is left, when the wait for the next tensor is cancelled, or when the stream is deleted.
-    Tensors that were returned stay valid. Memory of a device that dropped tensors had is freed with the next group.
+    Tensors that were returned stay valid. A stream frees the device memory of dropped tensors when its next group is
+    taken, and when it ends, is closed or is deleted.
 
     Args:
         queue: Its groups; the operation is not started.
@@ -567,16 +568,17 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
 
     async def _take(self) -> tuple[str, torch.Tensor] | None:
         """Return the next name and tensor, None at the end."""
-        self._begin()
         while True:
             if pair := self._take_nowait():
                 return pair
-            self._storages.clear()
+            self._storages = []
+            self._begin()
             group = await self._queue.next()
             if group is None:
                 return self._take_nowait()  # one of another consumer, which has left
             tensors = group.take()
-            self._storages.extend(device_storages(tensors.values()))
+            # Of one group, whatever the number of consumers: the budget does not count them.
+            self._storages = [] if self._closed else device_storages(tensors.values())
             self._pairs.extend(tensors.items())
             del group, tensors
 
@@ -602,7 +604,7 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
 
     def _discard(self) -> None:
         self._pairs.clear()
-        self._storages.clear()
+        self._storages = []
 
     def _begin(self) -> None:
         if self._closed:

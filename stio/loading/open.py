@@ -71,7 +71,7 @@ _MOST_EXAMINED = 8
 """Files beside an index whose headers are read: a directory may hold thousands, such as adapters."""
 
 _ENTRY_BYTES = 64
-"""A tensor takes about so much of a header, or more."""
+"""About the least that a tensor takes of a header."""
 
 _FIRST_READ_BYTES = 128 << 10
 """Holds the headers of about 1,000 tensors, which then need no second read. A larger first read would cost more: the
