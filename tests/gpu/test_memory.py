@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -16,9 +17,10 @@ from support import eventually, quick_switches, require_equal, spin
 
 import stio
 import stio.sync
-from stio.device.base import resolve_device
+from stio.device.base import LoadedGroup, resolve_device
 from stio.device.cuda import TorchAccelerator
 from stio.errors import DeviceMemoryError, StorageError, TruncatedError
+from stio.loading.api import Stream
 from stio.runtime import memory
 from stio.storage.local import LocalRoot
 from stio.testing import FakeDevice, FaultyRoot, write_checkpoint
@@ -76,6 +78,38 @@ def test_a_stream_frees_dropped_tensors_with_its_next_group(tmp_path: Path, end:
             place.require_freed()
         del stream
     place.require_freed()
+
+
+@gpu
+@pytest.mark.anyio
+async def test_consumers_of_one_stream_hold_one_group_together() -> None:
+    """The budget of each taken group is free as soon as another consumer waits."""
+    place = Place("real")
+    groups = [
+        LoadedGroup({name: torch.empty(MIB, dtype=torch.uint8, device=place.torch_device)}) for name in ("a", "b", "c")
+    ]
+    before, waiting = place.used_bytes(), anyio.Event()
+
+    class Queue:
+        operation = SimpleNamespace(start=lambda: None, cancel=lambda: None)
+
+        async def next(self) -> LoadedGroup:
+            await waiting.wait()
+            return groups.pop()
+
+    stream = Stream(Queue())  # type: ignore[arg-type]
+    names = []
+
+    async def consume() -> None:
+        names.append((await anext(stream))[0])
+
+    async with anyio.create_task_group() as group:
+        for _ in "abc":
+            group.start_soon(consume)
+        await anyio.sleep(0.01)
+        waiting.set()
+    assert sorted(names) == ["a", "b", "c"]
+    assert place.used_bytes() == before - 2 * MIB
 
 
 @pytest.mark.anyio
