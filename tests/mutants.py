@@ -478,6 +478,20 @@ MUTANTS = (
         ("    with module.device(device), module.stream(stream):", "    with module.stream(stream):"),
         tests=CONTEXT,
     ),
+    mutant(
+        "memory of dropped tensors",
+        "a stream frees device memory at the end of each tensor, which releases the GIL",
+        "stio/loading/api.py",
+        ("[] if self._closed else device_storages(tensors.values())", "[]"),
+        tests="tests/gpu/test_memory.py::test_a_stream_frees_dropped_tensors_with_its_next_group",
+    ),
+    mutant(
+        "memory of several consumers",
+        "each consumer of a stream holds a group that no budget counts",
+        "stio/loading/api.py",
+        ("self._storages = [] if self._closed else device", "self._storages += [] if self._closed else device"),
+        tests="tests/gpu/test_memory.py::test_consumers_of_one_stream_hold_one_group_together",
+    ),
     # Loads into memory of the caller, as bytes.
     mutant(
         "bytes into memory with gaps",

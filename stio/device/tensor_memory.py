@@ -28,7 +28,7 @@ from stio import native
 from stio.device.base import Image
 from stio.device.cuda import queue_copies
 from stio.device.tensors import PLAIN
-from stio.device.torch_private import copy_each, has_no_overrides, traits_of, without_torch_function
+from stio.device.torch_private import conj_neg_bits, copy_each, has_no_overrides, traits_of, without_torch_function
 from stio.errors import MismatchError, printable
 from stio.format.sharding import TensorSource
 from stio.runtime.memory import WritableMemory
@@ -429,7 +429,7 @@ def copy_from_image(image: Image, places: Sequence[tuple[str, str, torch.Tensor]
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has just the bytes of its values, and a copy of them is all that a copy of it does."""
-    return _is_plain(type(tensor)) and tensor.is_contiguous() and True not in traits_of(tensor).bits
+    return _is_plain(type(tensor)) and tensor.is_contiguous() and not any(conj_neg_bits(tensor))
 
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:
