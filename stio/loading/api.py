@@ -577,7 +577,7 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
             if group is None:
                 return self._take_nowait()  # one of another consumer, which has left
             tensors = group.take()
-            # Of one group, whatever the number of consumers: the budget does not count them.
+            # Only those of one group, even if there are several consumers: no budget counts what is held here.
             self._storages = [] if self._closed else device_storages(tensors.values())
             self._pairs.extend(tensors.items())
             del group, tensors

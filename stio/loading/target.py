@@ -180,8 +180,8 @@ class LoadTarget(ABC):
         cpu = torch.device("cpu")
         devices: dict[str, torch.device] = {}
         for name, places in self._places.items():
-            first = places[0].memory.device
-            devices[name] = first if all(place.memory.device == first for place in places[1:]) else cpu
+            first, *others = {place.memory.device for place in places}
+            devices[name] = cpu if others else first
         devices.update(dict.fromkeys(self.kept_names or (), cpu))
         one = set(devices.values()) or {cpu}
         return one.pop() if len(one) == 1 else devices
@@ -189,16 +189,17 @@ class LoadTarget(ABC):
     @property
     def copied_names(self) -> AbstractSet[str]:
         """Names of tensors whose bytes are copied as they are, from a device into memory there; after `select`."""
-        others = {
+        return {
             name
             for name, places in self._places.items()
-            for place in places
-            if place.box is not None
-            or place.memory.is_cpu
-            or place.memory.dtype != TORCH_DTYPES.get(place.stored)
-            or not is_plain_memory(place.memory)
-        }
-        return self._places.keys() - others.union(self.kept_names or ())
+            if all(
+                place.box is None
+                and not place.memory.is_cpu
+                and place.memory.dtype == TORCH_DTYPES.get(place.stored)
+                and is_plain_memory(place.memory)
+                for place in places
+            )
+        }.difference(self.kept_names or ())
 
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the memory, in the order of the calling thread's stream."""
