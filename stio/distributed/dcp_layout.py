@@ -1,79 +1,62 @@
-"""The files of a save by torch's distributed checkpoint (DCP), planned from what DCP's planner has decided.
+"""What a save by torch's distributed checkpoint (DCP) writes, from what DCP's planner has decided.
 
 DCP has a flat state: tensors and other values, by names that it makes of their paths (`optim.state.w.exp_avg`). Each
 tensor is stored under its name. If there are other values, the tensor `TREE_TENSOR` is stored too, with the tree of the
-nested state (`format/state_tree.py`), as `stio.load_state` reads it. The values are known only when all ranks have
-written, so that tensor comes last in the last file, whose header has room for it.
+nested state (`format/state_tree.py`), as `stio.load_state` reads it. Each value is on the rank that the planner chose,
+so that tree is made when the ranks write.
 
-What a rank writes of these files are the items of its own plan. Several of one tensor are one part.
+What a rank writes of the tensors are the items of its own plan. Several of one tensor are one part.
 """
 
 from __future__ import annotations
 
-import codecs
-import io
-import pickle
-from collections import defaultdict
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
 from torch.distributed.tensor import DTensor
 
-from stio.device.describe import LazyTensor, describe_tensors
+from stio.device.describe import LazyTensor
 from stio.distributed.parts import part_of
 from stio.distributed.torch_private import NamePath, local_memory, nested_state
 from stio.errors import MismatchError, printable
-from stio.format.header import LATE_BYTES, with_late_tensor
 from stio.format.placements import ByteRange, byte_ranges
-from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR
+from stio.format.state_tree import TREE_TENSOR
 from stio.saving.nested import StoredTensor, tree_text
-from stio.saving.plan import WritePlan, plan_writes
-from stio.saving.staging_pool import STREAM_BLOCK_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTask:
-    """What a rank needs to write its items; it is in the `storage_data` of its plan."""
-
-    invitation: bytes
-    """The `Invitation` of the first rank."""
-    num_ranks: int
-    """Number of ranks that save."""
-    sizes: tuple[int, ...]
-    """Bytes of each file when it is created."""
-    places: Mapping[str, tuple[int, int]]
-    """Where the data of the rank's tensors are: the number of the file, and the first byte in it."""
-    num_early: int
-    """Number of files, from the first on, that are complete when all ranks have written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveLayout:
-    """All files of a save."""
+    """What all ranks save together; it is in the `storage_data` of the plan of each."""
 
-    plan: WritePlan
-    """The files when they are created: without the tree, but with room for it in the last header."""
-    last_header: bytes
-    """Header of the last file without that room."""
+    key: str
+    """A text that identifies the save."""
+    num_ranks: int
+    """Number of ranks that save."""
+    tensors: Mapping[str, tuple[torch.dtype, torch.Size]]
+    """Dtype and shape of each whole tensor, in order."""
     paths: Mapping[str, NamePath]
     """The path in the nested state of each name, in order."""
     values: frozenset[str]
     """Names of what is no tensor."""
 
-    @property
-    def num_early(self) -> int:
-        """Number of files, from the first on, whose header does not depend on what is no tensor."""
-        return len(self.plan.shards) - bool(self.values)
+    def whole(self, tree_bytes: int) -> dict[str, torch.Tensor | LazyTensor]:
+        """Return all tensors to save, without data; the last one is the tree of so many bytes, if there is one."""
+        whole: dict[str, torch.Tensor | LazyTensor] = {
+            name: LazyTensor(dtype, tuple(shape), _never) for name, (dtype, shape) in self.tensors.items()
+        }
+        if tree_bytes:
+            whole[TREE_TENSOR] = LazyTensor(torch.uint8, (tree_bytes,), _never)
+        return whole
 
-    def completed(self, values: Mapping[str, object], check: Callable[[], None]) -> tuple[WritePlan, bytes]:
-        """Return the plan with the headers to write, and the tree; it is empty if there are tensors only.
+    def tree(self, values: Mapping[str, object], check: Callable[[], None]) -> bytes:
+        """Return the tree of the nested state.
 
         Args:
             values: The values by name.
@@ -85,94 +68,50 @@ class SaveLayout:
         if values.keys() != self.values:
             name = min(values.keys() ^ self.values)
             raise MismatchError(f"{printable(name)!r} was not written by the rank that DCP's planner chose")
-        if not values:
-            return self.plan, b""
         leaves = {name: values[name] if name in values else StoredTensor(name) for name in self.paths}
-        tree = tree_text(nested_state(leaves, self.paths), check)
-        *others, last = self.plan.shards
-        completed = replace(
-            last,
-            header=with_late_tensor(self.last_header, TREE_TENSOR, last.data_bytes, len(tree)),
-            names=(*last.names, TREE_TENSOR),
-            listed=(*last.listed, TREE_TENSOR),
-            nbytes=last.nbytes + len(tree),
-            data_bytes=last.data_bytes + len(tree),
-        )
-        plan = replace(self.plan, shards=(*others, completed), total_bytes=self.plan.total_bytes + len(tree))
-        return plan, tree
+        return tree_text(nested_state(leaves, self.paths), check)
 
 
-def plan_save(
-    plans: Sequence[SavePlan], *, max_shard_bytes: int | None, metadata: Mapping[str, str] | None
-) -> SaveLayout:
-    """Return the files in which all ranks write what DCP's planner assigned to them.
+def layout_of(plans: Sequence[SavePlan]) -> SaveLayout:
+    """Return what all ranks save together.
 
     Args:
         plans: The plan of each rank; no item is in two of them.
-        max_shard_bytes: See `plan_writes`.
-        metadata: See `plan_writes`.
 
     Raises:
-        MismatchError: The items do not make up the tensors.
-        ValueError: See `plan_writes`.
-        UnsupportedDtypeError: The format has no such dtype.
+        MismatchError: The items of two ranks are not of the same tensor.
+        ValueError: A tensor has the name of the tree.
     """
-    tensors, values = _collected(plans)
-    paths = _paths(plans, [*tensors, *values])
-    sources = describe_tensors(
-        {
-            name: LazyTensor(tensors[name].properties.dtype, tuple(tensors[name].size), _never)
-            for name in paths
-            if name in tensors
-        }
-    )
-    text = dict(metadata or {})
-    text.pop(STATE_KEY, None)  # of another checkpoint
-    if values:
-        if TREE_TENSOR in tensors:
-            raise ValueError(f"the name {TREE_TENSOR!r} is stio's own; rename the tensor")
-        text[STATE_KEY] = POINTER
-    plan = plan_writes(sources, STREAM_BLOCK_BYTES, max_shard_bytes=max_shard_bytes, metadata=text, shared="clone")
-    *others, last = plan.shards
-    if values:
-        header = with_late_tensor(last.header, TREE_TENSOR, last.data_bytes, None)
-        plan = replace(plan, shards=(*others, replace(last, header=header, nbytes=last.nbytes + LATE_BYTES)))
-    return SaveLayout(plan=plan, last_header=last.header, paths=paths, values=frozenset(values))
-
-
-def _collected(plans: Iterable[SavePlan]) -> tuple[dict[str, TensorWriteData], dict[str, None]]:
-    """Return the tensors, and the names of the other values; all in the order of the plans."""
     tensors: dict[str, TensorWriteData] = {}
-    values: dict[str, None] = {}
-    elements: defaultdict[str, int] = defaultdict(int)
+    values: set[str] = set()
     for item in (item for plan in plans for item in plan.items):
         name, data = item.index.fqn, item.tensor_data
-        if item.type == WriteItemType.BYTE_IO or data is None:
-            values[name] = None
+        if data is None:
+            values.add(name)
             continue
         first = tensors.setdefault(name, data)
-        found, expected = _described(data), _described(first)
+        found, expected = (_described(one.properties.dtype, one.size) for one in (data, first))
         if found != expected:
             raise MismatchError(
                 f"the ranks do not save the same tensor {printable(name)!r}", expected=expected, found=found
             )
-        elements[name] += prod(data.chunk.sizes)
-    both = tensors.keys() & values.keys()
-    if both:
+    if both := tensors.keys() & values:
         raise MismatchError(f"{printable(min(both))!r} is a tensor on one rank, and another value on another rank")
-    for name, data in tensors.items():
-        if elements[name] != prod(data.size):
-            raise MismatchError(
-                f"the parts of tensor {printable(name)!r} on all ranks do not make up the tensor; are these all the "
-                "ranks that have a part of it?",
-                expected=f"{prod(data.size):,} elements",
-                found=f"{elements[name]:,}",
-            )
-    return tensors, values
+    if values and TREE_TENSOR in tensors:
+        raise ValueError(f"the name {TREE_TENSOR!r} is stio's own; rename the tensor")
+    names = dict.fromkeys(item.index.fqn for plan in plans for item in plan.items)
+    paths = _paths(plans, [*tensors, *(name for name in names if name in values)])
+    return SaveLayout(
+        key=secrets.token_hex(16),
+        num_ranks=len(plans),
+        tensors={name: (tensors[name].properties.dtype, tensors[name].size) for name in paths if name in tensors},
+        paths=paths,
+        values=frozenset(values),
+    )
 
 
-def _described(data: TensorWriteData) -> str:
-    return f"{str(data.properties.dtype).removeprefix('torch.')} {list(data.size)}"
+def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def _paths(plans: Iterable[SavePlan], names: Sequence[str]) -> dict[str, NamePath]:
@@ -212,15 +151,12 @@ def parts_of_items(
         data = parts[0].tensor_data
         assert data is not None
         ranges[name] = [one for part in parts for one in _ranges_of(part)]
-        if len(parts) > 1:  # one after the other, as rows of one tensor
-            num_elements = sum(map(item_nbytes, parts)) // data.properties.dtype.itemsize
-            produce: Callable[[], Any] = partial(_flat_parts, name, parts, planner.resolve_data)
-            tensors[name] = LazyTensor(data.properties.dtype, (num_elements,), produce)
-        elif is_lazy:
-            produce = partial(_resolved, name, parts[0], planner.resolve_data)
-            tensors[name] = LazyTensor(data.properties.dtype, tuple(data.chunk.sizes), produce)
-        else:
+        if len(parts) == 1 and not is_lazy:
             tensors[name] = _resolved(name, parts[0], planner.resolve_data)
+        else:  # one part after the other, as rows of one tensor
+            num_elements = sum(map(item_nbytes, parts)) // data.properties.dtype.itemsize
+            produce = partial(_flat_parts, name, parts, planner.resolve_data)
+            tensors[name] = LazyTensor(data.properties.dtype, (num_elements,), produce)
     return tensors, ranges
 
 
@@ -250,8 +186,8 @@ def _resolved(name: str, item: WriteItem, resolve: Callable[[WriteItem], Any]) -
     """
     assert item.tensor_data is not None
     tensor = local_memory(resolve(item)).detach()
-    expected = f"{str(item.tensor_data.properties.dtype).removeprefix('torch.')} {list(item.tensor_data.chunk.sizes)}"
-    found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    expected = _described(item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes)
+    found = _described(tensor.dtype, tensor.shape)
     if found != expected:
         raise MismatchError(
             f"the part of tensor {printable(name)!r} on this rank is another one than torch's planner says; "
@@ -280,7 +216,7 @@ def require_right_parts(items: Sequence[WriteItem], planner: SavePlanner) -> Non
     torch computes them wrongly where a dimension is cut twice and unevenly.
 
     Args:
-        items: What the planner offers to write, copies included.
+        items: What this rank writes.
         planner: The planner.
     """
     state = getattr(planner, "state_dict", None)
@@ -306,36 +242,11 @@ def require_right_parts(items: Sequence[WriteItem], planner: SavePlanner) -> Non
 
 
 def values_of_items(items: Sequence[WriteItem], planner: SavePlanner) -> dict[str, object]:
-    """Return the values that are no tensors, by name.
+    """Return the values of items that are no tensors, by name.
 
     Raises:
-        TypeError: One has a type that is not saved.
+        TypeError: The planner has none, only their pickles.
     """
-    values = {item.index.fqn: _value_of(item, planner) for item in items}
-    tree_text(values)  # raises before anything is written
-    return values
-
-
-_NUMPY_GLOBALS: list[Any] = [
-    *(np.ndarray, np.dtype, codecs.encode, bytes),
-    *{np.array([0]).__reduce__()[0], np.float64(0).__reduce__()[0]},  # private functions that make arrays and scalars
-    *{type(np.dtype(code)) for code in "?bBhHiIlLqQefdFDSUMm"},
-]
-"""What pickles of numpy's arrays and scalars refer to; torch takes these files from its own planner."""
-
-
-def _value_of(item: WriteItem, planner: SavePlanner) -> object:
-    if not _makes_tensors(planner):
-        assert isinstance(planner, DefaultSavePlanner)
-        return planner.lookup_object(item.index)
-    data = planner.resolve_data(item)
-    try:
-        assert isinstance(data, io.BytesIO)
-        data.seek(0)
-        with torch.serialization.safe_globals(_NUMPY_GLOBALS):
-            return torch.load(data, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, AssertionError) as error:
-        raise TypeError(
-            f"{printable(item.index.fqn)!r}: what the planner makes of it is no plain value; pass its parts, as "
-            "containers, tensors and plain values"
-        ) from error
+    if not isinstance(planner, DefaultSavePlanner):
+        raise TypeError("values that are no tensors need a planner that derives from torch's DefaultSavePlanner")
+    return {item.index.fqn: planner.lookup_object(item.index) for item in items}

@@ -1,64 +1,45 @@
 """Saves of torch's distributed checkpoint (DCP) as checkpoints in the hub's layout, published by stio's commit.
 
-DCP's planner decides which rank writes which part of which tensor. The coordinator then plans the files
-(`dcp_layout.py`) and begins the transaction. Each rank joins the staging directory, and writes its parts as in any save
-of many ranks (`shared_save.py`); the coordinator writes the headers too. When all have written, it commits. The last
-file waits for the values that are no tensors: the coordinator alone completes it, and hashes it.
+DCP's planner decides which rank writes which part of which tensor. The coordinator puts these decisions together
+(`dcp_layout.py`). Then `write_data` is one save of many ranks (`shared_save.py`), of the parts that the planner chose.
+So DCP's `finish` has nothing to do. The values that are no tensors come from the ranks that the planner chose; the
+first rank makes the tree of them, and writes it like its part of a tensor.
 
-DCP sends its messages of all saves over one group. Two saves at one time would take each other's messages. So one on a
-thread of `dcp.async_save` comes first, and the next one of the group waits for the end of that thread.
-
-DCP does not report failures to a writer. So the ranks report them to each other by `Ranks` while they write. What fails
-before or after that is rolled back when the writer is used again, closed or dropped, and by recovery.
+DCP does not report failures to a writer. So the ranks report them to each other by `Ranks` while they write.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
-from collections.abc import Mapping, MutableMapping, Sequence
-from functools import partial
-from time import perf_counter
+from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from stio.device.describe import LazyTensor
+from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import require_values
-from stio.distributed.dcp_layout import (
-    RankTask,
-    SaveLayout,
-    item_nbytes,
-    parts_of_items,
-    plan_save,
-    require_right_parts,
-    values_of_items,
-)
-from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
-from stio.distributed.shared_save import FileTransaction, SaveToFiles, bytes_of_files
-from stio.distributed.torch_private import is_async_save, store_of
-from stio.errors import ClosedError, SaveInProgressError, printable
+from stio.distributed.dcp_layout import SaveLayout, layout_of, parts_of_items, require_right_parts, values_of_items
+from stio.distributed.ranks import MOST_VALUE_BYTES, RANK_TIMEOUT_SECONDS, Ranks
+from stio.distributed.shared_save import SaveToFiles
+from stio.errors import SaveInProgressError, printable
 from stio.format.placements import ByteRange
 from stio.format.sharding import TensorSource
+from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, parse_tree
+from stio.loading.nested import torch_value
 from stio.runtime.blocking import run_blocking
-from stio.runtime.hashing import HashName, new_hasher
+from stio.runtime.hashing import HashName
 from stio.runtime.keywords import described_by, keywords_for
-from stio.runtime.limits import checked_size
-from stio.runtime.locks import new_lock
-from stio.runtime.log import log
-from stio.runtime.memory import allocate
-from stio.runtime.operation import Operation
+from stio.runtime.limits import Limits, checked_size
 from stio.runtime.progress import Progress
-from stio.runtime.trace import Trace, traced
+from stio.runtime.trace import Trace
 from stio.saving.api import save
+from stio.saving.nested import tree_text
 from stio.saving.options import (
     DEFAULT_PATTERN,
     CommitStep,
@@ -69,12 +50,13 @@ from stio.saving.options import (
     ShardNames,
     absolute_destination,
 )
-from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
-from stio.saving.plan import ShardPlan, WritePlan
-from stio.saving.plan_parts import WrittenPart, data_places, plan_parts
-from stio.storage.base import Note, Transaction
+from stio.saving.pending import EXIT_PATIENCE_SECONDS
+from stio.saving.plan import WritePlan, plan_writes
+from stio.saving.plan_parts import WrittenPart
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction
+
+_CHUNK_BYTES = MOST_VALUE_BYTES // 2
+"""Longest part of a rank's values that is sent at once."""
 
 
 @described_by(save)
@@ -130,9 +112,8 @@ class StioStorageWriter(StorageWriter):
         self._budget_bytes = None if budget_bytes is None else checked_size(budget_bytes)
         self._process_group, self._rank_timeout = process_group, rank_timeout
         self._path: str | os.PathLike[str] | None = None
-        self._open: _OpenSave | None = None  # on the coordinator
-        self._local_items: Sequence[WriteItem] = ()
         self._is_writing = False
+        self._written: SaveResult | None = None
         self.result: SaveResult | None = None
         """Report of the last save, on the coordinator; None before its commit, and on other ranks."""
         if path is not None:
@@ -154,15 +135,11 @@ class StioStorageWriter(StorageWriter):
         return self._path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepare for a new save; what is left of a save that has failed is removed.
-
-        An `async_save` of these ranks that is under way ends first.
+        """Prepare for a new save.
 
         Args:
             checkpoint_id: The path of the new save; None: that of the one before.
         """
-        _wait_for_async_save(self._process_group)
-        self.close()
         if checkpoint_id is not None:
             self._set_path(checkpoint_id)
 
@@ -173,13 +150,11 @@ class StioStorageWriter(StorageWriter):
             SaveInProgressError: The save before this one has not ended.
             ValueError: There is no path; or each rank would save alone (`use_collectives=False`).
         """
-        _wait_for_async_save(self._process_group)
         if self._is_writing:
             raise SaveInProgressError(
                 "this writer is writing another save; wait for its end, or make a writer for each save", path=self._name
             )
-        self.close()
-        self.result = None
+        self._written = self.result = None
         if self._path is None:
             raise ValueError("the writer has no path; pass one to StioStorageWriter, or checkpoint_id=")
         if kwargs.get("use_collectives") is False and dist.is_initialized() and dist.get_world_size() > 1:
@@ -191,45 +166,43 @@ class StioStorageWriter(StorageWriter):
         Raises:
             ValueError: It is not complete, because the planner caches plans.
         """
-        _require_complete(plan)
-        self._local_items = plan.items
+        if not plan.usable:
+            raise ValueError(
+                "the planner caches plans (enable_plan_caching=True), and the plan of a save by stio is another one "
+                "each time; use a planner without it"
+            )
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Plan the files, begin the transaction and create the files. DCP calls this on the coordinator.
+        """Put the plans of the ranks together. DCP calls this on the coordinator.
 
         Args:
             plans: The plan of each rank.
 
         Returns:
-            The plans, each with the task of its rank.
+            The plans, each with what all ranks save.
 
         Raises:
-            StioError: The save cannot begin.
-            ValueError: A name, an option or the process group does not fit.
+            MismatchError: The plans do not fit together.
+            ValueError: A name or the process group does not fit.
         """
-        for plan in plans:
-            _require_complete(plan)
         if len(plans) > 1 and dist.get_world_size(self._process_group) != len(plans):
             raise ValueError(
                 f"{len(plans)} ranks save, and process_group= of the writer has "
                 f"{dist.get_world_size(self._process_group)}; pass the process group of dcp.save to the writer too"
             )
-        assert self._path is not None
-        opened = _OpenSave(self._path, self._options)
-        Operation(partial(opened.begin, plans), name="begin", about=self._name, discard=_OpenSave.roll_back).result()
-        self._open = opened
-        return opened.tasks(plans)
+        layout = layout_of(plans)
+        return [SavePlan(plan.items, layout, plan.planner_data, plan.usable) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part of the files, and wait until all ranks have.
+        """Write this rank's part of the checkpoint; return when all ranks have, and it is published.
 
         Args:
             plan: The rank's items.
             planner: Has their data.
 
         Returns:
-            A future that is complete. Its value has what is no tensor, for `finish`.
+            A future that is complete.
 
         Raises:
             TypeError: A value is neither a tensor nor one that `stio.save_state` takes.
@@ -239,43 +212,16 @@ class StioStorageWriter(StorageWriter):
         """
         self._is_writing = True
         try:
-            results = run_blocking(self._write(plan, planner))
-        except BaseException:
-            self.close()  # the other ranks have left
-            raise
+            self._written = run_blocking(self._write(plan, planner))
         finally:
             self._is_writing = False
-            self._local_items = ()
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result([])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the headers and publish the checkpoint. DCP calls this on the coordinator.
-
-        Args:
-            metadata: DCP's; the checkpoint itself says the same.
-            results: What `write_data` returned on each rank.
-
-        Raises:
-            ClosedError: The save was closed meanwhile.
-            StioError: See `stio.save`; the old checkpoint remains.
-        """
-        opened = self._open
-        if opened is None:
-            raise ClosedError("the save was closed before it was complete", path=self._name)
-        found = [one for of_rank in results for one in of_rank]
-        values = {one.index.fqn: one.storage_data.value for one in found if isinstance(one.storage_data, _PlainValue)}
-        try:
-            self.result = Operation(partial(opened.publish, values), name="commit", about=self._name).result()
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Roll back a save that has begun and is not complete. Idempotent; the writer can be used again."""
-        opened, self._open = self._open, None
-        if opened is not None:
-            opened.roll_back()
+        """Set `result`: the checkpoint is published. DCP calls this on the coordinator."""
+        self.result = self._written
 
     # How.
 
@@ -292,242 +238,90 @@ class StioStorageWriter(StorageWriter):
             )
         self._path = path
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": None, "_local_items": (), "_is_writing": False}
-
-    async def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        task = plan.storage_data
-        if not isinstance(task, RankTask):
+    async def _write(self, plan: SavePlan, planner: SavePlanner) -> SaveResult:
+        layout, path = plan.storage_data, self._path
+        if not isinstance(layout, SaveLayout):
             raise ValueError("the planner has dropped the storage_data of the plan, which the writer needs")
+        assert path is not None
         ranks = Ranks(
             self._process_group,
             about="save",
             timeout=self._rank_timeout,
-            key=Invitation.from_json(task.invitation).nonce,
-            is_alone=task.num_ranks == 1,
+            key=layout.key,
+            is_alone=layout.num_ranks == 1,
             exit_patience=EXIT_PATIENCE_SECONDS,
         )
         async with ranks.reports():
-            values = values_of_items([item for item in plan.items if item.type == WriteItemType.BYTE_IO], planner)
-            of_tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-            require_right_parts(self._local_items, planner)
+            require_right_parts(plan.items, planner)
             require_values(state if isinstance(state := getattr(planner, "state_dict", None), Mapping) else {})
-            tensors, ranges = parts_of_items(of_tensors, planner)
-            assert self._path is not None
-            save = _PartSave(tensors, ranges, task, self, ranks)
-            del tensors
-            written = await save.complete()
-        if self._open is not None:
-            self._open.hashes = written.hashes
-        return [
-            WriteResult(
-                index=item.index,
-                size_in_bytes=0 if item.index.fqn in values else item_nbytes(item),
-                storage_data=_PlainValue(values[item.index.fqn]) if item.index.fqn in values else None,
-            )
-            for item in plan.items
-        ]
+            save = _PlannedSave(plan.items, planner, layout, path, self._options, ranks, self._budget_bytes)
+            return await save.complete()
 
 
-class _PartSave(SaveToFiles):
-    """What one rank writes. It ends when all ranks have written; the coordinator then commits.
+class _PlannedSave(SaveToFiles):
+    """The save on one rank, of the parts that DCP's planner has chosen.
 
     Args:
-        tensors: What the rank writes of each tensor.
-        ranges: Where these bytes are in the whole tensor.
-        task: The rank's task.
-        writer: The writer.
+        items: What the rank writes.
+        planner: Has the data.
+        layout: What all ranks save.
+        path: The destination.
+        options: The keywords.
         ranks: The ranks, not entered yet.
+        budget_bytes: See `PendingSave`.
     """
 
     def __init__(
         self,
-        tensors: Mapping[str, torch.Tensor | LazyTensor],
-        ranges: Mapping[str, Sequence[ByteRange]],
-        task: RankTask,
-        writer: StioStorageWriter,
+        items: Sequence[WriteItem],
+        planner: SavePlanner,
+        layout: SaveLayout,
+        path: str | os.PathLike[str],
+        options: SaveOptions,
         ranks: Ranks,
+        budget_bytes: int | None,
     ) -> None:
-        self._ranges, self._task = ranges, task
-        self._headers = [b""] * len(task.sizes) if writer._open is None else writer._open.early_headers()
-        assert writer._path is not None
-        super().__init__(tensors, {}, writer._path, writer._options, ranks=ranks, budget_bytes=writer._budget_bytes)
+        self._layout = layout
+        self._values = values_of_items([item for item in items if item.tensor_data is None], planner)
+        self._own_tree = tree_text(self._values)  # raises for a value that is not saved
+        tensors, self._ranges = parts_of_items([item for item in items if item.tensor_data is not None], planner)
+        super().__init__(tensors, {}, path, options, ranks=ranks, budget_bytes=budget_bytes)
 
-    def _make_plans(self, sources: Sequence[TensorSource], block_bytes: int) -> tuple[WritePlan, WritePlan]:
-        task = self._task
-        files = tuple(
-            ShardPlan(header=header, names=(), listed=(), nbytes=nbytes, data_bytes=0, blocks=())
-            for header, nbytes in zip(self._headers, task.sizes, strict=True)
-        )
-        plan = WritePlan(sources=(), shards=files, aliases={}, total_bytes=0, metadata={})
+    def _plan_all(
+        self, sources: Sequence[TensorSource], block_bytes: int
+    ) -> tuple[WritePlan, Mapping[str, WrittenPart]]:
+        metadata = dict(self._options.metadata or {})
+        metadata.pop(STATE_KEY, None)  # of another checkpoint
         parts = {source.name: WrittenPart(source, self._ranges[source.name]) for source in sources}
-        own = plan_parts(plan, parts, block_bytes, with_headers=True, places=task.places)
-        self._own_bytes = bytes_of_files(own)
-        return own, own
-
-    def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
-        joined = JoinedTransaction(Invitation.from_json(self._task.invitation), operation.check)
-        return _PartTransaction(joined, self._ranks, self._own_bytes, self._task.num_early)
-
-
-class _PartTransaction(FileTransaction):
-    """Its transaction. All ranks have joined, the coordinator too."""
-
-    def __init__(self, files: JoinedTransaction, ranks: Ranks, own_bytes: Sequence[int], num_early: int) -> None:
-        super().__init__(files, ranks, own_bytes)
-        self._hashed = range(num_early)
-
-    def _publish(self, index: bytes | None, notes: Sequence[Note]) -> None:
-        """Wait until all ranks have written; the coordinator commits."""
-        run_blocking(self._ranks.arrive("agreed"))
-
-
-class _PlainValue:
-    """A value that is no tensor, in the result that a rank returns to the coordinator."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-
-def _require_complete(plan: SavePlan) -> None:
-    if not plan.usable:
-        raise ValueError(
-            "the planner caches plans (enable_plan_caching=True), and the plan of a save by stio is another one each "
-            "time; use a planner without it"
+        tree_bytes = 0
+        if self._layout.values:
+            metadata[STATE_KEY] = POINTER
+            tree_bytes = self._share_tree(parts)
+        plan = plan_writes(
+            describe_tensors(self._layout.whole(tree_bytes)),
+            block_bytes,
+            max_shard_bytes=self._max_shard_bytes,
+            metadata=metadata,
+            shared="clone",
         )
+        return plan, parts
 
-
-_OF_TORCH = ".metadata"
-"""The file that torch's own reader of a directory begins with."""
-
-_async_saves: MutableMapping[ProcessGroup, threading.Thread] = WeakKeyDictionary()
-"""The thread of the last `dcp.async_save` of each group."""
-
-_order = new_lock(of_callers=True)
-"""Held while that is replaced."""
-
-
-def _wait_for_async_save(process_group: ProcessGroup | None) -> None:
-    """Wait until the thread of the `dcp.async_save` before this save has ended, if the same ranks do both."""
-    if not dist.is_initialized() or dist.get_world_size(process_group) <= 1:
-        return
-    _, group = store_of(process_group)
-    mine = threading.current_thread()
-    with _order:
-        before = _async_saves.get(group)
-        if is_async_save(mine):
-            _async_saves[group] = mine
-    if before is not None and before is not mine:
-        before.join()
-
-
-class _OpenSave(PendingSave):
-    """A save on the coordinator, which begins, publishes or rolls it back; also rolled back if it is dropped.
-
-    Its bytes are written by a `_PartSave` on each rank; it is never started itself.
-    """
-
-    layout: SaveLayout
-    """Its files."""
-    hashes: Mapping[str, str]
-    """Digests of the files that are complete when all ranks have written; of others empty."""
-    _transaction: LocalTransaction | None = None
-
-    def __init__(self, path: str | os.PathLike[str], options: SaveOptions) -> None:
-        super().__init__({}, path, options)
-        self._pid = os.getpid()
-
-    def begin(self, plans: Sequence[SavePlan], operation: Operation[Any]) -> _OpenSave:
-        """Plan the files, begin the transaction, and create the files; return this object."""
-        options = self._options
-        with traced(options.trace, "plan"):
-            self.layout = plan_save(plans, max_shard_bytes=self._max_shard_bytes, metadata=options.metadata)
-        operation.check()
-        shards = self.layout.plan.shards
-        with traced(options.trace, "begin"):
-            transaction = self._begin_transaction(operation, len(shards))
-            assert isinstance(transaction, LocalTransaction)
-            self._transaction = transaction
-            try:
-                self._last = transaction.create([shard.nbytes for shard in shards], own_bytes=[0] * len(shards))[-1]
-                self._invitation = transaction.invite().to_json()
-            except BaseException:
-                self.roll_back()
-                raise
-        return self
-
-    def tasks(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
-        """Return the plans of the ranks with their tasks."""
-        places = data_places(self.layout.plan)
-        sizes = tuple(shard.nbytes for shard in self.layout.plan.shards)
-        found = []
-        for plan in plans:
-            own = {item.index.fqn: places[item.index.fqn] for item in plan.items if item.index.fqn in places}
-            task = RankTask(
-                invitation=self._invitation,
-                num_ranks=len(plans),
-                sizes=sizes,
-                places=own,
-                num_early=self.layout.num_early,
-            )
-            found.append(SavePlan(plan.items, task, plan.planner_data, plan.usable))
-        return found
-
-    def early_headers(self) -> list[bytes]:
-        """Return the header of each file; of one that is not known yet no bytes."""
-        num_early = self.layout.num_early
-        return [shard.header if k < num_early else b"" for k, shard in enumerate(self.layout.plan.shards)]
-
-    def publish(self, values: Mapping[str, object], operation: Operation[SaveResult]) -> SaveResult:
-        """Complete the files, and commit.
-
-        Args:
-            values: What is no tensor, by name.
-            operation: The operation on whose thread this runs.
-        """
-        transaction, options = self._transaction, self._options
-        assert transaction is not None
-        plan, tree = self.layout.completed(values, operation.check)
-        if values:
-            self._write_late(plan.shards[-1], tree)
-        for name, shard in zip(transaction.shard_names, plan.shards, strict=True):
-            operation.check()
-            transaction.finish_file(name, shard.nbytes)
-        digests = None
-        if options.hash is not None:
-            with traced(options.trace, "hash"):
-                digests = [
-                    known or transaction.digest(name, new_hasher(options.hash), operation.check)
-                    for name, known in self.hashes.items()
-                ]
-        self._staged_seconds = perf_counter() - self._started  # the snapshots of other ranks are not timed
-        result = self._commit(operation, plan, transaction, digests)
-        if self._max_shard_bytes is not None and os.path.lexists(os.path.join(transaction.path, _OF_TORCH)):
-            log(
-                logging.WARNING,
-                "%s: saved, but the directory holds a checkpoint of torch's own writer too, and torch's own reader "
-                "reads that one: load with StioStorageReader, or delete %s and the .distcp files",
-                printable(transaction.path),
-                _OF_TORCH,
-            )
-        return result
-
-    def _write_late(self, shard: ShardPlan, tree: bytes) -> None:
-        """Write what the ranks could not: the header of the last file, and the tree at its end."""
-        self._last.own_bytes = len(shard.header) + len(tree)
-        for offset, data in ((0, shard.header), (shard.nbytes - len(tree), tree)):
-            region = allocate(len(data)).sub(0, len(data))
-            region.write(0, data)
-            self._last.write_from(offset, region)
-        self._last.finish()
-
-    def roll_back(self) -> None:
-        """Remove the new files. Idempotent; does nothing after the commit."""
-        # A forked child has a copy of this object, and not the save.
-        if self._transaction is not None and os.getpid() == self._pid:
-            self._transaction.roll_back()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_pid"):
-            self.roll_back()
-        super().__del__()
+    def _share_tree(self, parts: dict[str, WrittenPart]) -> int:
+        """Make the tree on the first rank, from the values of all; it becomes one of its parts. Return its length."""
+        ranks, path = self._ranks, str(self.destination)
+        chunks = [self._own_tree[at : at + _CHUNK_BYTES] for at in range(0, len(self._own_tree), _CHUNK_BYTES)]
+        num_chunks = self._arrive("chunks", len(chunks), kind=int)
+        if ranks.rank:
+            for k, chunk in enumerate(chunks):
+                ranks.share(f"values {k}", chunk)
+            tree_bytes: int = run_blocking(ranks.fetch("tree", kind=int))
+            return tree_bytes
+        values = dict(self._values)
+        for rank in range(1, ranks.num_ranks):
+            text = b"".join(run_blocking(ranks.fetch(f"values {k}", of=rank)) for k in range(num_chunks[rank]))
+            values |= parse_tree(text, path=path, limits=Limits(), foreign=torch_value).fill(lambda one: one)
+        text = self._layout.tree(values, self.operation.check)
+        ranks.share("tree", len(text))
+        tree = describe_tensors({TREE_TENSOR: torch.frombuffer(bytearray(text), dtype=torch.uint8)})[0]
+        parts[TREE_TENSOR] = WrittenPart(tree, [ByteRange(0, len(text))])
+        return len(text)

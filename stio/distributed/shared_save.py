@@ -102,7 +102,15 @@ class ShardedSave(PendingSave):
     # The plan.
 
     def _make_plans(self, sources: Sequence[TensorSource], block_bytes: int) -> tuple[WritePlan, WritePlan]:
-        """Return the plan of the files and that of this rank's parts, once all ranks have the same state."""
+        """Return the plan of the files and that of this rank's parts."""
+        plan, parts = self._plan_all(sources, block_bytes)
+        self._require_all_parts(plan, parts)
+        return plan, self._plan_own(plan, parts, block_bytes)
+
+    def _plan_all(
+        self, sources: Sequence[TensorSource], block_bytes: int
+    ) -> tuple[WritePlan, Mapping[str, WrittenPart]]:
+        """Return the plan of the files and the parts that this rank writes, once all ranks have the same state."""
         options, ranks = self._options, self._ranks
         if options.shared == "error":
             resolve_shared(sources, "error")
@@ -125,9 +133,7 @@ class ShardedSave(PendingSave):
             shared="dedupe" if ties else "clone",
             tied=self._tied,
         )
-        parts = state.parts(plan.sources, meshes)
-        self._require_all_parts(plan, parts)
-        return plan, self._plan_own(plan, parts, block_bytes)
+        return plan, state.parts(plan.sources, meshes)
 
     def _require_all_parts(self, plan: WritePlan, parts: Mapping[str, WrittenPart]) -> None:
         places, own_bytes = data_places(plan), [0] * len(plan.shards)
@@ -341,7 +347,6 @@ class RankTransaction(Transaction):
         self._first, self._ranks, self.path, self.shard_names = first, ranks, path, shard_names
         self.takes_index = first is not None and first.takes_index
         self.is_recorded = first is not None and first.is_recorded
-        self._hashed = range(len(shard_names))  # the files of which the ranks have the digests
         self._is_prepared = False
 
     def read_note(self, name: str) -> bytes | None:
@@ -349,7 +354,7 @@ class RankTransaction(Transaction):
         return None if self._first is None else self._first.read_note(name)
 
     def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> list[str]:
-        """Return the digest of each file, empty where no rank has it; see `Transaction`.
+        """Return the digest of each file; see `Transaction`.
 
         Raises:
             MismatchError: The ranks have not hashed the files.
@@ -357,9 +362,9 @@ class RankTransaction(Transaction):
         own, found = self._digests(new_hasher, check), dict[int, str]()
         for one in run_blocking(self._ranks.arrive("hashed", own, kind=dict[int, str])):
             found.update(one)
-        if found.keys() != set(self._hashed):
+        if found.keys() != set(range(len(self.shard_names))):
             raise MismatchError("the ranks have not hashed the files of this save", path=self.path)
-        return [found.get(number, "") for number in range(len(self.shard_names))]
+        return [found[number] for number in range(len(self.shard_names))]
 
     def prepare_commit(self, check: Callable[[], None] = _nothing) -> None:
         """Finish what this rank writes; on the first rank wait for the others, and take what the commit needs."""
@@ -411,7 +416,7 @@ class SaveToFiles(ShardedSave):
 
     def _plan_own(self, plan: WritePlan, parts: Mapping[str, WrittenPart], block_bytes: int) -> WritePlan:
         own = plan_parts(plan, parts, block_bytes, with_headers=self._ranks.rank == 0)
-        self._own_bytes = bytes_of_files(own)
+        self._own_bytes = [sum(block.file_bytes for block in shard.blocks) for shard in own.shards]
         return own
 
     def _share(self, transaction: Transaction, operation: Operation[SaveResult]) -> RankTransaction:
@@ -421,11 +426,6 @@ class SaveToFiles(ShardedSave):
     def _join(self, operation: Operation[SaveResult]) -> RankTransaction:
         invitation = Invitation.from_json(run_blocking(self._ranks.fetch("staging")))
         return FileTransaction(JoinedTransaction(invitation, operation.check), self._ranks, self._own_bytes)
-
-
-def bytes_of_files(own: WritePlan) -> list[int]:
-    """Return how many bytes of each file a rank writes by its plan."""
-    return [sum(block.file_bytes for block in shard.blocks) for shard in own.shards]
 
 
 class FileTransaction(RankTransaction):
@@ -459,7 +459,7 @@ class FileTransaction(RankTransaction):
     def _digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
         ranks, names = self._ranks, self.shard_names
         run_blocking(ranks.arrive("written"))
-        numbers = self._hashed[ranks.rank :: ranks.num_ranks]
+        numbers = range(ranks.rank, len(names), ranks.num_ranks)
         return {number: self._files.digest(names[number], new_hasher(), check) for number in numbers}
 
     def _finish(self, check: Callable[[], None]) -> None:

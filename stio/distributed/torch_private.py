@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -25,11 +24,6 @@ def store_of(process_group: dist.ProcessGroup | None) -> tuple[Store, dist.Proce
     members = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
     # `ProcessGroup.get_group_store` is not in all versions, and for some backends it has no store.
     return PrefixStore(f"{group.group_name}/{members}", distributed_c10d._get_default_store()), group
-
-
-def is_async_save(thread: threading.Thread) -> bool:
-    """Return whether a thread is one of `dcp.async_save`: it does one save, and ends."""
-    return thread.name.startswith("AsyncCheckpointExecutor")
 
 
 NamePath: TypeAlias = tuple[str | int, ...]

@@ -568,31 +568,6 @@ def build_header(
     return len(body).to_bytes(8, "little") + body, order
 
 
-LATE_BYTES = 128
-"""Room in a header for a tensor whose size is not known yet, see `with_late_tensor`."""
-
-
-def with_late_tensor(header: bytes, name: str, data_bytes: int, nbytes: int | None) -> bytes:
-    """Return a header with `LATE_BYTES` more, in which a U8 tensor is named whose data follow all others.
-
-    Its length does not depend on the tensor's size, so the other data can be written before that is known.
-
-    Args:
-        header: The header of the other tensors, from `build_header`.
-        name: The tensor's name; at most 24 bytes.
-        data_bytes: Bytes of the other data.
-        nbytes: Its size. None: the tensor is left out, there is only the room for it.
-    """
-    body = header[8:].rstrip(b" ")
-    room = len(header) - 8 + LATE_BYTES
-    if nbytes is not None:
-        begin, end = data_bytes, data_bytes + nbytes
-        text = f"{encode_basestring(name)}:{_entry(name, 'U8', (nbytes,))[0]}{begin},{end}]}}".encode()
-        body = body[:-1] + (b"," if body != b"{}" else b"") + text + b"}"
-    assert len(body) <= room, name
-    return room.to_bytes(8, "little") + body.ljust(room, b" ")
-
-
 def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
     """Return the text of a tensor's entry before its offsets, and the size of its data in bytes."""
     if dtype not in BITS:

@@ -76,7 +76,7 @@ def read_nested(opened: OpenCheckpoint, limits: Limits, *, check: Callable[[], N
     """
     raw, holds_bytes = _tree_text(opened, limits)
     with collection_paused(len(raw)):
-        tree = parse_tree(raw, path=opened.path, limits=limits, foreign=_torch_value, check=check)
+        tree = parse_tree(raw, path=opened.path, limits=limits, foreign=torch_value, check=check)
     kinds = {reference.name: reference.kind for reference in tree.references if reference.kind in HOST_KINDS}
     holds_bytes |= kinds.keys()
     _require_match(opened, tree, holds_bytes)
@@ -163,7 +163,7 @@ def _require_match(opened: OpenCheckpoint, tree: Tree, holds_bytes: set[str]) ->
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def _torch_value(tag: str, value: Any) -> object:
+def torch_value(tag: str, value: Any) -> object:
     """Return a value of a type of torch or numpy; see `parse_tree`."""
     if tag in ("ndarray", "numpy_scalar"):
         return _numpy_value(tag, value)

@@ -31,7 +31,6 @@ def plan_parts(
     block_bytes: int,
     *,
     with_headers: bool,
-    places: Mapping[str, tuple[int, int]] | None = None,
 ) -> WritePlan:
     """Return the plan of what one process writes, where several write the files of a plan together.
 
@@ -44,12 +43,11 @@ def plan_parts(
         parts: By tensor, the bytes that this process writes; tensors that it writes nothing of may be left out.
         block_bytes: Size of a block; a multiple of `PAGE_BYTES`.
         with_headers: Whether this process writes the headers.
-        places: Where the data of the parts' tensors are; None: see `data_places`.
 
     Returns:
         The same files with other blocks. Its sources are those of the parts.
     """
-    placed = _placed(plan, parts, places)
+    placed = _placed(plan, parts)
     sources = [part.source for of_shard in placed for _, part in of_shard]
     shards, position = [], 0
     for number, (shard, of_shard) in enumerate(zip(plan.shards, placed, strict=True)):
@@ -61,11 +59,9 @@ def plan_parts(
     return replace(plan, sources=tuple(sources), shards=tuple(shards))
 
 
-def _placed(
-    plan: WritePlan, parts: Mapping[str, WrittenPart], places: Mapping[str, tuple[int, int]] | None = None
-) -> list[list[tuple[int, WrittenPart]]]:
+def _placed(plan: WritePlan, parts: Mapping[str, WrittenPart]) -> list[list[tuple[int, WrittenPart]]]:
     """Return for each file the first byte of a tensor's data, and the part of it; in ascending order."""
-    places = data_places(plan) if places is None else places
+    places = data_places(plan)
     placed: list[list[tuple[int, WrittenPart]]] = [[] for _ in plan.shards]
     for name in sorted(parts, key=lambda name: places[name]):
         number, begin = places[name]

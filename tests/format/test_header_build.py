@@ -18,13 +18,11 @@ from stio.errors import FormatError, LimitError, UnsupportedDtypeError
 from stio.format.dtypes import BITS, DTYPES, tensor_nbytes
 from stio.format.header import (
     HEADER_ALIGNMENT,
-    LATE_BYTES,
     METADATA_KEY,
     PREFIX_BYTES,
     Header,
     build_header,
     parse_header,
-    with_late_tensor,
 )
 
 # What the reference writer can write, by its own names. It has none for F6; C64 of its writer wants 8 bytes.
@@ -176,22 +174,3 @@ def test_100_000_tensors() -> None:
     assert order == sorted((n for n, d, _ in tensors if d == "F32")) + sorted(n for n, d, _ in tensors if d == "BF16")
     assert sys.getsizeof(header) > 1_000_000
     assert len(read_back(header, tensors)) == 100_000
-
-
-@pytest.mark.parametrize("tensors", [[], [("b", "F32", (3, 2)), ("a", "BOOL", (5,))]])
-@pytest.mark.parametrize("nbytes", [None, 0, 7, 10**9, 10**17])
-def test_a_late_tensor_changes_no_offset(tensors: Tensors, nbytes: int | None) -> None:
-    """The header has one length for each size, and is valid: the tensor follows all other data."""
-    header, order = build_header(tensors, {"k": "v"})
-    data_bytes = sum(tensor_nbytes(dtype, shape) for _, dtype, shape in tensors)
-    late = with_late_tensor(header, "/late", data_bytes, nbytes)
-    assert len(late) == len(header) + LATE_BYTES and len(late) % HEADER_ALIGNMENT == 0
-    entries = json.loads(late[PREFIX_BYTES:])
-    assert entries.pop("/late", None) == (
-        None
-        if nbytes is None
-        else {"dtype": "U8", "shape": [nbytes], "data_offsets": [data_bytes, data_bytes + nbytes]}
-    )
-    assert entries == json.loads(header[PREFIX_BYTES:])
-    if nbytes == 7:
-        assert safetensors.deserialize(late + bytes(data_bytes + 7))[-1][0] in ("/late", *order)
