@@ -10,6 +10,7 @@ DCP does not report failures to a writer. So the ranks report them to each other
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ from stio.runtime.blocking import run_blocking
 from stio.runtime.hashing import HashName
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits, checked_size
+from stio.runtime.log import log
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
 from stio.saving.api import save
@@ -57,6 +59,9 @@ from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 _CHUNK_BYTES = MOST_VALUE_BYTES // 2
 """Longest part of a rank's values that is sent at once."""
+
+_OF_TORCH = ".metadata"
+"""The file that torch's own reader of a directory begins with."""
 
 
 @described_by(save)
@@ -222,6 +227,14 @@ class StioStorageWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Set `result`: the checkpoint is published. DCP calls this on the coordinator."""
         self.result = self._written
+        if self.result is not None and os.path.lexists(os.path.join(self.result.path, _OF_TORCH)):
+            log(
+                logging.WARNING,
+                "%s: saved, but the directory holds a checkpoint of torch's own writer too, and torch's own reader "
+                "reads that one: load with StioStorageReader, or delete %s and the .distcp files",
+                printable(self.result.path),
+                _OF_TORCH,
+            )
 
     # How.
 
