@@ -26,8 +26,8 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -57,10 +57,6 @@ _LEAVE_SECONDS = 1.0
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 """Seconds between two looks into the store: while a value is waited for, and otherwise."""
-
-_CONNECT_SECONDS = 1.0
-"""After this time without a new connection to the store, the one of the group is tried: torch connects for minutes to
-a store that has ended."""
 
 _MOST_IDLE_SECONDS = 60.0
 """After which a connection is not used again: a firewall may have ended it, and the first request would wait."""
@@ -194,8 +190,8 @@ class Ranks:
         exit_patience: Seconds that the interpreter's exit waits for the end of what they do.
 
     Raises:
-        ValueError: This process is not a member of the group. A wrong timeout is refused by `require_valid`, and when
-            the object is entered: the other ranks have to learn of it.
+        ValueError: This process is not a member of the group. A wrong timeout is refused when the object, or its block
+            `reports`, is entered: the other ranks have to learn of it.
     """
 
     def __init__(
@@ -253,18 +249,7 @@ class Ranks:
         """Seconds between two signs of life of a rank, which are its values of the name "sign"."""
         self._next_sign, self._num_signs = 0.0, 0
         self._looked = time.monotonic()  # when the store has answered last
-        self._is_connected = False
         self._served = False  # whether the thread of the requests has ended
-
-    def require_valid(self) -> None:
-        """Require that the arguments were valid.
-
-        Raises:
-            TypeError: The timeout is no number.
-            ValueError: The timeout is not positive, or longer than a thread can wait.
-        """
-        if self._refused is not None:
-            raise self._refused
 
     def on_failure(self, cancel: Callable[[], None]) -> None:
         """Call a function when another rank has failed; at once if one has. It must take no lock.
@@ -401,9 +386,18 @@ class Ranks:
         self._to_tell.append(_described(self.rank, self._about, error))
         self._changed.wake()
 
-    def reports(self) -> _Reports:
+    @asynccontextmanager
+    async def reports(self) -> AsyncIterator[None]:
         """Return a block for what comes before that of this object; an error in it is raised on the other ranks too."""
-        return _Reports(self)
+        try:
+            if self._refused is not None:
+                raise self._refused
+            yield
+        except BaseException as error:
+            if not self.has_begun:
+                async with self:
+                    raise error
+            raise
 
     async def __aenter__(self) -> Self:
         self.has_begun = True
@@ -437,30 +431,18 @@ class Ranks:
         """Start the thread that makes the requests, and wait for its end, or until the store does not answer."""
         operation.on_cancel(self._changed.wake)
         start_thread(partial(self._serve, operation), name="ranks")
-        if not self._ends_within(_CONNECT_SECONDS, ended=lambda: self._is_connected):
-            start_thread(self._try_old_connection, name="ranks")
-        self._ends_within(self.timeout, ended=lambda: self.failure is not None and not self._is_connected)
+        with self._changed:
+            while not self._served and (left := self._looked + self.timeout - time.monotonic()) > 0:
+                self._changed.wait(left)
         if not self._served:  # its thread is left behind, in a call without a time limit; it has no buffers
             self._fail(
                 RankError(f"the store of the process group did not answer for {self.timeout:g} s (rank_timeout=)")
             )
 
-    def _ends_within(self, seconds: float, *, ended: Callable[[], bool]) -> bool:
-        """Wait until `ended()`, or until the thread of the requests has ended; return False if the store is slower."""
-        with self._changed:
-            while not (self._served or ended()):
-                left = self._looked + min(seconds, self.timeout) - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(left)
-        return True
-
     def _serve(self, operation: Operation[None]) -> None:
         assert self._store is not None
         try:
             connection = self._connect()
-            self._is_connected = True
-            self._changed.wake()
             self._prefix = self._prefix or f"stio/{self._group_start(connection)}/{self._number}"
             store = PrefixStore(self._prefix, connection)
             pause = _SHORTEST_PAUSE
@@ -477,7 +459,9 @@ class Ranks:
         except RankError as error:
             self._fail(error)
         except Exception as error:  # DistError and its subclasses; nothing may be raised on this thread
-            self._fail_without_store(error)
+            reason = printable(str(error).partition("\n")[0])
+            text = f"the store of the process group does not answer: the rank that holds it may have ended ({reason})"
+            self._fail(RankError(text), error)
         finally:
             self._served = True
             self._changed.wake()
@@ -491,23 +475,6 @@ class Ranks:
                 connection.check([self._prefix])
                 return connection
         return _own_connection(self._store)
-
-    def _try_old_connection(self) -> None:
-        """Find out by the connection of the group, which breaks when the store ends, whether there is a store."""
-        assert self._store is not None
-        try:
-            self._store.check(["failed"])
-        except RuntimeError as error:
-            if not self._is_connected:
-                self._fail_without_store(error)
-                self._changed.wake()
-
-    def _fail_without_store(self, error: Exception) -> None:
-        reason = printable(str(error).partition("\n")[0])
-        failure = RankError(
-            f"the store of the process group does not answer: the rank that holds it may have ended ({reason})"
-        )
-        self._fail(failure, error)
 
     def _look(self, store: Store) -> bool:
         """Make the requests that are due; return whether a value was set or found."""
@@ -546,8 +513,10 @@ class Ranks:
             elif now - sign.seen > self.timeout and not store.check([f"left/{other}"]):
                 silent.append(other)
         if silent and self.failure is None:
-            never = [other for other in silent if not self._signs[other].value]
-            self._tell(store, _Failure(self.rank, tuple(silent), self._why_silent(silent, never)))
+            has_begun = any(self._signs[other].value for other in silent)
+            what = "gave no sign of life for" if has_begun else f"did not begin the {self._about} within"
+            text = f"{named(silent)} {what} {self.timeout:g} s (rank_timeout=)"
+            self._tell(store, _Failure(self.rank, tuple(silent), text))
 
     def _require_same_call(self, store: Store, other: int, about: str) -> None:
         """Report a failure if another rank has begun something else: each would wait for the other one for ever."""
@@ -557,11 +526,6 @@ class Ranks:
                 "must make the same calls in the same order"
             )
             self._tell(store, _Failure(self.rank, tuple(sorted((self.rank, other))), text))
-
-    def _why_silent(self, silent: list[int], never: list[int]) -> str:
-        if never == silent:
-            return f"{named(silent)} did not begin the {self._about} within {self.timeout:g} s (rank_timeout=)"
-        return f"{named(silent)} gave no sign of life for {self.timeout:g} s (rank_timeout=)"
 
     def _tell(self, store: Store, failure: _Failure) -> None:
         """Report a failure to all ranks; the first one counts."""
@@ -629,23 +593,6 @@ class Ranks:
         store.set(key, value)  # type: ignore[arg-type]  # bytes are allowed, and the stub does not say so
         if key not in self._keys:
             self._keys.append(key)
-
-
-class _Reports:
-    """See `Ranks.reports`."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    async def __aenter__(self) -> None:
-        pass
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not self._ranks.has_begun:
-            async with self._ranks:
-                raise error
 
 
 def _own_connection(store: Store) -> Store:

@@ -106,7 +106,6 @@ async def save(
     given = locals()
     ranks = _ranks(process_group, rank_timeout)
     async with ranks.reports():
-        ranks.require_valid()
         options = SaveOptions(**keywords_for(SaveOptions, given))
         pending = await _sharded(module_or_state, destination, options, ranks, budget_bytes=budget_bytes)
         return await pending.complete()
@@ -167,7 +166,6 @@ class Saver(api.Saver):
     ) -> PendingSave:
         ranks = _ranks(self._process_group, self._rank_timeout)
         async with ranks.reports():
-            ranks.require_valid()
             options = make_options()
             make = partial(_sharded, state, destination, options, ranks, nested=nested)
             return await self._begin(make, destination, options)
