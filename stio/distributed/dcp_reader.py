@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -35,6 +35,7 @@ from torch.futures import Future
 from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
 from stio.distributed.load import describe_opened, require_same
 from stio.distributed.parts import part_of
+from stio.distributed.torch_private import NamePath, flat_state, tree_leaves
 from stio.errors import ClosedError, MismatchError, StioError, printable
 from stio.format.state_tree import HOST_KINDS, STATE_KEY, Reference
 from stio.loading.api import fill_from, load
@@ -50,8 +51,6 @@ from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace, shown
 from stio.runtime.urls import is_url
-
-_Key = str | int
 
 
 @described_by(load)
@@ -212,8 +211,8 @@ class _Opened:
     names: dict[str, str] = field(default_factory=dict)
     """Name of each tensor in the checkpoint."""
     values: dict[str, object] = field(default_factory=dict)
-    """Values that are no tensors. A tuple or list has a `Reference` in place of a tensor."""
-    paths: dict[str, tuple[_Key, ...]] = field(default_factory=dict)
+    """Values that are no tensors. A tuple has an empty tensor in place of each of its tensors."""
+    paths: dict[str, NamePath] = field(default_factory=dict)
     """Where each value is in the nested state."""
 
     def metadata(self) -> Metadata:
@@ -246,49 +245,30 @@ def _described(operation: Operation[Any], checkpoint: OpenCheckpoint, limits: Li
         opened.paths = {name: (name,) for name in every}
         return opened
     nested = read_nested(checkpoint, limits, check=operation.check)
-    state = nested.tree.fill(lambda one: nested.host_values[one.name] if one.kind in HOST_KINDS else one)
-    for path, value in _leaves(state if isinstance(state, Mapping) else {"state": state}):
-        name = ".".join(map(str, path))
-        if name in opened.paths:
-            raise MismatchError(
-                "two values of the state have one name in torch's distributed checkpoint; stio.load_state loads them",
-                path=checkpoint.path,
-                found=name,
-            )
-        opened.paths[name] = path
-        if isinstance(value, Reference):
-            opened.names[name] = value.name
+    stored: dict[int, str] = {}  # names, by the tensors that stand for them
+
+    def stand_in(one: Reference) -> object:
+        if one.kind in HOST_KINDS:
+            return nested.host_values[one.name]
+        tensor = torch.empty(0, device="meta")
+        stored[id(tensor)] = one.name
+        return tensor
+
+    state = nested.tree.fill(stand_in)
+    try:
+        flat, opened.paths = flat_state(state if isinstance(state, Mapping) else {"state": state})
+    except ValueError as error:
+        raise MismatchError(
+            "two values of the state have one name in torch's distributed checkpoint; stio.load_state loads them",
+            path=checkpoint.path,
+            found=str(error),
+        ) from error
+    for name, value in flat.items():
+        if isinstance(value, torch.Tensor):
+            opened.names[name] = stored[id(value)]
         else:
             opened.values[name] = value
     return opened
-
-
-def _leaves(state: Mapping[Any, object]) -> Iterator[tuple[tuple[_Key, ...], object]]:
-    """Yield the values of a state that DCP treats as one, with their keys: as `flatten_state_dict` of torch does.
-
-    A list of plain values is one value, and a tuple always is.
-    """
-    stack: list[tuple[tuple[_Key, ...], object]] = [((), state)]
-    while stack:
-        path, value = stack.pop()
-        if isinstance(value, Mapping):
-            stack.extend(reversed([((*path, str(key)), item) for key, item in value.items()]))
-        elif isinstance(value, list) and _is_split(value):
-            stack.extend(reversed([((*path, k), item) for k, item in enumerate(value)]))
-        else:
-            yield path, value
-
-
-def _is_split(values: list[object]) -> bool:
-    """Return whether a list has mappings or tensors in it, also in lists."""
-    stack: list[object] = list(values)
-    while stack:
-        value = stack.pop()
-        if isinstance(value, Mapping | Reference):
-            return True
-        if isinstance(value, list):
-            stack.extend(value)
-    return False
 
 
 def _read(opened: _Opened, plan: LoadPlan, planner: LoadPlanner, options: LoadOptions) -> None:
@@ -324,7 +304,7 @@ def _pickled(name: str, opened: _Opened) -> io.BytesIO:
     if name not in opened.values:
         raise MismatchError("the checkpoint has no plain value of this name", path=path, requested=name)
     value = opened.values[name]
-    if _has_references(value):
+    if any(isinstance(one, torch.Tensor) for one in tree_leaves(value)):
         raise MismatchError(
             f"{printable(name)} is a tuple with tensors, which torch's distributed checkpoint loads as one value; "
             "save a list, or load it by stio.load_state",
@@ -334,19 +314,6 @@ def _pickled(name: str, opened: _Opened) -> io.BytesIO:
     torch.save(value, stream)
     stream.seek(0)
     return stream
-
-
-def _has_references(value: object) -> bool:
-    stack = [value]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, Reference):
-            return True
-        if isinstance(value, list | tuple):
-            stack.extend(value)
-        elif isinstance(value, Mapping):
-            stack.extend(value.values())
-    return False
 
 
 def _placed(items: list[ReadItem], planner: LoadPlanner, opened: _Opened) -> list[ReadItem]:

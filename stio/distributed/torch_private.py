@@ -13,6 +13,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import _nested_dict
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["NamePath", "flat_state", "local_memory", "nested_state", "store_of", "tree_leaves", "with_local"]
 
 
 def store_of(process_group: dist.ProcessGroup | None) -> tuple[Store, dist.ProcessGroup]:
@@ -28,6 +31,16 @@ def store_of(process_group: dist.ProcessGroup | None) -> tuple[Store, dist.Proce
 
 NamePath: TypeAlias = tuple[str | int, ...]
 """The path of a value in a nested state, as DCP's planner has it: keys of mappings, indices of lists."""
+
+
+def flat_state(state: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, NamePath]]:
+    """Return the values of a nested state by their flattened names, and their paths, as `dcp.save` does.
+
+    Raises:
+        ValueError: Two values have one name.
+    """
+    flat: tuple[dict[str, Any], dict[str, NamePath]] = _nested_dict.flatten_state_dict(dict(state))
+    return flat
 
 
 def nested_state(leaves: Mapping[str, object], paths: Mapping[str, NamePath]) -> dict[str, Any]:
