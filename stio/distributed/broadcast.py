@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from stio.device.base import LoadedGroup
 from stio.device.tensors import TORCH_DTYPES, require_dtypes
 from stio.distributed.ranks import Ranks
-from stio.distributed.steps import StepGroup, SteppedTransfer
+from stio.distributed.steps import SteppedTransfer
 from stio.errors import ChangedDuringReadError, FormatError, RankError
 from stio.format.gil_slices import row_slices
 from stio.format.header import Header
@@ -53,7 +52,7 @@ from stio.runtime.blocking import run_blocking
 from stio.runtime.memory import default_budget_bytes
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Cancelled, Operation
-from stio.runtime.trace import Trace, traced
+from stio.runtime.trace import traced
 from stio.storage.base import RequestedSource
 
 Broadcast: TypeAlias = bool | Literal["auto"]
@@ -155,12 +154,7 @@ def fill_shared(
     if plan is None or not isinstance(target, ModuleTarget):
         return names
     sent = plan.names
-    with closing(_Reading(opened, plan.chunks, ranks.rank, options)) as read:
-        operation.on_cancel(read.operation.cancel)
-        read.operation.start()
-        target.synchronize()
-        _Sending(operation, plan, target, ranks, read, options.trace).run()
-        read.finish()
+    _Broadcast(operation, opened, plan, target, ranks, options).fill()
     return [name for name in names if name not in sent]
 
 
@@ -318,35 +312,46 @@ def _digest(opened: OpenCheckpoint) -> bytes:
     return digest.digest()
 
 
-# Reading.
-
-
-class _Reading:
-    """Reads the chunks of this rank on threads, within the budget, ahead of their broadcast.
+class _Broadcast(SteppedTransfer):
+    """The broadcast of all chunks. Threads read those of this rank, within the budget, ahead of their broadcast.
 
     For the load that does it, the checkpoint consists of chunks: tensors of bytes.
 
     Args:
+        operation: The operation of the load, on whose thread this runs.
         opened: The checkpoint.
-        chunks: All chunks.
-        rank: This rank.
+        plan: What is sent.
+        target: Is filled.
+        ranks: The ranks.
         options: Options of the load.
     """
 
-    def __init__(self, opened: OpenCheckpoint, chunks: Sequence[Chunk], rank: int, options: LoadOptions) -> None:
-        self._own = {number: chunk for number, chunk in enumerate(chunks) if chunk.owner == rank}
-        self._chunks = chunks
+    def __init__(
+        self,
+        operation: Operation[Any],
+        opened: OpenCheckpoint,
+        plan: _Plan,
+        target: ModuleTarget,
+        ranks: Ranks,
+        options: LoadOptions,
+    ) -> None:
+        super().__init__(ranks, "broadcast")
+        self._operation, self._plan, self._target, self._trace = operation, plan, target, options.trace
+        self._num_left, self._num_sent = len(plan.chunks), [0] * ranks.num_ranks
+        own = [(number, chunk) for number, chunk in enumerate(plan.chunks) if chunk.owner == ranks.rank]
+        self._own_names = [str(number) for number, _ in own]
         self._in_chunks = replace(
             opened,
             headers=[
-                _in_chunks(header, [(k, chunk) for k, chunk in self._own.items() if chunk.file == file])
+                _in_chunks(header, [one for one in own if one[1].file == file])
                 for file, header in enumerate(opened.headers)
             ],
             aliases={},
             manifest=None,
         )
         budget_bytes = options.budget or default_budget_bytes()
-        received_bytes = max(chunk.nbytes for chunk in chunks)
+        received_bytes = max(chunk.nbytes for chunk in plan.chunks)
+        self._received = torch.empty(received_bytes, dtype=torch.uint8, device="cpu")
         self._options = replace(
             options,
             device="cpu",
@@ -358,12 +363,28 @@ class _Reading:
         self._num_unsent: dict[int, int] = {}  # by group
         self._scheduler: LoadScheduler | None = None
         self._notifier = Notifier()
-        self.operation: Operation[None] = Operation(self._run, name="share", about=opened.path, notifier=self._notifier)
-        """Reads on a thread of its own."""
+        self._reading: Operation[None] = Operation(
+            self._read_own, name="share", about=opened.path, notifier=self._notifier
+        )
 
-    def _run(self, operation: Operation[None]) -> None:
-        names = [str(number) for number in self._own]
-        scheduler = prepare(self._in_chunks, names, self._options, deliver=self._deliver, hold=True, kept=())
+    def fill(self) -> None:
+        """Send all, and fill the target. When this returns or raises, no thread reads."""
+        self._operation.on_cancel(self._reading.cancel)
+        try:
+            self._reading.start()
+            self._target.synchronize()
+            self.run()
+            self._reading.join()  # the files are known to be unchanged
+            if self._reading.cancelled:
+                raise Cancelled
+            self._reading.outcome()
+        finally:
+            self._reading.close()
+
+    # On the thread that reads.
+
+    def _read_own(self, operation: Operation[None]) -> None:
+        scheduler = prepare(self._in_chunks, self._own_names, self._options, deliver=self._deliver, hold=True, kept=())
         self._scheduler = scheduler
         try:
             scheduler.run_for(operation)
@@ -375,131 +396,49 @@ class _Reading:
         self._read.update((int(name), (group, data)) for name, data in loaded.tensors.items())
         self._notifier.notify()
 
-    @property
-    def ready(self) -> tuple[int, int]:
-        """The first chunk that is read, and how many that follow each other fit into one; (-1, 0) if none is read."""
+    # On the thread of the load.
+
+    def _failure(self) -> BaseException | None:
+        return self._reading.failure
+
+    def _wait(self, seconds: float) -> None:
+        self._notifier.block_until(lambda: bool(self._read) or self._reading.done, seconds)
+
+    def _numbers(self) -> list[int]:
+        """Return of each rank the first chunk that it has read, and how many that follow each other fit into one."""
         first = min(self._read.copy(), default=-1)
         num = nbytes = 0
         while (number := first + num) in self._read:
-            nbytes += self._chunks[number].nbytes
+            nbytes += self._plan.chunks[number].nbytes
             if num and nbytes > CHUNK_BYTES:
                 break
             num += 1
-        return first, num
-
-    def wait(self, seconds: float) -> None:
-        """Wait until a chunk is read, at most for some seconds."""
-        self._notifier.block_until(lambda: bool(self._read) or self.operation.done, seconds)
-
-    def data(self, number: int) -> torch.Tensor:
-        """Return the bytes of a chunk that is read."""
-        return self._read[number][1]
-
-    def release(self, number: int) -> None:
-        """Release the memory of a chunk."""
-        group, _ = self._read.pop(number)
-        self._num_unsent[group.index] -= 1
-        scheduler = self._scheduler
-        if not self._num_unsent[group.index] and scheduler is not None:
-            scheduler.release(group)
-
-    def finish(self) -> None:
-        """Wait until all is read, and the files are known to be unchanged.
-
-        Raises:
-            BaseException: The error of the load, as it was raised.
-        """
-        self.operation.join()
-        if self.operation.cancelled:
-            raise Cancelled
-        self.operation.outcome()
-
-    def close(self) -> None:
-        """End the reading, and wait until no thread reads."""
-        self.operation.close()
-        self._read.clear()
-
-
-def _in_chunks(header: Header, chunks: Sequence[tuple[int, Chunk]]) -> Header:
-    """Return a header in which some chunks of the file are tensors of bytes, and so is all that is between them."""
-    names, begins, ends = [], [], []
-    end = 0
-    for number, chunk in chunks:
-        if chunk.begin > end:
-            names.append(f"before {number}")
-            begins.append(end)
-            ends.append(chunk.begin)
-        end = chunk.begin + chunk.nbytes
-        names.append(str(number))
-        begins.append(chunk.begin)
-        ends.append(end)
-    if end < header.data_end:
-        names.append("rest")
-        begins.append(end)
-        ends.append(header.data_end)
-    return replace(
-        header,
-        names=names,
-        dtypes=["U8"] * len(names),
-        shapes=[(end - begin,) for begin, end in zip(begins, ends, strict=True)],
-        begins=begins,
-        ends=ends,
-    )
-
-
-# Sending.
-
-
-class _Sending(SteppedTransfer):
-    """The broadcast of all chunks; copies what this rank needs of them."""
-
-    def __init__(
-        self,
-        operation: Operation[Any],
-        plan: _Plan,
-        target: ModuleTarget,
-        ranks: Ranks,
-        read: _Reading,
-        trace: Trace | None,
-    ) -> None:
-        super().__init__(ranks, "broadcast")
-        self._operation, self._plan, self._target, self._read, self._trace = operation, plan, target, read, trace
-        self._received = torch.empty(max(chunk.nbytes for chunk in plan.chunks), dtype=torch.uint8, device="cpu")
-        self._num_left, self._num_sent = len(plan.chunks), [0] * ranks.num_ranks
-
-    def _failure(self) -> BaseException | None:
-        return self._read.operation.failure
-
-    def _wait(self, seconds: float) -> None:
-        self._read.wait(seconds)
-
-    def _numbers(self) -> list[int]:
-        """Return the chunks that each rank has read: the first, and their number."""
         rank, numbers = self._ranks.rank, [0] * (2 * self._ranks.num_ranks)
-        numbers[2 * rank : 2 * rank + 2] = self._read.ready
+        numbers[2 * rank : 2 * rank + 2] = first, num
         return numbers
 
     def _is_complete(self) -> bool:
         return not self._num_left
 
-    def _step(self, group: StepGroup, sums: Sequence[int]) -> bool:
+    def _step(self, sums: Sequence[int]) -> bool:
         sent, firsts, nums = self._num_sent, sums[::2], sums[1::2]
         owners = sorted((rank for rank, num in enumerate(nums) if num), key=lambda rank: sent[rank])
         for owner in owners[:_CHUNKS_IN_STEP]:
             for number in range(firsts[owner], firsts[owner] + nums[owner]):
-                self._send(group, number)
+                self._send(number)
             self._num_left -= nums[owner]
             sent[owner] += nums[owner]
         return bool(owners)
 
-    def _send(self, group: StepGroup, number: int) -> None:
+    def _send(self, number: int) -> None:
         """Send a chunk, or receive it; and copy what this rank needs of it, unless it was received in its place."""
         chunk = self._plan.chunks[number]
         is_own = chunk.owner == self._ranks.rank
         place = None if is_own else self._place(chunk)
-        data = self._read.data(number) if is_own else self._received[: chunk.nbytes] if place is None else place
-        begin = perf_counter()
-        sending = group.broadcast(data, chunk.owner)
+        data = self._read[number][1] if is_own else self._received[: chunk.nbytes] if place is None else place
+        begin, how = perf_counter(), dist.BroadcastOptions()
+        how.rootRank = chunk.owner
+        sending = self._group.broadcast([data], how)
         if is_own:
             self._copy_all(chunk, data)
         sending.wait()
@@ -509,7 +448,15 @@ class _Sending(SteppedTransfer):
             self._copy_all(chunk, data)
         del data
         if is_own:
-            self._read.release(number)
+            self._release(number)
+
+    def _release(self, number: int) -> None:
+        """Release the memory of a chunk that was sent."""
+        group, _ = self._read.pop(number)
+        self._num_unsent[group.index] -= 1
+        scheduler = self._scheduler
+        if not self._num_unsent[group.index] and scheduler is not None:
+            scheduler.release(group)
 
     def _place(self, chunk: Chunk) -> torch.Tensor | None:
         """Return the memory of the module where all bytes of a chunk belong, if there is one."""
@@ -540,3 +487,30 @@ class _Sending(SteppedTransfer):
             part = part.clone()
         shape = (*one.shape[: one.rows.dim], num_rows, *one.shape[one.rows.dim + 1 :]) if one.shape else ()
         self._target.copy_rows(one.name, part.view(dtype).view(shape), one.rows.dim, piece.rows[0], one.shape)
+
+
+def _in_chunks(header: Header, chunks: Sequence[tuple[int, Chunk]]) -> Header:
+    """Return a header in which some chunks of the file are tensors of bytes, and so is all that is between them."""
+    names, begins, ends = [], [], []
+    end = 0
+    for number, chunk in chunks:
+        if chunk.begin > end:
+            names.append(f"before {number}")
+            begins.append(end)
+            ends.append(chunk.begin)
+        end = chunk.begin + chunk.nbytes
+        names.append(str(number))
+        begins.append(chunk.begin)
+        ends.append(end)
+    if end < header.data_end:
+        names.append("rest")
+        begins.append(end)
+        ends.append(header.data_end)
+    return replace(
+        header,
+        names=names,
+        dtypes=["U8"] * len(names),
+        shapes=[(end - begin,) for begin, end in zip(begins, ends, strict=True)],
+        begins=begins,
+        ends=ends,
+    )

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from stio.distributed.ranks import Ranks
-from stio.distributed.steps import StepGroup, SteppedTransfer
+from stio.distributed.steps import SteppedTransfer
 from stio.errors import MismatchError, RankError
 from stio.runtime import memory
 from stio.runtime.calls import LOOK_SECONDS
@@ -177,7 +177,7 @@ class Exchange(SteppedTransfer):
             numbers += [int(owner == rank and self._uploads.has_room), *sizes]
         return numbers
 
-    def _step(self, group: StepGroup, sums: Sequence[int]) -> bool:
+    def _step(self, sums: Sequence[int]) -> bool:
         """Send the next window of each owner that has room for it; return whether there was one."""
         rank, length = self._ranks.rank, 1 + self._ranks.num_ranks
         sizes_of = {owner: sums[k * length + 1 : (k + 1) * length] for k, owner in enumerate(self._left)}
@@ -197,10 +197,10 @@ class Exchange(SteppedTransfer):
             message = self.stream.take(number) if sizes_of[owner][rank] else None
             taken_bytes += sizes_of[owner][rank]
             if owner == rank:
-                under_way += [group.receive(torch.from_numpy(data), other) for other, data in parts.items()]
+                under_way += [self._group.recv([torch.from_numpy(data)], other, 0) for other, data in parts.items()]
                 own = self._plan.windows[number], [*parts.values(), *([] if message is None else [message])]
             elif message is not None:
-                under_way.append(group.send(torch.from_numpy(message), owner))
+                under_way.append(self._group.send([torch.from_numpy(message)], owner, 0))
                 num_bytes += len(message)
         for one in under_way:
             one.wait()

@@ -12,7 +12,7 @@ another thread makes them. The first step begins when all ranks have theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from time import monotonic
@@ -58,58 +58,6 @@ class _GlooStore(Store):
             raise RuntimeError(f"a rank has sent no network address for {timeout.total_seconds():g} s") from None
 
 
-class StepGroup:
-    """The group of a transfer. One rank alone needs none. Close it.
-
-    Args:
-        ranks: The ranks, all of which make one.
-        ended: Ends the wait for the others.
-
-    Raises:
-        Cancelled: `ended()` came first, or this rank was interrupted.
-        RankError: A rank has failed.
-        RuntimeError: There is no connection to the others.
-    """
-
-    def __init__(self, ranks: Ranks, ended: Callable[[], bool]) -> None:
-        self._store = _GlooStore(ranks)  # as long as the group: with TORCH_GLOO_LAZY_INIT Gloo reads it later
-        self._group: Any = _connected(ranks, self._store, ended) if ranks.num_ranks > 1 else None
-
-    def close(self) -> None:
-        """Close the connections. No operation of this rank may be under way."""
-        self._group = None
-
-    def add_up(self, numbers: Sequence[int], *, stop: bool) -> list[int] | None:
-        """Begin a step: add up the numbers of all ranks.
-
-        Args:
-            numbers: Those of this rank, as many on each.
-            stop: Whether this rank has to stop.
-
-        Returns:
-            The sums; None if a rank has to stop, and all leave.
-        """
-        sums = torch.tensor([*numbers, int(stop)], dtype=torch.int64, device="cpu")
-        if self._group is not None:
-            self._group.allreduce([sums], dist.AllreduceOptions()).wait()
-        *found, stops = sums.tolist()
-        return None if stops else found
-
-    def broadcast(self, data: torch.Tensor, owner: int) -> Any:
-        """Begin to send data of a rank to all others, on which it is filled; return what to `wait()` for."""
-        how = dist.BroadcastOptions()
-        how.rootRank = owner
-        return self._group.broadcast([data], how)
-
-    def send(self, data: torch.Tensor, rank: int) -> Any:
-        """Begin to send data to a rank, which receives as many bytes; return what to `wait()` for."""
-        return self._group.send([data], rank, 0)
-
-    def receive(self, data: torch.Tensor, rank: int) -> Any:
-        """Begin to fill data from a rank; return what to `wait()` for."""
-        return self._group.recv([data], rank, 0)
-
-
 class SteppedTransfer:
     """Sends bytes between ranks; there is a subclass for each kind of transfer. All ranks make one, and `run` it.
 
@@ -122,6 +70,8 @@ class SteppedTransfer:
         self._ranks, self._about = ranks, about
         self._error: BaseException | None = None
         """Of this rank, in a step; the others learn of it in the next one."""
+        self._group: Any = None
+        """The `ProcessGroupGloo` of the transfer while it runs. One rank alone needs none."""
 
     _operation: Operation[Any]
     """The operation on whose thread it runs. Its cancel wakes the ranks (`Ranks.wake`)."""
@@ -144,7 +94,7 @@ class SteppedTransfer:
         """Return whether all is sent; the same on all ranks."""
         raise NotImplementedError
 
-    def _step(self, group: StepGroup, sums: Sequence[int]) -> bool:
+    def _step(self, sums: Sequence[int]) -> bool:
         """Send what all ranks know from the sums; return whether there was something.
 
         It keeps its errors in `_error`. If one leaves it, no operation of this rank may be under way.
@@ -167,9 +117,11 @@ class SteppedTransfer:
         broken: str | None = None
         has_stopped = True
         try:
-            with closing(StepGroup(ranks, ended)) as group:
-                run_blocking(ranks.arrive("connected", ended=ended))
-                has_stopped = self._send_all(group)
+            store = _GlooStore(ranks)  # as long as the group: with TORCH_GLOO_LAZY_INIT Gloo reads it later
+            if ranks.num_ranks > 1:
+                self._group = _connected(ranks, store, ended)
+            run_blocking(ranks.arrive("connected", ended=ended))
+            has_stopped = self._send_all()
         except (RankError, Cancelled):  # an error of this rank ends its steps by a cancel; that error is reported
             raise
         except RuntimeError as error:  # DistError and its subclasses
@@ -177,6 +129,8 @@ class SteppedTransfer:
         except BaseException as error:
             ranks.report_error(error)  # the others get an error of their connections, and look for the cause
             raise
+        finally:
+            self._group = None  # closes the connections
         for own in (self._failure(), self._error):
             if own is not None:
                 raise own
@@ -190,18 +144,21 @@ class SteppedTransfer:
     def _must_stop(self) -> bool:
         return self._operation.cancelled or self._error is not None or self._failure() is not None
 
-    def _send_all(self, group: StepGroup) -> bool:
+    def _send_all(self) -> bool:
         """Take steps until all is sent; return whether a rank had to stop before that."""
         pause = 0.0
         while True:
             if pause:
                 self._wait(pause)
-            sums = group.add_up(self._numbers(), stop=self._must_stop())
-            if sums is None:
+            sums = torch.tensor([*self._numbers(), int(self._must_stop())], dtype=torch.int64, device="cpu")
+            if self._group is not None:
+                self._group.allreduce([sums], dist.AllreduceOptions()).wait()
+            *found, stops = sums.tolist()
+            if stops:
                 return True
             if self._is_complete():
                 return False
-            has_sent = self._step(group, sums)
+            has_sent = self._step(found)
             pause = 0.0 if has_sent else max(_SHORTEST_PAUSE, min(2 * pause, _LONGEST_PAUSE))
 
 
