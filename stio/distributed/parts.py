@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate
 from operator import mul
@@ -143,18 +142,15 @@ class Placements:
         self.mesh = mesh
         """The ranks."""
         self._function = None if isinstance(rules, Mapping) else rules
-        self._exact: dict[str, tuple[Placement, ...]] = {}
-        self._patterns: list[tuple[str, re.Pattern[str], tuple[Placement, ...]]] = []
+        self._rules: dict[str, tuple[Placement, ...]] = {}
         for rule, placements in rules.items() if isinstance(rules, Mapping) else ():
             if not isinstance(rule, str):
                 raise TypeError(f"a rule is a name or a pattern, not {printable(type(rule).__name__)}")
-            checked = self._checked(rule, placements)
-            self._exact[rule] = checked
-            if not _WILDCARDS.isdisjoint(rule):
-                self._patterns.append((rule, re.compile(fnmatch.translate(rule)), checked))
+            self._rules[rule] = self._checked(rule, placements)
+        self._patterns = [rule for rule in self._rules if not _WILDCARDS.isdisjoint(rule)]
 
     def __repr__(self) -> str:
-        rules = {name: list(placements) for name, placements in self._exact.items()}
+        rules = {name: list(placements) for name, placements in self._rules.items()}
         return f"Placements({self.mesh!r}, {self._function or rules!r})"
 
     def of(self, name: str, shape: tuple[int, ...]) -> tuple[Placement, ...]:
@@ -167,9 +163,9 @@ class Placements:
         if self._function is not None:
             found = self._function(name, shape)
             return self._replicated if found is None else self._checked(name, found)
-        if name in self._exact:
-            return self._exact[name]
-        matches = (placements for _, pattern, placements in self._patterns if pattern.match(name))
+        if name in self._rules:
+            return self._rules[name]
+        matches = (self._rules[rule] for rule in self._patterns if fnmatchcase(name, rule))
         return next(matches, self._replicated)
 
     def unused(self, names: Collection[str]) -> list[str]:
@@ -178,12 +174,8 @@ class Placements:
         Args:
             names: All names of a checkpoint.
         """
-        patterns = {rule: pattern for rule, pattern, _ in self._patterns}
-        return [
-            rule
-            for rule in self._exact
-            if rule not in names and not (rule in patterns and any(map(patterns[rule].match, names)))
-        ]
+        patterns = {rule for rule in self._patterns if any(fnmatchcase(name, rule) for name in names)}
+        return [rule for rule in self._rules if rule not in names and rule not in patterns]
 
     def part(self, name: str, shape: tuple[int, ...], device: torch.device) -> PlacedPart:
         """Return the part of a tensor that this rank loads.

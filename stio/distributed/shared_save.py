@@ -12,8 +12,6 @@ files (`shared_objects.py`).
 from __future__ import annotations
 
 import hashlib
-import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,8 +22,8 @@ import torch
 from stio.device.copy_out import copy_out
 from stio.device.describe import LazyTensor
 from stio.distributed.rank_state import TREE, RankState, Share, difference, merged
-from stio.distributed.ranks import MOST_VALUE_BYTES, Ranks
-from stio.errors import MismatchError, RankError, printable
+from stio.distributed.ranks import Ranks
+from stio.errors import LimitError, MismatchError, RankError, printable
 from stio.format.sharding import TensorSource
 from stio.format.shared import UNDECLARED, TiedNames, resolve_shared
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, sorted_tree, tree_entries
@@ -234,31 +232,32 @@ class ShardedSave(PendingSave):
         rank = self._ranks.rank
         mine: dict[str, str] = {}
         if rank in (0, others[0]):
-            mine = {**state.settings, **(tree_entries(tree) if tree else {}), **state.described()}
-            mine.pop(TREE, None)
+            described = {**state.settings, **(tree_entries(tree) if tree else {}), **state.described()}
+            described.pop(TREE, None)
+            mine = {what: text.encode(errors="backslashreplace").decode() for what, text in described.items()}
         if rank == 0:
-            described = zlib.compress(json.dumps(list(mine.items())).encode())
-            # What is too long is not sent, and the difference is not named. msgpack puts at most 5 bytes before it.
-            self._ranks.share("described", described if len(described) <= MOST_VALUE_BYTES - 5 else b"")
+            try:
+                self._ranks.share("described", mine)
+            except LimitError:
+                self._ranks.share("described", {})  # the difference is not named
         if rank != others[0]:
             run_blocking(self._ranks.fetch("difference", of=others[0]))  # raises what that rank raises
-        described = run_blocking(self._ranks.fetch("described"))
-        theirs = _unpacked(described) if described else mine
+        theirs = run_blocking(self._ranks.fetch("described", kind=dict[str, str])) or mine
         text = difference(mine, theirs, rank)
         raise MismatchError(f"the ranks do not save the same: {text}", path=str(self.destination))
 
     # The transaction.
 
     def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
-        if self._ranks.rank:
-            joined = self._join(operation)
-            if len(joined.shard_names) != num_shards:
-                joined.roll_back()
-                raise RankError("rank 0 has sent the names of another number of files", ranks=(0,))
-            return joined
-        transaction = super()._begin_transaction(operation, num_shards)
-        self._undo = transaction.roll_back
-        return self._share(transaction, operation)
+        if self._ranks.rank == 0:
+            transaction = super()._begin_transaction(operation, num_shards)
+            self._undo = transaction.roll_back
+            return self._share(transaction, operation)
+        joined = self._join(operation)
+        if len(joined.shard_names) != num_shards:
+            joined.roll_back()
+            raise RankError("rank 0 has sent the names of another number of files", ranks=(0,))
+        return joined
 
     def _arrive(self, name: str, value: object, *, kind: Any) -> list[Any]:
         return run_blocking(self._ranks.arrive(name, value, kind=kind))
@@ -312,23 +311,6 @@ def _with_tree(
         for one in state.sources
     ]
     return replace(state, sources=sources), metadata
-
-
-_MOST_DESCRIBED_BYTES = 256 << 20
-"""Longest description that is unpacked: a hundred times what fits into a store."""
-
-
-def _unpacked(described: bytes) -> dict[str, str]:
-    """Return the description of the first rank.
-
-    Raises:
-        RankError: It is none.
-    """
-    try:
-        unpacked = zlib.decompressobj().decompress(described, _MOST_DESCRIBED_BYTES)
-        return dict(json.loads(unpacked))
-    except (zlib.error, ValueError, TypeError, RecursionError) as error:
-        raise RankError("rank 0 has sent no valid description of what it saves", ranks=(0,)) from error
 
 
 class RankTransaction(Transaction):

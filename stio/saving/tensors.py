@@ -196,30 +196,24 @@ class ProducedTensors:
         del value
         self._check()
         for part in parts:
-            if end < source.nbytes or not source.nbytes:
-                if not isinstance(part, torch.Tensor):
-                    raise _wrong(source, type(part).__name__)
-                expected = shape if is_whole else (*part.shape[:1], *shape[1:])
-                fits = tuple(part.shape) == expected and (is_whole or part.dim() == len(shape) > 0)
-                if not fits or part.dtype != lazy.dtype or part.device.type == "meta":
-                    raise _wrong(source, f"{part.dtype} {list(part.shape)} on {part.device}")
-                end += part.numel() * part.element_size()
-                num_rows += len(part) if shape else 0
-                if end > source.nbytes or (shape and num_rows > shape[0]):
-                    raise _wrong(source, f"more rows, {end:,} bytes so far")
-                # A tensor without memory to copy from is refused by name here; a subclass becomes a plain tensor.
-                described = describe_tensors({source.name: part})[0]
-                if source.nbytes:
-                    yield described.data, end
-                del described
-            elif not isinstance(part, torch.Tensor) or part.numel():  # a part of no rows is not too much
-                raise _wrong(source, "more rows")
-            del part  # before the next is made
+            if not isinstance(part, torch.Tensor):
+                raise _wrong(source, type(part).__name__)
+            expected = shape if is_whole else (*part.shape[:1], *shape[1:])
+            fits = tuple(part.shape) == expected and (is_whole or part.dim() == len(shape) > 0)
+            if not fits or part.dtype != lazy.dtype or part.device.type == "meta":
+                raise _wrong(source, f"{part.dtype} {list(part.shape)} on {part.device}")
+            end += part.numel() * part.element_size()
+            num_rows += len(part) if shape else 0
+            if end > source.nbytes or (shape and num_rows > shape[0]):
+                raise _wrong(source, f"more rows, {end:,} bytes so far")
+            # A tensor without memory to copy from is refused by name here; a subclass becomes a plain tensor.
+            described = describe_tensors({source.name: part})[0]
+            if part.numel():
+                yield described.data, end
+            del described, part  # before the next is made
             self._check()
-        if end < source.nbytes:
-            raise _wrong(source, f"{end:,} bytes in all")
-        if shape and num_rows < shape[0]:  # rows without elements
-            raise _wrong(source, f"{num_rows:,} rows in all")
+        if end < source.nbytes or (shape and num_rows < shape[0]):
+            raise _wrong(source, f"{num_rows:,} rows, {end:,} bytes in all")
 
     def _wait_for(self, awaitable: Any) -> Any:
         async def body() -> Any:

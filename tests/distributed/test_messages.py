@@ -6,7 +6,6 @@ import builtins
 import json
 import os
 import pickle
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,12 +227,6 @@ def test_rows_that_no_tensor_has(rows: list[tuple[int, int]]) -> None:
     broadcast._require_rows([(0, 10), (2, 3)], tensors)
     with pytest.raises(RankError, match="no valid rows"):
         broadcast._require_rows(rows, tensors)
-
-
-@pytest.mark.parametrize("data", [b"no zlib", zlib.compress(b"[[1]]"), zlib.compress(b"[" * 1_000_000)])
-def test_a_description_that_is_malformed(data: bytes, no_pickle: None) -> None:
-    with pytest.raises(RankError, match="no valid description"):
-        shared_save._unpacked(data)
 
 
 def message(*run: int, num_runs: int = 1, nbytes: int = 8) -> np.ndarray[Any, Any]:

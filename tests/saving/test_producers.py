@@ -111,8 +111,8 @@ def test_no_elements(shape, give):
 @pytest.mark.parametrize(
     ("shape", "value", "found"),
     [
-        ((3, 0), [torch.empty(2, 0)], "2 rows in all"),
-        ((3, 0), [], "0 rows in all"),
+        ((3, 0), [torch.empty(2, 0)], "2 rows, 0 bytes in all"),
+        ((3, 0), [], "0 rows, 0 bytes in all"),
         ((3, 0), [torch.empty(2, 0), torch.empty(2, 0)], "more rows"),
         ((3, 0), torch.empty(4, 0), r"\[4, 0\]"),
         ((0, 4), [torch.empty(0, 5)], r"\[0, 5\]"),
@@ -155,7 +155,7 @@ WRONG = [
     pytest.param(lambda: iter([]), "0 bytes in all", id="no rows"),
     pytest.param(lambda: iter([*in_rows(WHOLE, 10), WHOLE[:1]]), "more rows", id="one part too many"),
     pytest.param(lambda: iter([WHOLE[:8], WHOLE[:3]]), "more rows", id="the last part too long"),
-    pytest.param(lambda: iter([WHOLE, None]), "more rows", id="something after the rows"),
+    pytest.param(lambda: iter([WHOLE, None]), "NoneType", id="something after the rows"),
     pytest.param(lambda: WHOLE.to("meta"), "meta", id="meta"),
 ]  # fmt: skip
 
