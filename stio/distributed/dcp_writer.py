@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -267,38 +267,28 @@ class StioStorageWriter(StorageWriter):
         async with ranks.reports():
             require_right_parts(plan.items, planner)
             require_values(state if isinstance(state := getattr(planner, "state_dict", None), Mapping) else {})
-            save = _PlannedSave(plan.items, planner, layout, path, self._options, ranks, self._budget_bytes)
+            save = _PlannedSave(plan, planner, path, self._options, ranks=ranks, budget_bytes=self._budget_bytes)
             return await save.complete()
 
 
 class _PlannedSave(SaveToFiles):
     """The save on one rank, of the parts that DCP's planner has chosen.
 
+    See `ShardedSave` for the other arguments.
+
     Args:
-        items: What the rank writes.
+        plan: What the rank writes, and what all ranks save.
         planner: Has the data.
-        layout: What all ranks save.
-        path: The destination.
-        options: The keywords.
-        ranks: The ranks, not entered yet.
-        budget_bytes: See `PendingSave`.
     """
 
     def __init__(
-        self,
-        items: Sequence[WriteItem],
-        planner: SavePlanner,
-        layout: SaveLayout,
-        path: str | os.PathLike[str],
-        options: SaveOptions,
-        ranks: Ranks,
-        budget_bytes: int | None,
+        self, plan: SavePlan, planner: SavePlanner, path: str | os.PathLike[str], options: SaveOptions, **arguments: Any
     ) -> None:
-        self._layout = layout
-        self._values = values_of_items([item for item in items if item.tensor_data is None], planner)
+        self._layout: SaveLayout = plan.storage_data
+        self._values = values_of_items([item for item in plan.items if item.tensor_data is None], planner)
         self._own_tree = tree_text(self._values)  # raises for a value that is not saved
-        tensors, self._ranges = parts_of_items([item for item in items if item.tensor_data is not None], planner)
-        super().__init__(tensors, {}, path, options, ranks=ranks, budget_bytes=budget_bytes)
+        tensors, self._ranges = parts_of_items([item for item in plan.items if item.tensor_data is not None], planner)
+        super().__init__(tensors, {}, path, options, **arguments)
 
     def _plan_all(
         self, sources: Sequence[TensorSource], block_bytes: int

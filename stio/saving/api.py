@@ -345,12 +345,7 @@ class Saver:
                 continue
             self._retention.attempt(destination, options.filename_pattern)
             # Without a lock: this calls `state_dict` and other code of the user.
-            save = await make(
-                notifier=self._changed,
-                pool=self._pool,
-                when_begun=self._retention.begin,
-                when_durable=self._retention.add,
-            )
+            save = await make(notifier=self._changed, pool=self._pool, retention=self._retention)
             try:
                 if self._admit(save):
                     await save.wait_staged()

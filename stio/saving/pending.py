@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from stio.format.manifest import FileState, manifest_change
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, index_name, manifest_name, shard_number
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
-from stio.runtime.hashing import Hasher, HashName, new_hasher
+from stio.runtime.hashing import Hasher, new_hasher
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, Limits
 from stio.runtime.log import log
 from stio.runtime.memory import allocate
@@ -49,10 +49,11 @@ from stio.saving.options import (
     absolute_destination,
 )
 from stio.saving.plan import WritePlan, plan_writes
+from stio.saving.retention import Retention
 from stio.saving.scheduler import SaveScheduler
 from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES, StagingPool, block_bytes_for
 from stio.saving.tensors import TensorsLike, tensors_of
-from stio.storage.base import BufferedDestination, Note, ParallelRoot, Published, Root, Source, Transaction
+from stio.storage.base import BufferedDestination, Note, ParallelRoot, Root, Source, Transaction
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import begin_local
 from stio.storage.open import open_directory
@@ -62,14 +63,6 @@ EXIT_PATIENCE_SECONDS = 60.0
 
 Planner: TypeAlias = Callable[[Sequence[TensorSource], int], WritePlan]
 """Assigns each tensor to a file, and makes the headers; called with the tensors and the block size in bytes."""
-
-WhenBegun: TypeAlias = Callable[[str, str | None], None]
-"""Called on a save's thread before anything is written: the destination, links resolved, and the pattern of the file
-names in a directory, None for one file."""
-
-WhenDurable: TypeAlias = Callable[[str, str | None, Published], None]
-"""Called on a save's thread with what it published: the destination, links resolved; the pattern of the file names in a
-directory, None for one file; and the files."""
 
 _READ_BY_NAME = {"diffusion_pytorch_model.safetensors": "diffusers", "adapter_model.safetensors": "PEFT"}
 """Files that a library reads whatever else is in a directory."""
@@ -97,8 +90,7 @@ class PendingSave:
         pool: StagingPool | None = None,
         budget_bytes: int | str | None = None,
         notifier: Notifier | None = None,
-        when_begun: WhenBegun = lambda path, filename_pattern: None,
-        when_durable: WhenDurable = lambda path, filename_pattern, written: None,
+        retention: Retention | None = None,
         planner: Planner | None = None,
     ) -> None:
         self.destination = destination
@@ -122,7 +114,7 @@ class PendingSave:
         self._order: dict[str, PendingSave | None] = {}
         self.started = False
         """Whether the save has its place behind the one before it."""
-        self._when_begun, self._when_durable = when_begun, when_durable
+        self._retention = retention
         self.staged = False
         """Whether the snapshot is complete: the tensors may change."""
         self.delivered = False
@@ -283,8 +275,8 @@ class PendingSave:
         try:
             if options.hash is not None:
                 transaction.require_names(self._manifest_name(transaction.shard_names))
-            if transaction.is_recorded:
-                self._when_begun(transaction.path, self._own_pattern())
+            if transaction.is_recorded and self._retention is not None:
+                self._retention.begin(transaction.path, self._own_pattern())
         except BaseException:
             transaction.roll_back()
             raise
@@ -301,8 +293,14 @@ class PendingSave:
         written_seconds = perf_counter() - self._started
         names = transaction.shard_names
         hashes = {} if digests is None else dict(zip(names, digests, strict=True))
-        sizes = [shard.nbytes for shard in plan.shards]
-        notes = manifest_notes(transaction, self._manifest_name(names), self._options.hash, sizes, hashes)
+        manifest = self._manifest_name(names)
+        states = {
+            name: FileState(shard.nbytes, hashes[name])
+            for name, shard in zip(names, plan.shards, strict=True)
+            if name in hashes
+        }
+        change = manifest_change(transaction.read_note(manifest), self._options.hash, states, path=manifest)
+        notes = [] if change is None else [Note(manifest, *change)]
         index = plan.index(names) if transaction.takes_index else None
         saved_index = index_name(self._options.filename_pattern) if transaction.takes_index else None
         saved = saved_index, names, [name for shard in plan.shards for name in shard.names]
@@ -317,11 +315,14 @@ class PendingSave:
         committed_seconds = perf_counter() - self._started
         if (published := transaction.published()) is not None:  # what a caller's own destination holds is not deleted
             self.written = published if isinstance(published, WrittenFiles) else None
-            self._when_durable(transaction.path, self._own_pattern(), published)
+            if self._retention is not None:
+                self._retention.add(transaction.path, self._own_pattern(), published)
         if self.written is not None:  # after the commit: it may have replaced an index
-            hiding = hiding_on_disk(transaction.path, *saved)
-            if self._own_pattern() == DEFAULT_PATTERN:
-                warn_of_another_name(transaction.path, saved[2])
+            path = transaction.path if self._max_shard_bytes is not None else os.path.dirname(transaction.path)
+            with suppress(StioError), open_directory(path, follow_symlinks=False) as root:
+                hiding = hiding_index(root, *saved)
+                if self._own_pattern() == DEFAULT_PATTERN:
+                    warn_of_another_name(root, saved[2])
         if hiding is not None:
             first = None if self._max_shard_bytes is None else saved_index or names[0]
             warn_of_hiding(hiding, transaction.path, first)
@@ -454,23 +455,6 @@ class PendingSave:
             log(logging.ERROR, "saving to %s failed, and was not awaited: %s", self.destination, error)
 
 
-def manifest_notes(
-    transaction: Transaction, name: str, algorithm: HashName | None, sizes: Sequence[int], hashes: Mapping[str, str]
-) -> list[Note]:
-    """Return the change of the manifest that belongs to a commit, if there is one.
-
-    Args:
-        transaction: The transaction.
-        name: Name of the manifest.
-        algorithm: The hash function; None: there are no digests.
-        sizes: Bytes of each file.
-        hashes: Digest of each file by its name, in the same order; empty without an algorithm.
-    """
-    new = {file: FileState(nbytes, digest) for (file, digest), nbytes in zip(hashes.items(), sizes, strict=False)}
-    change = manifest_change(transaction.read_note(name), algorithm, new, path=name)
-    return [] if change is None else [Note(name, *change)]
-
-
 def hiding_index(root: Root, index: str | None, files: Collection[str], tensors: Iterable[str]) -> str | None:
     """Return the index by which a load of a directory gets other files than those of a save; None: there is none.
 
@@ -502,44 +486,26 @@ def hiding_index(root: Root, index: str | None, files: Collection[str], tensors:
     return None
 
 
-def hiding_on_disk(path: str, index: str | None, files: Collection[str], tensors: Iterable[str]) -> str | None:
-    """Return what `hiding_index` finds in the directory of a saved file, or in a saved directory.
-
-    Args:
-        path: The destination, on this machine.
-        index: See `hiding_index`.
-        files: See `hiding_index`.
-        tensors: See `hiding_index`.
-    """
-    with (
-        suppress(StioError),
-        open_directory(path if os.path.isdir(path) else os.path.dirname(path), follow_symlinks=False) as root,
-    ):
-        return hiding_index(root, index, files, tensors)
-    return None
-
-
-def warn_of_another_name(path: str, tensors: Iterable[str]) -> None:
+def warn_of_another_name(root: Root, tensors: Iterable[str]) -> None:
     """Log that the directory of a saved checkpoint has a file with its tensors that a framework reads by its name.
 
     Args:
-        path: The directory, on this machine, to which a save with the default pattern of names has saved.
+        root: The directory, on this machine, to which a save with the default pattern of names has saved.
         tensors: Names of the tensors of the saved checkpoint.
     """
-    with suppress(StioError), open_directory(path, follow_symlinks=False) as root:
-        for name, library in _READ_BY_NAME.items():
-            with suppress(StioError), closing(root.open(name)) as file:
-                if _tensors_of(file).isdisjoint(tensors):
-                    continue
-                log(
-                    logging.WARNING,
-                    "%s: saved, but %s reads %s there, which has tensors of these names; save with "
-                    "filename_pattern=%r, or delete that file",
-                    printable(path),
-                    library,
-                    name,
-                    name.replace(FILE_SUFFIX, "{suffix}" + FILE_SUFFIX),
-                )
+    for name, library in _READ_BY_NAME.items():
+        with suppress(StioError), closing(root.open(name)) as file:
+            if _tensors_of(file).isdisjoint(tensors):
+                continue
+            log(
+                logging.WARNING,
+                "%s: saved, but %s reads %s there, which has tensors of these names; save with filename_pattern=%r, or "
+                "delete that file",
+                printable(root.path),
+                library,
+                name,
+                name.replace(FILE_SUFFIX, "{suffix}" + FILE_SUFFIX),
+            )
 
 
 def warn_of_hiding(hiding: str, path: str, first: str | None) -> None:
