@@ -317,7 +317,7 @@ def _pickled(name: str, opened: _Opened) -> io.BytesIO:
 
 
 def _placed(items: list[ReadItem], planner: LoadPlanner, opened: _Opened) -> list[ReadItem]:
-    """Return items with the place that the placements of `DTensor`s give, where torch's planner has another one.
+    """Return items with the places that the placements of `DTensor`s give; torch's planner may have others.
 
     Raises:
         MismatchError: See `part_of`.
@@ -329,23 +329,12 @@ def _placed(items: list[ReadItem], planner: LoadPlanner, opened: _Opened) -> lis
     state = planner.state_dict
     sharded = {name: value for name, value in state.items() if isinstance(value, DTensor) and name in opened.names}
     found = [item for item in items if item.dest_index.fqn not in sharded]
-    planned = {item.dest_index.fqn: item for item in items}
     for name, tensor in sharded.items():
         part = part_of(name, tensor)
         assert part is not None  # it is a `DTensor`
-        offsets, sizes = torch.Size([one.start for one in part.index]), torch.Size(part.local.shape)
-        item = planned.get(name)
-        if item is None and (not part.local.numel() or any(chunk.sizes.numel() for chunk in _chunks(tensor))):
-            continue  # nothing to read, or the planner has left it out
-        if item is None or (item.storage_offsets, item.lengths) != (offsets, sizes):
+        if part.local.numel():
+            offsets, sizes = torch.Size([one.start for one in part.index]), torch.Size(part.local.shape)
             start = torch.Size([0] * len(sizes))
             to, source = MetadataIndex(name, offsets), MetadataIndex(name, start)
-            item = ReadItem(LoadItemType.TENSOR, to, start, source, offsets, sizes)
-        found.append(item)
-    return found
-
-
-def _chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
-    """Return the parts of a tensor on this rank as torch computes them."""
-    found: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+            found.append(ReadItem(LoadItemType.TENSOR, to, start, source, offsets, sizes))
     return found
