@@ -6,8 +6,8 @@ import copy
 import ctypes
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -88,21 +88,22 @@ class StioStager(AsyncStager):
         copies: dict[str, torch.Tensor] = {}
         for group in _groups(sources):
             operation.check()
-            region = _taken(free, group.nbytes, allocate)
+            *offsets, nbytes = accumulate((_aligned(one.nbytes) for one in group), initial=0)
+            region = _taken(free, nbytes, allocate)
             copy_out(
                 [
                     (one.data, at, region.sub(offset + at, min(PINNED_BYTES, one.nbytes - at)))
-                    for one, offset in zip(group.sources, group.offsets, strict=True)
+                    for one, offset in zip(group, offsets, strict=True)
                     for at in range(0, one.nbytes, PINNED_BYTES)  # no copy crosses the end of a pinned piece
                 ],
                 ready,
             )
             copies |= tensors_in(
                 self._lent(allocate, region),
-                [one.name for one in group.sources],
-                [one.dtype for one in group.sources],
-                [one.shape for one in group.sources],
-                group.offsets,
+                [one.name for one in group],
+                [one.dtype for one in group],
+                [one.shape for one in group],
+                offsets,
             )
         return copies
 
@@ -117,26 +118,21 @@ class StioStager(AsyncStager):
             self._free.append(memory)
 
 
-@dataclass(slots=True)
-class _Group:
-    """Tensors that are copied into one allocation."""
-
-    sources: list[TensorSource] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    nbytes: int = 0
-
-
-def _groups(sources: Sequence[TensorSource]) -> list[_Group]:
+def _groups(sources: Sequence[TensorSource]) -> list[list[TensorSource]]:
     """Return the tensors in groups of limited size; a larger tensor has an allocation of its own."""
-    groups = [_Group()]
+    groups: list[list[TensorSource]] = [[]]
+    nbytes = 0
     for source in sources:
-        if groups[-1].sources and groups[-1].nbytes + source.nbytes > SNAPSHOT_BLOCK_BYTES:
-            groups.append(_Group())
-        group = groups[-1]
-        group.sources.append(source)
-        group.offsets.append(group.nbytes)
-        group.nbytes += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if groups[-1] and nbytes + source.nbytes > SNAPSHOT_BLOCK_BYTES:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(source)
+        nbytes += _aligned(source.nbytes)
     return groups
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _taken(free: list[_Memory], nbytes: int, allocate: Allocator) -> Region:

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from stio.errors import printable
 from stio.format.dtypes import tensor_nbytes
@@ -59,20 +59,18 @@ class RankState:
     """This rank."""
     num_ranks: int
     """Number of ranks."""
-    _described: dict[str, str] = field(default_factory=dict, init=False)
 
     def described(self) -> Mapping[str, str]:
         """Return what must be equal on all ranks: a text for each tensor and option, in order."""
-        if not self._described:
-            self._described.update(self.settings)
-            for source in self.sources:
-                share, text = self.shares.get(source.name), f"{source.dtype} {list(self._whole_shape(source))}"
-                if share is not None:
-                    text += f" on mesh {self.meshes().index(share.mesh)} with {share.num_replicas} copies"
-                self._described[f"tensor {printable(source.name)!r}"] = text
-                if source.name in self.values:
-                    self._described[f"{_VALUES_OF}{printable(source.name)!r}"] = self.values[source.name]
-        return self._described
+        described, meshes = dict(self.settings), self.meshes()
+        for source in self.sources:
+            share, text = self.shares.get(source.name), f"{source.dtype} {list(self._whole_shape(source))}"
+            if share is not None:
+                text += f" on mesh {meshes.index(share.mesh)} with {share.num_replicas} copies"
+            described[f"tensor {printable(source.name)!r}"] = text
+            if source.name in self.values:
+                described[f"{_VALUES_OF}{printable(source.name)!r}"] = self.values[source.name]
+        return described
 
     def in_order_of_names(self, tree: str) -> RankState:
         """Return the same state, with the tensors in the order of their names.
