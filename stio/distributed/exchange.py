@@ -107,7 +107,6 @@ class Exchange(SteppedTransfer):
         self._left: dict[int, deque[int]] = {owner: deque() for owner in sorted(set(plan.owners))}
         for number, window in enumerate(plan.windows):
             self._left[plan.owners[window.file]].append(number)
-        self._received: _Bytes = np.empty(0, np.uint8)
         self._operation = Operation(self._run, name="send", about=plan.path, exit_patience=patience)
         save.on_cancel(self._operation.cancel)
 
@@ -220,15 +219,8 @@ class Exchange(SteppedTransfer):
         Raises:
             MemoryError: There is none. `run` then reports it, and leaves the group, which ends the steps of the others.
         """
-        others = [(rank, size) for rank, size in enumerate(sizes) if size and rank != self._ranks.rank]
-        total = sum(size for _, size in others)
-        if len(self._received) < total:
-            self._received = np.empty(total, np.uint8)
-        parts, at = {}, 0
-        for rank, size in others:
-            parts[rank] = self._received[at : at + size]
-            at += size
-        return parts
+        own = self._ranks.rank
+        return {rank: np.empty(size, np.uint8) for rank, size in enumerate(sizes) if size and rank != own}
 
     def _assemble(self, window: Window, messages: Sequence[_Bytes]) -> None:
         """Put the bytes of a window in their places, for the upload."""
