@@ -249,6 +249,7 @@ class Ranks:
         """Seconds between two signs of life of a rank, which are its values of the name "sign"."""
         self._next_sign, self._num_signs = 0.0, 0
         self._looked = time.monotonic()  # when the store has answered last
+        self._is_connected = False
         self._served = False  # whether the thread of the requests has ended
 
     def on_failure(self, cancel: Callable[[], None]) -> None:
@@ -432,7 +433,10 @@ class Ranks:
         operation.on_cancel(self._changed.wake)
         start_thread(partial(self._serve, operation), name="ranks")
         with self._changed:
-            while not self._served and (left := self._looked + self.timeout - time.monotonic()) > 0:
+            while not (self._served or (self.failure is not None and not self._is_connected)):
+                left = self._looked + self.timeout - time.monotonic()
+                if left <= 0:
+                    break
                 self._changed.wait(left)
         if not self._served:  # its thread is left behind, in a call without a time limit; it has no buffers
             self._fail(
@@ -443,6 +447,7 @@ class Ranks:
         assert self._store is not None
         try:
             connection = self._connect()
+            self._is_connected = True
             self._prefix = self._prefix or f"stio/{self._group_start(connection)}/{self._number}"
             store = PrefixStore(self._prefix, connection)
             pause = _SHORTEST_PAUSE
@@ -459,9 +464,7 @@ class Ranks:
         except RankError as error:
             self._fail(error)
         except Exception as error:  # DistError and its subclasses; nothing may be raised on this thread
-            reason = printable(str(error).partition("\n")[0])
-            text = f"the store of the process group does not answer: the rank that holds it may have ended ({reason})"
-            self._fail(RankError(text), error)
+            self._fail_without_store(error)
         finally:
             self._served = True
             self._changed.wake()
@@ -474,7 +477,27 @@ class Ranks:
             if time.monotonic() - since < _MOST_IDLE_SECONDS:
                 connection.check([self._prefix])
                 return connection
+        start_thread(self._try_old_connection, name="ranks")
         return _own_connection(self._store)
+
+    def _try_old_connection(self) -> None:
+        """Find out by the connection of the group, which breaks when the store ends, whether there is a store.
+
+        torch tries for minutes to connect to one that has ended. Not on the thread of the requests: a call on that
+        connection waits for calls of other threads.
+        """
+        assert self._store is not None
+        try:
+            self._store.check(["failed"])
+        except RuntimeError as error:
+            if not self._is_connected:
+                self._fail_without_store(error)
+                self._changed.wake()
+
+    def _fail_without_store(self, error: Exception) -> None:
+        reason = printable(str(error).partition("\n")[0])
+        text = f"the store of the process group does not answer: the rank that holds it may have ended ({reason})"
+        self._fail(RankError(text), error)
 
     def _look(self, store: Store) -> bool:
         """Make the requests that are due; return whether a value was set or found."""
