@@ -94,11 +94,6 @@ class _Plan:
     chunks: Sequence[Chunk]
     """In the order of the checkpoint."""
 
-    @property
-    def names(self) -> set[str]:
-        """Names of the tensors that are sent."""
-        return {self.tensors[piece.tensor].name for chunk in self.chunks for piece in chunk.pieces}
-
 
 class _Need(msgspec.Struct, array_like=True):
     """What a rank needs. A rank that takes no part in a broadcast shares None in its place."""
@@ -153,7 +148,7 @@ def fill_shared(
         plan = agree(operation, opened, target, names, ranks=ranks, options=options, broadcast=broadcast)
     if plan is None or not isinstance(target, ModuleTarget):
         return names
-    sent = plan.names
+    sent = {plan.tensors[piece.tensor].name for chunk in plan.chunks for piece in chunk.pieces}
     _Broadcast(operation, opened, plan, target, ranks, options).fill()
     return [name for name in names if name not in sent]
 

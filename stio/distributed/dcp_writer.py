@@ -157,7 +157,8 @@ class StioStorageWriter(StorageWriter):
         """
         if self._is_writing:
             raise SaveInProgressError(
-                "this writer is writing another save; wait for its end, or make a writer for each save", path=self._name
+                "this writer is writing another save; wait for its end, or make a writer for each save",
+                path=os.fsdecode(self._path or ""),
             )
         self._written = self.result = None
         if self._path is None:
@@ -237,10 +238,6 @@ class StioStorageWriter(StorageWriter):
             )
 
     # How.
-
-    @property
-    def _name(self) -> str:
-        return os.fsdecode(self._path) if self._path is not None else ""
 
     def _set_path(self, path: str | os.PathLike[str]) -> None:
         self._options.max_shard_bytes(path)  # for its errors
