@@ -37,7 +37,6 @@ from stio.storage.commit.files import (
     FileAttributes,
     attributes_at,
     closing,
-    keep_default_list,
     keep_tree,
     read_small,
     write_small,
@@ -58,7 +57,7 @@ from stio.storage.commit.target import (
     require_replaceable,
     resolve,
 )
-from stio.storage.local import is_local, open_at
+from stio.storage.local import open_at
 
 NONCE_NAME = "shared"
 """File in a staging directory with the text that the processes compare."""
@@ -68,7 +67,6 @@ _NONCE_BYTES = 16
 _ATTEMPTS = 8
 _RECOVERY_SECONDS = 1.0
 """Most of its `lock_timeout` that a save spends on recovery, which it can do without."""
-_DEFAULT_NAME_BYTES = 255
 _VISIBLE_SECONDS = 5.0
 """Longest time after which a network filesystem shows a new directory to another machine."""
 _HASHED_BYTES = 4 << 20
@@ -300,8 +298,6 @@ class LocalTransaction(FilesTransaction):
             self.require_names(*plan.shards, *([] if plan.index is None else [plan.index]))
             staging = StagingDirectory.create(self._home_fd, save_id)
             if staging is not None:
-                if plan.commit == "replacement":
-                    keep_default_list(self._home_fd, self._target.name, staging.files_fd)
                 return plan, staging
         raise OSError(f"no staging directory in {_ATTEMPTS} attempts")
 
@@ -330,10 +326,7 @@ class LocalTransaction(FilesTransaction):
         Raises:
             StorageError: One is too long.
         """
-        try:
-            limit = os.fpathconf(self._home_fd, "PC_NAME_MAX")
-        except (OSError, ValueError):
-            limit = _DEFAULT_NAME_BYTES
+        limit = os.fpathconf(self._home_fd, "PC_NAME_MAX")
         for name in names:
             if len(os.fsencode(name)) > limit:
                 raise StorageError(
@@ -524,12 +517,7 @@ class Invitation:
         """
         try:
             values = json.loads(text)  # not by msgspec: paths may have surrogates
-            found = cls(**{**values, "shard_names": tuple(values["shard_names"])})
-            texts = (found.staging, found.nonce, found.destination, *found.shard_names)
-            flags = (found.is_file, found.durable)
-            if not (all(isinstance(one, str) for one in texts) and all(isinstance(one, bool) for one in flags)):
-                raise TypeError("a field has another type")
-            return found
+            return cls(**{**values, "shard_names": tuple(values["shard_names"])})
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise StorageError("another process has sent no valid invitation to its save", found=text[:80]) from error
 
@@ -554,7 +542,7 @@ class JoinedTransaction(FilesTransaction):
 
         def look() -> bool:
             self._files_fd = _open_files(invitation)
-            return self._files_fd >= 0 or _is_on_local_filesystem(invitation.staging)
+            return self._files_fd >= 0
 
         with refusals("opening the staging directory of the save", invitation.staging):
             LockTimeout(_VISIBLE_SECONDS).wait_until(look, check)
@@ -590,15 +578,6 @@ def _open_files(invitation: Invitation) -> int:
             return calls.open_directory(FILES_NAME, dir_fd=fd) if nonce == invitation.nonce.encode() else -1
     except FileNotFoundError:
         return -1
-
-
-def _is_on_local_filesystem(staging: str) -> bool:
-    """Return whether the directory above a staging directory is here, on a filesystem of this machine."""
-    try:
-        with closing(calls.open_directory(resolve_links(os.path.dirname(staging)))) as fd:
-            return is_local(fd)
-    except FileNotFoundError:
-        return False
 
 
 def _require_plain(name: str) -> None:
