@@ -95,7 +95,7 @@ class Publication:
         self._sync(files_fd)
         written = self._surveyed()
         try:
-            calls.rename_new(FILES_NAME, name, source_fd=self.staging.fd, target_fd=self.home_fd, is_directory=True)
+            calls.rename_new(FILES_NAME, name, source_fd=self.staging.fd, target_fd=self.home_fd)
         except OSError as error:
             if error.errno in _TAKEN:
                 raise self._conflict() from error

@@ -212,7 +212,7 @@ def put_back(home_fd: int, home: str, aside: Aside, replaced: Callable[[str], bo
     """
     for name in entries(aside):
         try:
-            calls.rename_new(name, name, source_fd=aside.fd, target_fd=home_fd, is_directory=_is_directory(aside, name))
+            calls.rename_new(name, name, source_fd=aside.fd, target_fd=home_fd)
             continue
         except FileNotFoundError:
             continue
@@ -232,9 +232,3 @@ def put_back(home_fd: int, home: str, aside: Aside, replaced: Callable[[str], bo
             printable(os.path.join(home, name)),
             printable(os.path.join(home, kept)),
         )
-
-
-def _is_directory(aside: Aside, name: str) -> bool:
-    with suppress(OSError), closing(calls.open_directory(name, dir_fd=aside.fd)):
-        return True
-    return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -79,7 +80,7 @@ def rename(source: str, target: str, *, source_fd: int, target_fd: int) -> None:
     os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
 
-def rename_new(source: str, target: str, *, source_fd: int, target_fd: int, is_directory: bool = False) -> None:
+def rename_new(source: str, target: str, *, source_fd: int, target_fd: int) -> None:
     """Rename from one directory into another; raise an error if the name is in use there.
 
     If the filesystem has no such rename, a file is linked to its new name first, which raises the same error; a
@@ -94,7 +95,7 @@ def rename_new(source: str, target: str, *, source_fd: int, target_fd: int, is_d
             return
         if ctypes.get_errno() not in _NOT_SUPPORTED:
             _check(-1, source, target)
-    if not is_directory:
+    if not stat.S_ISDIR(os.stat(source, dir_fd=source_fd, follow_symlinks=False).st_mode):
         try:
             os.link(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd, follow_symlinks=False)
         except FileExistsError:
