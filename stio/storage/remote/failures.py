@@ -45,24 +45,16 @@ _ANSWERED = re.compile("Server returned non-2xx status code: ")
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://[^\s<>\"']+")
-_TLS = (
-    (re.compile(r"UnknownIssuer"), "its authority is not known here (UnknownIssuer)"),
-    (re.compile(r"NotValidForName"), "it is for another host (NotValidForName)"),
-    (re.compile(r"InvalidCertificate\(\s*Expired"), "it has expired"),
-    (re.compile(r"CaUsedAsEndEntity"), "it is an authority's own (CaUsedAsEndEntity)"),
-    (re.compile(r"InvalidMessage|InvalidContentType"), "the server does not answer with TLS; try http://"),
-    (re.compile(r"InvalidCertificate|AlertReceived|PeerIncompatible|PeerMisbehaved"), ""),
+_TLS = re.compile(
+    r"InvalidCertificate\(\s*\w+|AlertReceived|Peer(Incompatible|Misbehaved)|Invalid(Message|ContentType)"
 )
 _CAUSES = (
-    (re.compile(r"ConnectionRefused|Connection refused"), "the connection was refused"),
+    (re.compile(r"Connection ?refused", re.IGNORECASE), "the connection was refused"),
     (re.compile(r"dns error|failed to lookup|Name or service not known", re.IGNORECASE), "there is no such host"),
-    (re.compile(r"ConnectionReset|Connection reset"), "the connection was reset"),
     (
-        re.compile(r"NetworkUnreachable|Network is unreachable|HostUnreachable|No route to host"),
-        "there is no route to the host",
-    ),
-    (
-        re.compile(r"UnexpectedEof|IncompleteBody|IncompleteMessage|BrokenPipe|ConnectionAborted"),
+        re.compile(
+            r"Connection ?reset|UnexpectedEof|Incomplete(Body|Message)|BrokenPipe|ConnectionAborted", re.IGNORECASE
+        ),
         "the connection was closed early",
     ),
 )
@@ -195,7 +187,7 @@ _MESSAGES: dict[Kind, tuple[str, str, int]] = {
     ),
     "tls": (
         "no TLS connection, or the server's certificate is not accepted",
-        "SSL_CERT_FILE or AWS_CA_BUNDLE names the certificate of a private authority",
+        "SSL_CERT_FILE or AWS_CA_BUNDLE names the certificate of a private authority; a server without TLS has http://",
         errno.EPROTO,
     ),
     "elsewhere": (
@@ -303,9 +295,8 @@ def _without_status(summary: str, details: str) -> Failure:
         return Failure("elsewhere", summary)
     if "UnexpectedRange" in details or "NoContentRange" in details or "ContentRange" in details:
         return Failure("wrong", summary)
-    for pattern, words in _TLS:
-        if pattern.search(details):
-            return Failure("tls", words or summary)
+    if found := _TLS.search(details):
+        return Failure("tls", "".join(found[0].split()).replace("(", ": "))
     cause = next((words for pattern, words in _CAUSES if pattern.search(details)), summary)
     if "kind: Timeout" in details or "TimedOut" in details:
         return Failure("unreachable" if "kind: Connect" in details else "stalled", "")

@@ -4,8 +4,8 @@ Most are made by obstore (`Requester`). A call of obstore cannot be interrupted:
 store was silent for too long. So it is a `stio.runtime.calls.Call`, and writes only to memory that obstore allocates. A
 worker that ends leaves it behind.
 
-An error of obstore has a status and a text, but no `Retry-After`, no region of a bucket and no type of the content. So
-a request that obstore was refused is repeated by Python's own client (`ask`), whose answer has its whole head. It also
+An error of obstore has a status and a text, but no `Retry-After`, no region of a bucket and no type of the content. So,
+before it is repeated, Python's own client requests a part of the same (`ask`): its answer has the whole head. It also
 makes the requests that obstore has no function for. It follows no redirect, and blocks: callers run it on a thread that
 a cancel leaves behind.
 """
@@ -387,18 +387,6 @@ _MOST_BODY_BYTES = 64 << 10
 """Of the answer of a request that was refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The head of an answer, and its body."""
-
-    status: int
-    """200 or another success."""
-    fields: Mapping[str, str]
-    """Its fields, by their names in lower case."""
-    body: bytes
-    """As many bytes as were asked for; of a status 200 not more than those."""
-
-
 def ask(
     url: str,
     headers: Mapping[str, str],
@@ -409,7 +397,7 @@ def ask(
     method: str = "GET",
     data: bytes | None = None,
     is_local: bool = False,
-) -> Head:
+) -> tuple[int, bytes]:
     """Make one request. Blocks, and cannot be interrupted.
 
     Args:
@@ -421,6 +409,9 @@ def ask(
         method: Its method.
         data: Body of the request.
         is_local: No proxy is used.
+
+    Returns:
+        The status, which is a success, and the body.
 
     Raises:
         RefusedError: The status is no success.
@@ -436,10 +427,9 @@ def ask(
     try:
         request = Request(url, data, dict(headers), method=method)
         with build_opener(*handlers).open(request, timeout=stall_seconds) as answer:
-            fields = {name.lower(): value for name, value in answer.headers.items()}
             body = _read(answer, num_bytes, stall_seconds)
-            require_no_page(fields.get("content-type", ""), body)
-            return Head(answer.status, fields, body)
+            require_no_page(answer.headers.get("Content-Type", ""), body)
+            return answer.status, body
     except HTTPError as error:
         with error:
             raise _refused(error) from None

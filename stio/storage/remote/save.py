@@ -561,7 +561,7 @@ def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
     def send(store: Any) -> bytes:
         url = signed_url(root.new_store, root.config, method, key, query)
         seconds = folder.patience.stall_seconds
-        return ask(url, {}, _MOST_ANSWER_BYTES, stall_seconds=seconds, scheme="s3", method=method).body
+        return ask(url, {}, _MOST_ANSWER_BYTES, stall_seconds=seconds, scheme="s3", method=method)[1]
 
     with suppress(CheckpointNotFoundError):  # it was completed or aborted by now
         return root.requester.run(send, f"{folder.path}/{name}" if name else folder.path, work="save")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,7 +32,6 @@ from stio.storage.remote.failures import (
 )
 from stio.storage.remote.requests import (
     Attempts,
-    Head,
     Patience,
     RateWatch,
     Requester,
@@ -63,6 +60,9 @@ give what a fast network has. A gap of 1 MiB takes less time than another reques
 
 _HEAD_BYTES = 128 << 10
 """Read when an object is opened: as much as the first read of a header needs (`stio.loading.open`)."""
+
+_ASKED_BYTES = 1 << 10
+"""Read of an answer by Python's client: the title of a web page is in them."""
 
 _NO_PAGES = (FILE_SUFFIX, ".json")
 """Ends of the names of files that are no web pages."""
@@ -281,40 +281,35 @@ class RemoteRoot:
         return found
 
     def again(self, wanted: Range) -> Callable[[Any], Answer] | None:
-        """Return the request of a range by `ask`, which says more of a refusal; None: it cannot make this one."""
+        """Return a request of a range that says more of a refusal, by `ask`; None: that cannot make this one."""
         return partial(self._asked, wanted=wanted) if self._may_be_asked else None
 
     def _asked(self, store: Any, wanted: Range) -> Answer:
-        """Return a range as `_get` does."""
+        """Return a range as `_get` does, once Python's client has got its beginning."""
         try:
             link = link_to(store, replace(self.location, key=wanted.key))
         except Exception:  # it cannot be signed, and obstore says why
             return _get(store, wanted)
-        expected = wanted.expected
-        headers = {"Range": f"bytes={wanted.begin}-{wanted.end - 1}", "Accept": "*/*"}
+        headers = {"Range": f"bytes={wanted.begin}-{min(wanted.end, wanted.begin + _ASKED_BYTES) - 1}", "Accept": "*/*"}
         if authorization := authorization_of(link):
             headers["Authorization"] = authorization
-        if expected is not None and expected.etag and not expected.etag.startswith("W/"):
-            headers["If-Match"] = expected.etag
         try:
-            found = ask(
+            status, _ = ask(
                 without_user(link),
                 headers,
-                wanted.end - wanted.begin,
+                _ASKED_BYTES,
                 stall_seconds=self.requester.patience.stall_seconds,
                 scheme=self.location.scheme,
             )
+            if status != 206:
+                raise RequestError("unranged")
         except RequestError as error:
-            if error.failure.kind == "unreachable":
-                return _get(store, wanted)
-            raise
+            if error.failure.kind != "unreachable":
+                raise
         except RefusedError as error:
-            if 300 <= error.status < 400 and not error.region:  # obstore follows it, or says why not
-                return _get(store, wanted)
-            raise
-        if found.status != 206:
-            raise RequestError("unranged")
-        return _checked(found, wanted) or _get(store, wanted)
+            if not 300 <= error.status < 400 or error.region:  # otherwise obstore follows it, or says why not
+                raise
+        return _get(store, wanted)
 
     def close(self) -> None:
         """Drop what was opened ahead; objects opened from it can still be read. Idempotent."""
@@ -572,7 +567,10 @@ def _get(store: Any, wanted: Range) -> Answer:
     identity = _identity(result.meta, wanted.path)
     if wanted.expected is not None and identity != wanted.expected:
         return Answer((), identity)  # the caller compares it
-    expected_bytes = _expected_bytes(wanted, identity, *result.range)
+    begin, end = wanted.begin, min(wanted.end, identity.nbytes)
+    if tuple(result.range) != (begin, end):
+        first, stop = result.range
+        raise RequestError("wrong", f"bytes {first:,} to {stop:,} instead of {begin:,} to {end:,}")
     watch = current_watch()
     watch.begin()
     pieces = []
@@ -581,45 +579,9 @@ def _get(store: Any, wanted: Range) -> Answer:
         watch.add(len(piece))
     watch.end()
     num_bytes = sum(map(len, pieces))
-    if num_bytes != expected_bytes:
-        raise RequestError("wrong", f"{num_bytes:,} bytes instead of {expected_bytes:,}")
+    if num_bytes != end - begin:
+        raise RequestError("wrong", f"{num_bytes:,} bytes instead of {end - begin:,}")
     return Answer(pieces, identity)
-
-
-def _expected_bytes(wanted: Range, identity: Identity, begin: int, end: int) -> int:
-    """Return how many bytes an answer must have; raise `RequestError` if it is of another range."""
-    first, stop = wanted.begin, min(wanted.end, identity.nbytes)
-    if (begin, end) != (first, stop):
-        raise RequestError("wrong", f"bytes {begin:,} to {end:,} instead of {first:,} to {stop:,}")
-    return stop - first
-
-
-_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
-
-
-def _checked(found: Head, wanted: Range) -> Answer | None:
-    """Return the answer of Python's client as `_get` does; None if it does not say what state it is of.
-
-    Raises:
-        RequestError: It has other bytes than were requested.
-    """
-    fields = found.fields
-    sent = _CONTENT_RANGE.fullmatch(fields.get("content-range", ""))
-    try:
-        changed = parsedate_to_datetime(fields["last-modified"]) if "last-modified" in fields else None
-    except ValueError:
-        changed = None
-    if sent is None or (changed is None and not fields.get("etag")):
-        return None
-    meta = {"e_tag": fields.get("etag"), "version": None, "last_modified": changed, "size": int(sent[3])}
-    identity = _identity(meta, wanted.path)
-    if wanted.expected is not None and identity != wanted.expected:
-        return Answer((), identity)
-    expected_bytes = _expected_bytes(wanted, identity, int(sent[1]), int(sent[2]) + 1)
-    length = fields.get("content-length", "")
-    if len(found.body) != expected_bytes or (length and length != str(expected_bytes)):
-        raise RequestError("wrong", f"{length or len(found.body)} bytes instead of {expected_bytes:,}")
-    return Answer((found.body,), identity)
 
 
 def _head(store: Any, *, key: str, path: str) -> Identity:

@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
 from xml.etree import ElementTree
 
-from stio.errors import CheckpointNotFoundError, StorageError, install_command, one_line
+from stio.errors import CheckpointNotFoundError, StorageError, install_command, listed, one_line
 from stio.runtime.operation import without_panic
 from stio.runtime.urls import without_secrets
 from stio.storage.remote.failures import RefusedError, RequestError, failure_of
@@ -34,11 +34,11 @@ from stio.storage.remote.requests import STALL_SECONDS, ask
 from stio.storage.remote.settings import (
     Options,
     added_authorities,
-    advice_on_settings,
     bare,
     checked,
     is_true,
     maker_of,
+    set_variables,
     usable,
     variable,
     without_values,
@@ -76,7 +76,8 @@ def locate(url: str) -> Location:
     """Take a URL apart.
 
     Raises:
-        CheckpointNotFoundError: It names no bucket, container or host.
+        CheckpointNotFoundError: It names no host.
+        StorageError: It names no bucket or container.
     """
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
@@ -92,41 +93,27 @@ def locate(url: str) -> Location:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port  # raises for a wrong port
         except ValueError:  # its text may hold a part of the password
+            host = None
+        if not host or set(host) & set(' "%<>\\^`{|}'):
             raise CheckpointNotFoundError(
                 "this is no URL: host or port is wrong; a user and a password are percent-encoded", path=_hidden(url)
-            ) from None
-        if host and set(host) & set(' "%<>\\^`{|}'):
-            raise CheckpointNotFoundError("this is no URL: the host has characters that no host has", path=_hidden(url))
-        if not host:
-            raise CheckpointNotFoundError("the URL names no host", path=without_secrets(url))
+            )
         return Location(
             scheme, urlunsplit((scheme, parts.netloc, "/", parts.query, "")), unquote(parts.path).strip("/")
         )
     bucket, _, key = rest.partition("/")
-    if not bucket:
-        what = "container" if scheme == "az" else "bucket"
-        raise CheckpointNotFoundError(f"the URL names no {what}", path=without_secrets(url))
-    if "@" in bucket or (":" in bucket and not bucket.startswith("arn:")):
-        raise CheckpointNotFoundError(
-            "no bucket has such a name; credentials come from the environment, not from the URL", path=_hidden(url)
-        )
-    if not _BUCKET.fullmatch(bucket):
+    if not _BUCKET.fullmatch(bucket) or _SIGNATURE.search(key):
         what = "container" if scheme == "az" else "bucket"
         raise StorageError(
-            f"no {what} has such a name",
-            path=without_secrets(url),
+            f"no {what} has such a name, or the URL has a signature; credentials come from the environment, and a "
+            "signed URL begins with https://",
+            path=_hidden(url),
             errno=errno.EINVAL,
-            expected="letters, digits, '.', '_' and '-'",
-            found=bucket,
-        )
-    if _SIGNATURE.search(key):
-        raise CheckpointNotFoundError(
-            "this URL has a signature; give the https:// URL that was signed", path=without_secrets(url)
         )
     return Location(scheme, bucket, key.strip("/"))
 
 
-_BUCKET = re.compile(r"[A-Za-z0-9._$:-]+|arn:[!-~]+")
+_BUCKET = re.compile(r"[A-Za-z0-9._$-]+|arn:[!-~]+")
 _SIGNATURE = re.compile(r"\?(.*&)?(sig|signature|x-amz-signature|x-goog-signature)=", re.IGNORECASE | re.DOTALL)
 
 
@@ -205,7 +192,10 @@ def new_store(
         )
     except (exceptions.BaseError, ValueError, TypeError) as error:
         reason = without_values(location.scheme, str(error), config or {}).partition("\n")[0].rstrip(".")
-        advice = advice_on_settings(location.scheme, reason, config or {}, client_options or {})
+        names = set_variables(location.scheme)
+        advice = f"; these variables are set: {listed(names)}" if names else ""
+        if "Account must be specified" in reason:
+            advice = "; set AZURE_STORAGE_ACCOUNT_NAME"
         raise StorageError(f"the settings for this store are wrong: {reason}{advice}", path=location.shown) from None
     except BaseException as error:
         raise without_panic(error) from None
@@ -349,10 +339,7 @@ def _aws_credentials(location: Location) -> Callable[[], Any] | None:
         return provider
     if empty:
         raise StorageError(
-            f"{' and '.join(empty)} {'are' if len(empty) > 1 else 'is'} set and empty; set "
-            f"{'them' if len(empty) > 1 else 'it'}, or unset {'them' if len(empty) > 1 else 'it'}",
-            path=location.shown,
-            errno=errno.EINVAL,
+            f"{' and '.join(empty)} is set and empty; set a value, or unset it", path=location.shown, errno=errno.EINVAL
         )
     return None
 
@@ -573,7 +560,7 @@ def _one_line(text: str, name: str) -> str:
 def _answer(name: str, url: str, *, token: str = "", form: bytes | None = None) -> bytes:
     host = urlsplit(url).hostname or ""
     try:
-        return ask(
+        _, body = ask(
             url,
             {"Authorization": token} if token else {},
             _MOST_BYTES,
@@ -582,13 +569,11 @@ def _answer(name: str, url: str, *, token: str = "", form: bytes | None = None) 
             method="GET" if form is None else "POST",
             data=form,
             is_local=host.startswith("169.254."),
-        ).body
+        )
+        return body
     except StorageError as error:  # the certificates cannot be read
         raise CredentialsError(str(error)) from None
-    except RefusedError as error:
+    except (RefusedError, RequestError) as error:
         found = failure_of(error)
-        kind = BusyCredentialsError if found.kind == "busy" else CredentialsError
-        raise kind(f"{host} refuses credentials for {name} (status {error.status}): {found.cause}") from None
-    except RequestError as error:
-        kind = CredentialsError if error.failure.kind == "page" else BusyCredentialsError
-        raise kind(f"{host} gives no credentials for {name}: {one_line(str(error))}".rstrip(": ")) from None
+        kind = BusyCredentialsError if found.may_have_worked else CredentialsError
+        raise kind(f"{host} gives no credentials for {name}: {one_line(found.cause)}".rstrip(": ")) from None
