@@ -85,41 +85,6 @@ def attributes_at(dir_fd: int, name: str, *, follow_symlinks: bool = True) -> Fi
         return FileAttributes(os.fstat(fd), calls.read_attributes(fd))
 
 
-def keep_tree(dir_fd: int, name: str, files_fd: int) -> None:
-    """Give a new directory, and what is in it, the attributes of the directory that it will replace.
-
-    Args:
-        dir_fd: The directory that holds the old one.
-        name: The old one; if it does not exist, nothing is done.
-        files_fd: The new one, complete.
-
-    Raises:
-        OSError: The operating system reported an error.
-    """
-    attributes = attributes_at(dir_fd, name, follow_symlinks=False)
-    if attributes is None or not stat.S_ISDIR(attributes.status.st_mode):
-        return
-    # Without the right to read it, its own attributes alone are kept.
-    with suppress(PermissionError), closing(calls.open_directory(name, dir_fd=dir_fd)) as old_fd:
-        _keep_entries(old_fd, files_fd)
-    attributes.apply(files_fd)
-
-
-def _keep_entries(old_fd: int, new_fd: int) -> None:
-    with os.scandir(new_fd) as listed:
-        names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in listed if not entry.is_symlink()]
-    for name, is_directory in names:
-        attributes = attributes_at(old_fd, name, follow_symlinks=False)
-        if attributes is None or stat.S_ISDIR(attributes.status.st_mode) != is_directory:
-            continue
-        if is_directory:
-            with closing(calls.open_directory(name, dir_fd=new_fd)) as fd:
-                keep_tree(old_fd, name, fd)
-        else:
-            with closing(calls.open_file(name, _READ_FLAGS, dir_fd=new_fd)) as fd:
-                attributes.apply(fd)
-
-
 _ABSENT = {errno.ENOENT, errno.ENAMETOOLONG}
 """Errors of a name that nothing has. With the second one nothing can have it; an index may hold such a name."""
 
@@ -169,7 +134,7 @@ def write_small(
             calls.fsync(fd)
 
 
-def write_whole(fd: int, data: bytes, offset: int) -> None:
+def write_whole(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Write all bytes at an offset of an open file.
 
     Raises:

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -37,7 +38,6 @@ from stio.storage.commit.files import (
     FileAttributes,
     attributes_at,
     closing,
-    keep_tree,
     read_small,
     write_small,
 )
@@ -263,12 +263,12 @@ class LocalTransaction(FilesTransaction):
         self._publication: Publication | None = None  # once the commit has begun
         self._lock: ExitStack | None = None  # holds the lock of the directory, where the commit needs it
         self._parents: Mapping[str, tuple[int, int]] = {}  # those of the destination that were made for this save
-        needed = "readable and writable"
         try:
-            if home_fd is None:
-                home_fd, self._parents = make_and_open(target.home, durable=durable)
-            needed, self._home_fd = "writable", home_fd
-            try:
+            with ExitStack() as stack:
+                if home_fd is None:
+                    home_fd, self._parents = make_and_open(target.home, durable=durable)
+                stack.callback(calls.close, home_fd)
+                self._home_fd = home_fd
                 left = recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
                 if left.newer and target.kind != "fresh":  # beside a new directory it concerns another destination
                     raise StorageError(
@@ -278,15 +278,13 @@ class LocalTransaction(FilesTransaction):
                         errno=errno.ENOTSUP,
                     )
                 self._plan, self._staging = self._stage()
-            except BaseException:
-                calls.close(home_fd)
-                raise
+                stack.pop_all()
+        except StorageError:
+            raise
         except OSError as error:
-            if isinstance(error, StorageError):
-                raise
             failure = write_refused("beginning the save", target.path, error)
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                failure.message += f"; the directory that holds the checkpoint must be {needed}"
+                failure.message += "; the directory that holds the checkpoint must be readable and writable"
             raise failure from error
         self._files_fd = self._staging.files_fd
         self.shard_names, self.takes_index = self._plan.shards, self._plan.index is not None
@@ -425,7 +423,9 @@ class LocalTransaction(FilesTransaction):
             return
         with refusals("publishing the checkpoint", self.path, write_refused):
             if self._plan.commit == "replacement":
-                keep_tree(self._home_fd, self._target.name, self._files_fd)
+                replaced = attributes_at(self._home_fd, self._target.name, follow_symlinks=False)
+                if replaced is not None and stat.S_ISDIR(replaced.status.st_mode):
+                    replaced.apply(self._files_fd)
                 if self._durable:
                     _sync_tree(self.files_path)
             with ExitStack() as stack:

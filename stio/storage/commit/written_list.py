@@ -27,7 +27,7 @@ from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
 from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, write_small
 from stio.storage.commit.retention import WrittenFiles, remove_unchanged, survey
-from stio.storage.commit.staging_dir import KEPT_BY_SYSTEM
+from stio.storage.commit.staging_dir import KEPT_BY_SYSTEM, OLD_NAME, STAGING_PREFIX, put_back
 from stio.storage.commit.target import DirectoryIdentity, directory_identity, identity_at
 
 LIST_NAME = ".stio-written.json"
@@ -84,7 +84,23 @@ def read_list(directory: str, within: str) -> WrittenFiles | None:
     return None
 
 
-def merge_replaced(aside: str, aside_fd: int, home_fd: int, name: str) -> bool:
+def put_back_replaced(home_fd: int, home: str, save_id: str, old_fd: int) -> None:
+    """Put back what a save has set aside, unless its commit is in place; then keep what others have added.
+
+    Args:
+        home_fd: The directory that holds the destination.
+        home: Path of this directory.
+        save_id: The save's id.
+        old_fd: The directory `OLD_NAME` of its staging directory.
+
+    Raises:
+        OSError: The operating system reported an error.
+    """
+    aside = os.path.join(home, STAGING_PREFIX + save_id, OLD_NAME)
+    put_back(home_fd, home, old_fd, lambda name: _merge_replaced(aside, old_fd, home_fd, name))
+
+
+def _merge_replaced(aside: str, aside_fd: int, home_fd: int, name: str) -> bool:
     """Delete what a save published in a directory, and move what others have added into the one that replaced it.
 
     Without a valid list nothing is changed. What is in the list and was changed since stays where it is. So does what

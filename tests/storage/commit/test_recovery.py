@@ -454,19 +454,6 @@ def owner_runs(left: Path, owner: dict[str, Any] | str) -> bool:
         os.close(fd)
 
 
-@pytest.mark.parametrize("kind", ["directory", "file"])
-def test_what_was_set_aside_may_have_the_name_of_a_lock(tmp_path: Path, kind: str) -> None:
-    aside = tmp_path / ".stio-aside-0123456789"
-    (aside / "lock").mkdir(parents=True)
-    if kind == "file":
-        (aside / "lock").rmdir()
-        (aside / "lock").write_text('{"version": 9}')
-    old = time.time() - 3600
-    os.utime(aside, (old, old))
-    assert collect_garbage(tmp_path, max_age_seconds=1800).undone == (str(aside),)
-    assert (tmp_path / "lock").exists() and not aside.exists()
-
-
 def test_two_recoveries_at_once(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(15, 75, 4):
         place = fast_path / str(n)
