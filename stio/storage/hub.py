@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from stio.errors import CheckpointNotFoundError, StioError, StorageError, install_command, listed, one_line
+from stio.errors import CheckpointNotFoundError, StioError, StorageError, install_command, one_line
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_checkpoint
 from stio.runtime.calls import Call
 from stio.runtime.log import log
@@ -62,10 +62,8 @@ _MAX_TEXT = 300
 class _UnreachableError(Exception):
     """The hub did not answer, or may not be contacted; the cache may have what is needed."""
 
-    def __init__(self, error: StioError, reason: str) -> None:
+    def __init__(self, error: StioError) -> None:
         super().__init__(str(error))
-        self.reason = reason
-        """The message without its consequence."""
         self.error = error
         """What to raise if the cache does not have it."""
 
@@ -178,7 +176,7 @@ class HubRoot:
             cached = self._inside(self._cached_files())
             if any(name in cached for name in _CHECKPOINTS):
                 return cached
-            self._list(cached)
+            self._list()
         return self._inside(self._files or ())
 
     def resolve(self) -> str:
@@ -195,7 +193,7 @@ class HubRoot:
         """Return the names of all files of the directory, as the hub lists them, sorted; raises what `listdir` does."""
         self._resolve()
         if self._files is None:
-            self._list(())
+            self._list()
         return self.listdir()
 
     def open_ahead(self, names: Sequence[str]) -> None:
@@ -264,24 +262,14 @@ class HubRoot:
         self._has_ref = cached == self._commit
         self.path = location.shown(self._commit)
 
-    def _list(self, cached: Sequence[str]) -> None:
-        """Get the files of the commit from the hub; `cached` are those of the directory that the cache has."""
-        if self._unreachable is None:
-            try:
-                _, self._files = self._listed(self._commit)
-                return
-            except _UnreachableError as error:
-                self._unreachable = error
-        found = [name for name in cached if names_checkpoint(name)]
-        if not found:
-            raise self._unreachable.error from self._unreachable.__cause__
-        # A file that is alone in the cache may be one of several in the repository.
-        raise CheckpointNotFoundError(
-            f"{self._unreachable.reason}, and its cache does not show which file is the checkpoint; give the URL of "
-            "the file",
-            path=self.path,
-            found=listed(found),
-        ) from self._unreachable.__cause__
+    def _list(self) -> None:
+        """Get the files of the commit from the hub: a file that is alone in the cache may be one of several."""
+        try:
+            if self._unreachable is not None:
+                raise self._unreachable
+            _, self._files = self._listed(self._commit)
+        except _UnreachableError as error:
+            raise error.error from error.__cause__
 
     def _listed(self, revision: str | None) -> tuple[str, frozenset[str]]:
         """Return the commit of a revision, and its files, as the hub lists them."""
@@ -375,19 +363,19 @@ class HubRoot:
             words, remedy = "the hub is not contacted (HF_HUB_OFFLINE is set)", "; load it once with the hub"
             if name:
                 return StorageError(f"{words}, and its cache does not have the file{remedy}", path=path, errno=ENOENT)
-            missing = CheckpointNotFoundError(f"{words}, and its cache does not have this revision{remedy}", path=path)
-            return _UnreachableError(missing, words)
+            missing = CheckpointNotFoundError(
+                f"{words}, and its cache does not show the checkpoint{remedy}, or give the URL of a file",
+                path=path,
+            )
+            return _UnreachableError(missing)
         for kind, message in _MISSING.items():
             if kind in kinds and not (is_local and kind == "EntryNotFoundError"):
                 return CheckpointNotFoundError(message, path=path)
         text, status = _text_of(reason), getattr(getattr(reason, "response", None), "status_code", 0)
         is_refused = 400 <= status < 500 and status not in (408, 429)
         if kinds & _UNREACHABLE and not is_refused:
-            words = "the hub cannot be reached, or did not answer"
-            return _UnreachableError(
-                StorageError(f"{words}; check network, proxy and HF_ENDPOINT: {text}", path=path, errno=EHOSTUNREACH),
-                words,
-            )
+            message = f"the hub cannot be reached, or did not answer; check network, proxy and HF_ENDPOINT: {text}"
+            return _UnreachableError(StorageError(message, path=path, errno=EHOSTUNREACH))
         # Its parts that are not Python raise RuntimeError.
         if "InvalidURL" in kinds or isinstance(error, OSError | RuntimeError | ValueError):
             return StorageError(

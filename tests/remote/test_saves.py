@@ -30,7 +30,7 @@ from stio.storage.remote import folder as remote_folder
 from stio.storage.remote import save as remote_save
 from stio.storage.remote.source import RemoteRoot
 
-pytestmark = pytest.mark.usefixtures("_honours_conditions", "_no_uploads")
+pytestmark = pytest.mark.usefixtures("_no_uploads")
 
 # What is there.
 

@@ -113,6 +113,11 @@ class Failure:
         return self.kind in ("busy", "stalled", "broken", "unreachable")
 
     @property
+    def requested_pause(self) -> str:
+        """What a message says of the pause that the server requests."""
+        return f"; it requests a pause of {self.retry_after_seconds:g} s" if self.retry_after_seconds else ""
+
+    @property
     def is_slow(self) -> bool:
         """Whether a long time passed before it was known, so that few attempts are made."""
         return self.kind in _SLOW
@@ -129,44 +134,32 @@ class Failure:
             expected: Identity of the object, if it was opened before.
             work: What it was for.
         """
-        tried = f" (in {attempts} attempts)" if attempts > 1 else ""
-        cause = f": {self.cause}" if self.cause else ""
-        if self.kind == "missing" and expected is None:
-            return CheckpointNotFoundError(f"the store has no such object{cause}", path=path)
-        if self.kind == "no bucket" and work == "load":
-            return CheckpointNotFoundError(
-                f"there is no such bucket or container; check the URL and the endpoint{cause}", path=path
-            )
         if self.kind == "changed" and work == "save":
             return ConcurrentSaveError("another save changed the destination at the same time", path=path)
-        if self.kind in ("missing", "changed") or (self.kind == "range" and expected is not None):
-            what = "removed" if self.kind == "missing" else "replaced"
+        if self.kind == "changed" or (expected is not None and self.kind in ("missing", "range")):
             return ChangedDuringReadError(
-                f"the object was {what} while it was being read; load it again",
+                "the object was removed or replaced while it was being read; load it again",
                 path=path,
                 expected=None if expected is None else str(expected),
-            )
-        if self.kind == "stalled":
-            return StallTimeoutError(
-                f"the store sent {self.rate or 'no bytes'} for {stall_seconds:g} s{tried}; check the network, or "
-                f"{work} again{cause}",
-                path=path,
-                errno=errno.ETIMEDOUT,
             )
         what, remedy, number = _MESSAGES[self.kind]
         if self.kind == "panic" and (names := set_variables(path.partition("://")[0])):
             remedy = f"{remedy}; these variables are set: {listed(names)}"
-        pause = f"; it requests a pause of {self.retry_after_seconds:g} s" if self.retry_after_seconds else ""
-        return StorageError(
-            f"{what}{tried}; {remedy.format(work=work)}{pause}{cause}",
-            path=path,
-            errno=number,
-            found=PAGE if self.kind == "page" else None,
-        )
+        what = what.format(rate=self.rate or "no bytes", seconds=stall_seconds)
+        tried = f" (in {attempts} attempts)" if attempts > 1 else ""
+        cause = f": {self.cause}" if self.cause else ""
+        if self.kind == "missing" or (self.kind == "no bucket" and work == "load"):
+            return CheckpointNotFoundError(f"{what}{cause}", path=path)
+        text = f"{what}{tried}; {remedy.format(work=work)}{self.requested_pause}{cause}"
+        if self.kind == "stalled":
+            return StallTimeoutError(text, path=path, errno=number)
+        return StorageError(text, path=path, errno=number, found=PAGE if self.kind == "page" else None)
 
 
 _MESSAGES: dict[Kind, tuple[str, str, int]] = {
     "busy": ("the store could not answer", "{work} again later", errno.EBUSY),
+    "stalled": ("the store sent {rate} for {seconds:g} s", "check the network, or {work} again", errno.ETIMEDOUT),
+    "missing": ("the store has no such object", "", errno.ENOENT),
     "broken": ("the connection to the store broke", "{work} again", errno.ECONNRESET),
     "unreachable": ("the store cannot be reached", "check address, endpoint and proxy", errno.EHOSTUNREACH),
     "wrong": ("the store did not send what was requested", "do not use this server or proxy", errno.EPROTO),
@@ -177,7 +170,7 @@ _MESSAGES: dict[Kind, tuple[str, str, int]] = {
         "AWS_SKIP_SIGNATURE=true, GOOGLE_SKIP_SIGNATURE=true for what is public",
         errno.EACCES,
     ),
-    "no bucket": ("there is no such bucket or container", "make it, or check the URL and the endpoint", errno.ENOENT),
+    "no bucket": ("there is no such bucket or container; check the URL and the endpoint", "or make it", errno.ENOENT),
     "no name": ("the name of the object is not allowed", "use another one", errno.EINVAL),
     "denied": ("the store refuses access", "check the credentials, and what they allow", errno.EACCES),
     "unranged": (

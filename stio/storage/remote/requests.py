@@ -240,20 +240,16 @@ class Attempts:
                 expected=self._expected,
                 work=self._work,
             )
-        most = patience.num_stalls if failure.is_slow else patience.num_attempts
-        if failure.is_throttled and patience.busy_seconds:
-            most = 0  # it is a matter of time
         detail = failure.cause or failure.rate
-        requested = f"; the store requests a pause of {failure.retry_after_seconds:g} s"
         log(
             requester.warnings.level(),
-            "%s: attempt %d%s failed (%s%s); trying again%s",
+            "%s: attempt %d of %d failed (%s%s); trying again%s",
             self._path,
             self.number,
-            f" of {most}" if most else "",
+            patience.num_stalls if failure.is_slow else patience.num_attempts,
             failure.kind,
             f": {detail}" if detail else "",
-            requested if failure.retry_after_seconds else "",
+            failure.requested_pause,
         )
         if failure.kind == "expired":
             self._renewed = True
@@ -296,7 +292,7 @@ class Requester:
         self._store = self._connect()
 
     def begin(self, request: Callable[[Any], T]) -> Call[T]:
-        """Start the first attempt at a request, which gets the store; `run` waits for its answer."""
+        """Start one attempt at a request, which gets the store."""
         require_usable(self._path)
         store, watch = self._store, RateWatch(self.patience.stall_seconds, in_pieces=True)
 
@@ -317,7 +313,6 @@ class Requester:
         expected: object = None,
         work: Work = "load",
         again: Callable[[Any], T] | None = None,
-        first: Call[T] | None = None,
     ) -> T:
         """Make a request, and wait for its answer; repeat it while it fails, and may succeed.
 
@@ -327,14 +322,13 @@ class Requester:
             expected: Identity of the object, if it was opened before.
             work: What it is for.
             again: The same request by a client that says more about a refusal than obstore does.
-            first: The first attempt, if `begin` has started it already.
 
         Raises:
             Cancelled: The calling thread should end (`is_interrupted`).
             StioError: The request failed; see `Failure.error`.
         """
         attempts = Attempts(self, path, expected=expected, work=work)
-        call, first = first or self.begin(request), None
+        call = self.begin(request)
         while True:
             try:
                 return call.result()

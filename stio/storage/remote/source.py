@@ -20,7 +20,7 @@ from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.memory import Region
 from stio.runtime.workers import WorkerPool
-from stio.storage.base import Identity, Requests
+from stio.storage.base import Identity, Requests, Source
 from stio.storage.checks import cut_short
 from stio.storage.remote.failures import (
     PAGE,
@@ -351,8 +351,8 @@ class RemoteSource:
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the regions, one after the other, with the bytes from `offset` on. Blocks.
 
-        A long read is several requests at one time. On a thread of stio's, `Cancelled` is raised within a second after
-        the thread should end (`stio.runtime.operation.is_interrupted`).
+        On a thread of stio's, `Cancelled` is raised within a second after the thread should end
+        (`stio.runtime.operation.is_interrupted`).
 
         Raises:
             TruncatedError: The object ends before the last region is full.
@@ -360,42 +360,23 @@ class RemoteSource:
             StallTimeoutError: The store sent no bytes for too long.
             StorageError: The request failed.
         """
-        end = offset + sum(region.nbytes for region in regions)
-        if end == offset:
-            return
-        if end > self.identity.nbytes:
-            raise cut_short(self.path, self.identity.nbytes, end - max(offset, self.identity.nbytes))
+        end = _end_of(self, offset, regions)
         target = _Target(regions)
-        head = self._head
-        if head is not None and end <= len(head):
-            target.fill(head, offset, end)
+        if self._head is not None and end <= len(self._head):
+            target.fill(self._head, offset, end)
             return
         self._head = None  # the header was read: only tensors follow
-        for data in self._ranges(offset, end):
-            target.fill(data, 0, len(data))
-
-    def _ranges(self, offset: int, end: int) -> Iterator[Any]:
-        """Yield the bytes of a range, one request's at a time; a few requests are under way."""
-        step = self.requests.nbytes
-        whole = 1 if end - offset < 2 * step else max(1, min(_MOST_AT_ONCE, self.requests.num_in_flight))
-        ahead: list[tuple[Call[Answer], Range]] = []
-        at = offset
-        while at < end or ahead:
-            while at < end and len(ahead) < whole:
-                stop = end if whole == 1 else min(at + step, end)
-                wanted = Range(self._key, self.path, at, stop, self.identity)
-                ahead.append((self._requester.begin(partial(_get, wanted=wanted)), wanted))
-                at = stop
-            call, wanted = ahead.pop(0)
-            answer = self._answer(wanted, call)
-            del call
+        step = 2 * self.requests.nbytes  # reads of a load are shorter; a header may be longer
+        for at in range(offset, end, step):
+            stop = min(at + step, end)
+            answer = self._answer(Range(self._key, self.path, at, stop, self.identity))
             self.identity.require_same(answer.identity, self.path)
-            yield from answer.pieces
+            for data in answer.pieces:
+                target.fill(data, 0, len(data))
 
-    def _answer(self, wanted: Range, first: Call[Answer] | None = None) -> Answer:
-        """Return a range, by a request of which the first attempt may be under way."""
+    def _answer(self, wanted: Range) -> Answer:
         request, again = partial(_get, wanted=wanted), self._again(wanted)
-        return self._requester.run(request, self.path, expected=self.identity, again=again, first=first)
+        return self._requester.run(request, self.path, expected=self.identity, again=again)
 
     def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if the store has another state of the object by now, or none.
@@ -448,11 +429,7 @@ class WholeObject:
 
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the regions, one after the other, with the bytes from `offset` on; see `RemoteSource.read_into`."""
-        end = offset + sum(region.nbytes for region in regions)
-        if end == offset:
-            return
-        if end > self.identity.nbytes:
-            raise cut_short(self.path, self.identity.nbytes, end - max(offset, self.identity.nbytes))
+        end = _end_of(self, offset, regions)
         if end <= len(self._head):
             _Target(regions).fill(self._head, offset, end)
             return
@@ -526,28 +503,33 @@ class WholeObject:
             self._piece, self._begin = self._next(stream), stop
 
 
-_MOST_AT_ONCE = 8
-"""Requests of one read. Several threads read at one time."""
+def _end_of(source: Source, offset: int, regions: Sequence[Region]) -> int:
+    """Return where a read ends; raise `TruncatedError` if the object ends before."""
+    end, nbytes = offset + sum(region.nbytes for region in regions), source.identity.nbytes
+    if end > nbytes:
+        raise cut_short(source.path, nbytes, end - max(offset, nbytes))
+    return end
 
 
 class _Target:
     """Regions that are filled one after the other."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
-        self._regions = iter(regions)
-        self._region = next(self._regions)
+        self._left = [*regions][::-1]
         self._at = 0
 
     def fill(self, data: Any, begin: int, end: int) -> None:
         """Fill with a part of some memory."""
         address = np.frombuffer(data, np.uint8).ctypes.data
         while begin < end:
-            while self._at == self._region.nbytes:
-                self._region, self._at = next(self._regions), 0
-            nbytes = min(end - begin, self._region.nbytes - self._at)
-            memory.move(self._region.address + self._at, address + begin, nbytes)
+            region = self._left[-1]
+            nbytes = min(end - begin, region.nbytes - self._at)
+            memory.move(region.address + self._at, address + begin, nbytes)
             self._at += nbytes
             begin += nbytes
+            if self._at == region.nbytes:
+                self._left.pop()
+                self._at = 0
 
 
 # Requests. Each function is called with the store, on a thread that may be left behind.

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -46,6 +46,7 @@ from stio.storage.remote.settings import (
 
 _CONNECT_SECONDS = 10
 _SIGNED_SECONDS = 900  # used at once; clocks differ, and S3 allows as much
+_MOST_RETRIES = 1000
 _REQUEST_SECONDS = 600  # a bound for a server that sends a byte now and then
 
 Query = Mapping[str, str]
@@ -168,6 +169,10 @@ def new_store(
         "read_timeout": timedelta(seconds=stall_seconds),
         "timeout": timedelta(seconds=max(_REQUEST_SECONDS, 2 * stall_seconds)),
     }
+    retries: dict[str, Any] = {"max_retries": num_retries}
+    if num_retries and retry_seconds:
+        pauses = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 2}
+        retries = {"max_retries": _MOST_RETRIES, "retry_timeout": timedelta(seconds=retry_seconds), "backoff": pauses}
     try:
         if location.scheme in ("http", "https"):
             target = without_user(location.store)
@@ -187,7 +192,7 @@ def new_store(
         return maker_of(location.scheme)(
             target,
             client_options=client | dict(client_options or {}),
-            retry_config=_retries(num_retries, retry_seconds),
+            retry_config=retries,
             **settings,
         )
     except (exceptions.BaseError, ValueError, TypeError) as error:
@@ -199,16 +204,6 @@ def new_store(
         raise StorageError(f"the settings for this store are wrong: {reason}{advice}", path=location.shown) from None
     except BaseException as error:
         raise without_panic(error) from None
-
-
-def _retries(num_retries: int, seconds: float) -> dict[str, Any]:
-    if not num_retries or not seconds:
-        return {"max_retries": num_retries}
-    pauses = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 2}
-    return {"max_retries": _MOST_RETRIES, "retry_timeout": timedelta(seconds=seconds), "backoff": pauses}
-
-
-_MOST_RETRIES = 1000
 
 
 def _settings(
@@ -404,17 +399,13 @@ def _boto3_provider(profile: str | None) -> Callable[[], Any] | None:
         session = import_module("boto3").Session(profile_name=profile)
         provider: Callable[[], Any] = import_module("obstore.auth.boto3").Boto3CredentialProvider(session=session)
         return provider
-    except ImportError:
+    except Exception as error:  # no boto3; or botocore's own classes: no such profile, no credentials
         if profile is None:
             return None
-        raise ImportError(
-            f"the AWS profile {profile!r} has no keys of its own; boto3 gets them: pip install boto3, or put them into "
-            'the environment: eval "$(aws configure export-credentials --format env)"'
+        raise StorageError(
+            f"the AWS profile {profile!r} has no keys of its own, and boto3, which gets them (pip install boto3), has "
+            f"none: {error}"
         ) from None
-    except Exception as error:  # botocore has its own classes: no such profile, no credentials
-        if profile is None:
-            return None
-        raise StorageError(f"the AWS profile {profile!r} gives no credentials: {error}") from None
 
 
 # Azure.
@@ -502,7 +493,7 @@ def _by_web_identity(url: str) -> Mapping[str, Any]:
     except ElementTree.ParseError:
         found = None
     fields = {} if found is None else {one.tag.rpartition("}")[2]: one.text or "" for one in found}
-    return _credentials("AWS_WEB_IDENTITY_TOKEN_FILE", fields, key="AccessKeyId", token="SessionToken")
+    return _credentials("AWS_WEB_IDENTITY_TOKEN_FILE", fields, token="SessionToken")
 
 
 def _by_container(url: str, name: str) -> Mapping[str, Any]:
@@ -516,24 +507,23 @@ def _by_container(url: str, name: str) -> Mapping[str, Any]:
         fields = json.loads(answer)
     except (ValueError, RecursionError):
         fields = {}
-    return _credentials(name, fields if isinstance(fields, dict) else {}, key="AccessKeyId", token="Token")
+    return _credentials(name, fields if isinstance(fields, dict) else {}, token="Token")
 
 
-def _credentials(name: str, fields: Mapping[str, Any], *, key: str, token: str) -> Mapping[str, Any]:
+def _credentials(name: str, fields: Mapping[str, Any], *, token: str) -> Mapping[str, Any]:
     """Return what obstore takes, of the fields of an answer."""
-    values = {one: str(fields.get(one) or "").strip() for one in (key, "SecretAccessKey", token, "Expiration")}
-    if not values[key] or not values["SecretAccessKey"]:
-        raise CredentialsError(f"the service of credentials for {name} did not answer with any")
+    names = ("AccessKeyId", "SecretAccessKey", token, "Expiration")
+    key, secret, session, until = (str(fields.get(one) or "").strip() for one in names)
     try:
-        expires = datetime.fromisoformat(values["Expiration"]) if values["Expiration"] else None
+        expires = datetime.fromisoformat(until) if until else None
     except ValueError:
-        raise CredentialsError(f"the service of credentials for {name} did not say until when they are valid") from None
-    if expires is not None and expires.tzinfo is None:
-        expires = expires.replace(tzinfo=UTC)
+        key = ""
+    if not key or not secret:
+        raise CredentialsError(f"the service of credentials for {name} did not answer with any")
     return {
-        "access_key_id": _one_line(values[key], name),
-        "secret_access_key": values["SecretAccessKey"],
-        "token": _one_line(values[token], name) or None,
+        "access_key_id": _one_line(key, name),
+        "secret_access_key": secret,
+        "token": _one_line(session, name) or None,
         "expires_at": expires,
     }
 
