@@ -202,7 +202,7 @@ def resolve_links(path: str) -> str:
     if not _HAVE_DIR_FD:
         return os.path.realpath(path)
     resolved, num_links = os.sep, 0
-    ahead = os.path.join(os.getcwd(), path).split(os.sep)[::-1]
+    ahead = (path if os.path.isabs(path) else os.path.join(os.getcwd(), path)).split(os.sep)[::-1]
     while ahead:
         name = ahead.pop()
         if name in ("", "."):

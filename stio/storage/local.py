@@ -65,9 +65,8 @@ _READ_MAX_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB a call, macOS ref
 
 
 def function_of(library: Any, name: str, restype: Any, *argtypes: Any) -> Any:
-    """Return a function of the C library that takes 64-bit offsets, None where it has none of this name."""
-    # Where `off_t` has 32 bits (glibc on 32-bit machines), only the name with 64 takes large offsets.
-    function = getattr(library, f"{name}64", None) or getattr(library, name, None)
+    """Return a function of the C library, None where it has none of this name."""
+    function = getattr(library, name, None)
     if function is not None:
         function.restype, function.argtypes = restype, argtypes
     return function

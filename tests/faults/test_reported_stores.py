@@ -603,7 +603,7 @@ def test_c341_a_connection_that_trickles_is_a_stall(begin: int, by: str) -> None
         patience = Patience(num_attempts=2, num_stalls=2, stall_seconds=1.0)
         root = one_file(server.url, patience=patience)
         began = time.monotonic()
-        with pytest.raises(StallTimeoutError, match=r"sent (only|fewer than) [\d,]+ bytes/s for 1 s") as caught:
+        with pytest.raises(StallTimeoutError, match=r"sent (only|fewer than) [\d,]+ bytes/s for too long") as caught:
             sync.load(root)
         assert time.monotonic() - began < 20
         assert caught.value.errno == errno.ETIMEDOUT

@@ -115,8 +115,9 @@ class Publication:
                 calls.make_directory(OLD_NAME, dir_fd=staging_fd)
                 old_fd = stack.enter_context(closing(calls.open_directory(OLD_NAME, dir_fd=staging_fd)))
                 self.needs_recovery = True  # until nothing is set aside any more
-                calls.rename(name, name, source_fd=home_fd, target_fd=old_fd)
             try:
+                if old_fd >= 0:
+                    calls.rename(name, name, source_fd=home_fd, target_fd=old_fd)
                 calls.rename(FILES_NAME, name, source_fd=staging_fd, target_fd=home_fd)
             except OSError:
                 if old_fd >= 0:

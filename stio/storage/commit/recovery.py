@@ -3,7 +3,8 @@
 A save works in `.stio-<id>` and holds a lock on a file in it until it ends. On a filesystem of this machine a
 free lock means a dead owner: the save is rolled forward or back by its journal record, then the directory is renamed to
 `.stio-trash-<id>` and deleted. What a dead owner has set aside is put back. On other filesystems locks may not reach
-other machines: there the age decides too.
+other machines: there the age decides too. It is measured by the clock of the filesystem, since the clocks of machines
+differ.
 
 A save does not need the recovery that it begins with: what could not be recovered, since another save holds the lock of
 the directory, is left to a later one.
@@ -14,8 +15,10 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import re
+import secrets
 import socket
 import stat
 import time
@@ -103,7 +106,7 @@ def collect_garbage(
         path: A destination of saves. A save works in the destination or in its parent; both are searched.
         max_age_seconds: On filesystems whose locks do not show whether an owner runs (NFS, FUSE and similar ones),
             younger staging directories are not changed.
-        dry_run: Change nothing; the report has what would be done now.
+        dry_run: Change nothing; the report has what would be done now. Ages are then by the clock of this machine.
 
     Returns:
         Paths of the staging directories, by what was done with them.
@@ -214,7 +217,7 @@ def _recover_one(
             fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=home_fd)))
             if not _is_trusted(home_fd, os.fstat(fd)):
                 return "kept", None
-            lock = _open_lock(fd, may_create=not dry_run)
+            lock = _open_lock(home_fd, fd, may_create=not dry_run)
         except FileNotFoundError:
             return None, None
         if lock is None:
@@ -223,7 +226,7 @@ def _recover_one(
         held = calls.try_lock(lock)
         if held:
             stack.callback(calls.unlock, lock)
-        is_old = _age_seconds(lock) >= max_age_seconds
+        is_old = _age_seconds(home_fd, lock, dry_run=dry_run) >= max_age_seconds
         if held is False or not ((held and is_local(lock)) or (is_old and not _owner_runs_here(lock))):
             return "kept", None
         if not is_same(home_fd, name, fd):
@@ -253,12 +256,12 @@ def _is_trusted(home_fd: int, found: os.stat_result | None) -> bool:
     return found is None or not home.st_mode & stat.S_ISVTX or found.st_uid in (os.geteuid(), home.st_uid)
 
 
-def _open_lock(fd: int, *, may_create: bool) -> int | None:
+def _open_lock(home_fd: int, fd: int, *, may_create: bool) -> int | None:
     """Open the lock of a staging directory; None if its owner may be about to create it."""
     try:
         return calls.open_file(LOCK_NAME, os.O_RDWR, dir_fd=fd)
     except FileNotFoundError:
-        if _age_seconds(fd) < _UNLOCKED_SECONDS:
+        if _age_seconds(home_fd, fd, dry_run=not may_create) < _UNLOCKED_SECONDS:
             return None
     if not may_create:
         return calls.open_directory(".", dir_fd=fd)  # in place of the lock: an owner that has made none by now is dead
@@ -269,9 +272,23 @@ def _open_lock(fd: int, *, may_create: bool) -> int | None:
         return None
 
 
-def _age_seconds(fd: int) -> float:
-    """Return the time since an open file or directory was changed."""
-    return time.time() - os.fstat(fd).st_mtime
+def _age_seconds(home_fd: int, fd: int, *, dry_run: bool) -> float:
+    """Return the time since a file, or a directory, of a directory was changed.
+
+    A network filesystem sets that time by its own clock, which may differ from the one of this machine by hours. So it
+    is compared with the time of a new directory beside it; in a dry run with this machine's clock.
+    """
+    changed = os.fstat(fd).st_mtime
+    if dry_run:
+        return time.time() - changed
+    name = DELETED_PREFIX + secrets.token_hex(5)  # if this process dies, the next recovery deletes it
+    try:
+        calls.make_directory(name, dir_fd=home_fd, mode=0o700)
+        made = status_at(home_fd, name)
+        calls.remove_directory(name, dir_fd=home_fd)
+    except OSError:  # nothing can be recovered here
+        return -math.inf
+    return -math.inf if made is None else made.st_mtime - changed
 
 
 def _owner_runs_here(lock_fd: int) -> bool:

@@ -24,7 +24,7 @@ from stio.errors import listed, printable
 from stio.format.naming import INDEX_SUFFIX, MANIFEST_SUFFIX
 from stio.runtime.log import log
 from stio.storage.base import Identity
-from stio.storage.checks import refusals, refused, resolve_links
+from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
 from stio.storage.commit.files import closing, remove_file
@@ -105,11 +105,8 @@ def remove_checkpoint(written: WrittenFiles, *, spare: Set[str] = frozenset()) -
     Raises:
         StorageError: The operating system reported an error.
     """
-    removal = _Removal(written, spare)
-    try:
-        removal.run()
-    except OSError as error:
-        raise refused("deleting the old checkpoint", removal.path, error) from error
+    with refusals("deleting the old checkpoint", next(iter(written.files), ""), caught=(OSError,)):
+        _Removal(written, spare).run()
 
 
 def remove_unchanged(dir_fd: int, name: str, path: str, written: WrittenFiles) -> bool:
@@ -137,8 +134,6 @@ class _Removal:
         self._files, self._directories, self._made = written.files, written.directories, written.made
         self._spare = spare
         self._warned: set[str] = set()
-        self.path = next(iter(written.files), "")
-        """What it works on, for messages."""
 
     def run(self) -> None:
         made = sorted(self._made)
@@ -158,7 +153,7 @@ class _Removal:
 
     def _remove_whole(self, path: str) -> None:
         """Delete a directory that the save made, if it holds only what was written with it."""
-        parent, name = os.path.split(self._at(path))
+        parent, name = os.path.split(path)
         with self._opened(parent) as fd:
             if fd is None:
                 return
@@ -222,7 +217,7 @@ class _Removal:
 
     def _remove_empty(self, path: str) -> None:
         """Delete a directory that the save made, if it is empty and the same one."""
-        parent, name = os.path.split(self._at(path))
+        parent, name = os.path.split(path)
         with self._opened(parent) as fd:
             if fd is None:
                 return
@@ -236,7 +231,7 @@ class _Removal:
 
     def _remove_files(self, directory: str, names: list[str]) -> None:
         """Delete files of one directory that are those of the save."""
-        with self._opened(self._at(directory)) as fd:
+        with self._opened(directory) as fd:
             if fd is None:
                 return
             for name in names:
@@ -269,10 +264,6 @@ class _Removal:
         if warn and not is_same:
             self._warn(path, "another directory has its name")
         return is_same
-
-    def _at(self, path: str) -> str:
-        self.path = path
-        return path
 
     def _warn(self, path: str, reason: str) -> None:
         if path not in self._warned and path not in self._spare:

@@ -517,7 +517,12 @@ class Invitation:
         """
         try:
             values = json.loads(text)  # not by msgspec: paths may have surrogates
-            return cls(**{**values, "shard_names": tuple(values["shard_names"])})
+            found = cls(**{**values, "shard_names": tuple(values["shard_names"])})
+            texts = (found.staging, found.nonce, found.destination, *found.shard_names)
+            flags = (found.is_file, found.durable)
+            if not (all(isinstance(one, str) for one in texts) and all(isinstance(one, bool) for one in flags)):
+                raise TypeError("a field has another type")
+            return found
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise StorageError("another process has sent no valid invitation to its save", found=text[:80]) from error
 

@@ -81,6 +81,9 @@ class RefusedError(Exception):
         self.region = region
 
 
+LEAST_BYTES_PER_SECOND = 4096
+"""A connection that sends less, for the time of a stall, counts as stalled. 32 connections share 130 kB/s then."""
+
 WEB_PAGE = "a web page (HTML)"
 
 PAGE = "no answer of a store"
@@ -99,8 +102,6 @@ class Failure:
     """The pause that the server requests; 0: none."""
     is_throttled: bool = False
     """Whether the store says that it refuses the request for the moment (429, 503)."""
-    rate: str = ""
-    """How fast the bytes came, of a stall; "": not at all."""
 
     @property
     def may_succeed(self) -> bool:
@@ -122,15 +123,12 @@ class Failure:
         """Whether a long time passed before it was known, so that few attempts are made."""
         return self.kind in _SLOW
 
-    def error(
-        self, path: str, attempts: int, *, stall_seconds: float, expected: object = None, work: Work = "load"
-    ) -> StioError:
+    def error(self, path: str, attempts: int = 1, *, expected: object = None, work: Work = "load") -> StioError:
         """Return the error to raise.
 
         Args:
             path: URL of the object, without secrets.
             attempts: Number of attempts that were made.
-            stall_seconds: Longest time without a byte.
             expected: Identity of the object, if it was opened before.
             work: What it was for.
         """
@@ -145,7 +143,6 @@ class Failure:
         what, remedy, number = _MESSAGES[self.kind]
         if self.kind == "panic" and (names := set_variables(path.partition("://")[0])):
             remedy = f"{remedy}; these variables are set: {listed(names)}"
-        what = what.format(rate=self.rate or "no bytes", seconds=stall_seconds)
         tried = f" (in {attempts} attempts)" if attempts > 1 else ""
         cause = f": {self.cause}" if self.cause else ""
         if self.kind == "missing" or (self.kind == "no bucket" and work == "load"):
@@ -158,7 +155,11 @@ class Failure:
 
 _MESSAGES: dict[Kind, tuple[str, str, int]] = {
     "busy": ("the store could not answer", "{work} again later", errno.EBUSY),
-    "stalled": ("the store sent {rate} for {seconds:g} s", "check the network, or {work} again", errno.ETIMEDOUT),
+    "stalled": (
+        f"the store sent fewer than {LEAST_BYTES_PER_SECOND:,} bytes/s for too long",
+        "check the network, or {work} again",
+        errno.ETIMEDOUT,
+    ),
     "missing": ("the store has no such object", "", errno.ENOENT),
     "broken": ("the connection to the store broke", "{work} again", errno.ECONNRESET),
     "unreachable": ("the store cannot be reached", "check address, endpoint and proxy", errno.EHOSTUNREACH),
@@ -212,12 +213,11 @@ class RequestError(Exception):
     Args:
         kind: See `Failure`.
         cause: See `Failure`.
-        rate: See `Failure`.
     """
 
-    def __init__(self, kind: Kind, cause: str = "", *, rate: str = "") -> None:
-        self.failure = Failure(kind, cause, rate=rate)
-        super().__init__(cause or rate)
+    def __init__(self, kind: Kind, cause: str = "") -> None:
+        self.failure = Failure(kind, cause)
+        super().__init__(cause)
 
 
 def failure_of(error: BaseException) -> Failure:

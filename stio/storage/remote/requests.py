@@ -32,6 +32,7 @@ from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.log import RareWarnings, log
 from stio.runtime.operation import Cancelled, is_interrupted
 from stio.storage.remote.failures import (
+    LEAST_BYTES_PER_SECOND,
     WEB_PAGE,
     Failure,
     RefusedError,
@@ -42,9 +43,6 @@ from stio.storage.remote.failures import (
 )
 from stio.storage.remote.settings import added_authorities
 
-LEAST_BYTES_PER_SECOND = 4096
-"""A connection that sends less, for the time of a stall, counts as stalled. 32 connections share 130 kB/s then."""
-
 _TITLE = re.compile(rb"<title[^>]*>(.{0,200}?)</title", re.IGNORECASE | re.DOTALL)
 
 
@@ -52,16 +50,14 @@ class RateWatch:
     """Judges whether bytes come fast enough. Written by one thread, checked by another.
 
     Args:
-        stall_seconds: The time over which the rate is taken.
-        in_pieces: Bytes are counted by whole pieces of `piece_bytes`, from a library that has a limit of its own for
-            the time without any byte.
+        stall_seconds: The time of a stall. The rate is taken over somewhat more: bytes are counted by whole pieces, and
+            clients have a limit of their own for the time without any byte.
     """
 
-    def __init__(self, stall_seconds: float, *, in_pieces: bool = False) -> None:
+    def __init__(self, stall_seconds: float) -> None:
         self.piece_bytes = max(1, int(LEAST_BYTES_PER_SECOND * stall_seconds))
         """What must come within the time of a stall, at the least rate."""
-        self._seconds = stall_seconds * _PIECES_FACTOR if in_pieces else stall_seconds
-        self._in_pieces = in_pieces
+        self._seconds = stall_seconds * _PIECES_FACTOR
         self._num_bytes = 0
         self._mark: tuple[float, int] | None = None
 
@@ -86,11 +82,8 @@ class RateWatch:
         mark, now = self._mark, time.monotonic()
         if mark is None or now - mark[0] < self._seconds:
             return
-        came = self._num_bytes - mark[1]
-        if came < self.piece_bytes:
-            if self._in_pieces:
-                raise RequestError("stalled", rate=f"fewer than {LEAST_BYTES_PER_SECOND:,} bytes/s")
-            raise RequestError("stalled", rate=f"only {came / (now - mark[0]):,.0f} bytes/s" if came else "")
+        if self._num_bytes - mark[1] < self.piece_bytes:
+            raise RequestError("stalled")
         self._mark = now, self._num_bytes
 
 
@@ -233,14 +226,7 @@ class Attempts:
             failure, self.number, time.monotonic() - self._began, seconds
         )
         if last or not failure.may_succeed or (failure.kind == "expired" and self._renewed):
-            raise failure.error(
-                self._path,
-                self.number,
-                stall_seconds=patience.stall_seconds,
-                expected=self._expected,
-                work=self._work,
-            )
-        detail = failure.cause or failure.rate
+            raise failure.error(self._path, self.number, expected=self._expected, work=self._work)
         log(
             requester.warnings.level(),
             "%s: attempt %d of %d failed (%s%s); trying again%s",
@@ -248,7 +234,7 @@ class Attempts:
             self.number,
             patience.num_stalls if failure.is_slow else patience.num_attempts,
             failure.kind,
-            f": {detail}" if detail else "",
+            f": {failure.cause}" if failure.cause else "",
             failure.requested_pause,
         )
         if failure.kind == "expired":
@@ -294,7 +280,7 @@ class Requester:
     def begin(self, request: Callable[[Any], T]) -> Call[T]:
         """Start one attempt at a request, which gets the store."""
         require_usable(self._path)
-        store, watch = self._store, RateWatch(self.patience.stall_seconds, in_pieces=True)
+        store, watch = self._store, RateWatch(self.patience.stall_seconds)
 
         def work() -> T:
             _thread_local.watch = watch

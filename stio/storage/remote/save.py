@@ -347,8 +347,7 @@ class RemoteTransaction(Uploads):
         )
 
     def _error(self, failure: Failure, name: str) -> StioError:
-        path = f"{self._folder.path}/{name}"
-        return failure.error(path, 1, stall_seconds=self._folder.patience.stall_seconds, work="save")
+        return failure.error(f"{self._folder.path}/{name}", work="save")
 
 
 class _Directory(RemoteTransaction):

@@ -266,7 +266,7 @@ class RemoteRoot:
                 raise
         head = b"".join(map(bytes, answer.pieces))
         if is_page(head) and name.endswith(_NO_PAGES):
-            raise Failure("page", WEB_PAGE).error(path, 1, stall_seconds=self.requester.patience.stall_seconds)
+            raise Failure("page", WEB_PAGE).error(path)
         return RemoteSource(self, key, path, answer.identity, head, self._requests)
 
     def _whole(self, key: str, path: str) -> WholeObject:
@@ -478,7 +478,7 @@ class WholeObject:
         Raises:
             RequestError: It has ended.
         """
-        watch = RateWatch(self._requester.patience.stall_seconds, in_pieces=True)
+        watch = RateWatch(self._requester.patience.stall_seconds)
         watch.begin()
         piece = Call(lambda: next(stream, None), check=watch.check).result()
         if not piece:

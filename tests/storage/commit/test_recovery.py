@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import random
@@ -452,6 +453,49 @@ def owner_runs(left: Path, owner: dict[str, Any] | str) -> bool:
         return recovery._owner_runs_here(fd)
     finally:
         os.close(fd)
+
+
+@pytest.mark.parametrize("hours", [-26, 2], ids=["behind", "ahead"])
+def test_age_is_measured_by_the_clock_of_the_filesystem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    """Another host looks, whose clock is wrong; the locks of the filesystem prove nothing."""
+    places = [abandoned(monkeypatch, tmp_path / name) for name in ("young", "old", "no_lock")]
+    (young,), (old,), (no_lock,) = map(staged_in, places)
+    hour_ago = time.time() - 3600
+    os.utime(old / "lock", (hour_ago, hour_ago))
+    (no_lock / "lock").unlink()
+    os.utime(no_lock, (hour_ago, hour_ago))
+    for staged in (young, old):
+        owner = json.loads((staged / "lock").read_text())
+        changed = os.stat(staged / "lock").st_mtime_ns
+        (staged / "lock").write_text(json.dumps({**owner, "host": "another"}))
+        os.utime(staged / "lock", ns=(changed, changed))
+    monkeypatch.setattr(recovery, "is_local", lambda fd: False)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
+    found = [collect_garbage(place, max_age_seconds=1800) for place in places]
+    assert found == [
+        GarbageReport(kept=(str(young),)),
+        GarbageReport(undone=(str(old),)),
+        GarbageReport(kept=(str(no_lock),)),  # a lock was made there, for a maker that is only slow
+    ]
+    assert collect_garbage(places[2], max_age_seconds=0).undone == (str(no_lock),)
+    require_clean(places[1], ["old"])
+    assert not [name for place in places for name in os.listdir(place) if name.startswith(".stio-trash")]
+
+
+def test_where_no_time_can_be_seen_nothing_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = abandoned(monkeypatch, tmp_path)
+    (left,) = staged_in(place)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recovery, "is_local", lambda fd: False)
+        patch.setattr(calls, "make_directory", refuse)
+        assert collect_garbage(place, max_age_seconds=-1).kept == (str(left),)
 
 
 def test_two_recoveries_at_once(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
