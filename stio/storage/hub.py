@@ -364,7 +364,7 @@ class HubRoot:
             if name:
                 return StorageError(f"{words}, and its cache does not have the file{remedy}", path=path, errno=ENOENT)
             missing = CheckpointNotFoundError(
-                f"{words}, and its cache does not show the checkpoint{remedy}, or give the URL of a file",
+                f"{words}, and its cache does not show the checkpoint{remedy}, or give the URL of the file",
                 path=path,
             )
             return _UnreachableError(missing)
