@@ -13,8 +13,8 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -149,59 +149,51 @@ def pull(
             wait_until(lock.try_lock)
         root, object_name = open_url(url)
         closing_all.callback(root.close)
-        with _advised(url):
-            state = _State(root.resolve() if isinstance(root, HubRoot) else "", object_name)
-        one = _Pull(state.url or url, object_name, frozenset(also), target, staging, parent_fd, budget_bytes, progress)
+        fixed = root.resolve() if isinstance(root, HubRoot) else ""  # the URL with the commit
+        one = _Pull(fixed or url, object_name, frozenset(also), target, staging, parent_fd, budget_bytes, progress)
         with refusals("writing", target, caught=(OSError,)):
-            if state.url:  # the state of all files is known before one is opened
-                found = one.complete(lambda record: state.has(record) and record.keys() >= set(also))
+            if fixed:  # the state of all files is known before one is opened
+                found = one.complete(
+                    lambda record: record == _states(fixed, object_name, _sizes(record)) and record.keys() >= set(also)
+                )
                 if found is not None:
                     return found
             one.objects, one.name = _open_objects(url, root, object_name, also, closing_all)
-            wanted = one.record = {name: state.of(name, source) for name, source in sorted(one.objects.items())}
+            if fixed:
+                sizes = {name: source.identity.nbytes for name, source in sorted(one.objects.items())}
+                wanted = _states(fixed, object_name, sizes)
+            else:  # "": the store does not identify the state
+                wanted = {
+                    name: [object_key(source.path, source.identity), source.identity.nbytes]
+                    for name, source in sorted(one.objects.items())
+                }
+            one.record = wanted
             return one.complete(lambda record: record == wanted) or one.run()
 
 
 # What is fetched.
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """Identifies the state of each file."""
-
-    url: str
-    """URL that names one state of all files, such as one with a commit; "": each file has a state of its own."""
-    name: str
-    """Name of the file or index that the URL names; "": the directory."""
-
-    def of(self, name: str, source: Source) -> list[object]:
-        """Return key and size of an object; "" is the key of one whose state the store does not identify."""
-        if self.url:
-            return self._of(name, source.identity.nbytes)
-        return [object_key(source.path, source.identity), source.identity.nbytes]
-
-    def has(self, record: _Record) -> bool:
-        """Return whether all files of a record are of this state."""
-        return bool(record) and all(self._of(name, nbytes) == [key, nbytes] for name, (key, nbytes) in record.items())
-
-    def _of(self, name: str, nbytes: object) -> list[object]:
-        size = nbytes if isinstance(nbytes, int) else 0
-        return [object_key(f"{self.url}\n{self.name}\n{name}", Identity(0, 0, size, 0, etag=self.url)), size]
+def _states(url: str, object_name: str, sizes: Mapping[str, int]) -> _Record:
+    """Return keys and sizes of files of one state, which a URL names, such as one with a commit."""
+    return {
+        name: [object_key(f"{url}\n{object_name}\n{name}", Identity(0, 0, nbytes, 0, etag=url)), nbytes]
+        for name, nbytes in sizes.items()
+    }
 
 
 def _open_objects(
     url: str, root: Root, name: str, also: Sequence[str], owned: ExitStack
 ) -> tuple[dict[str, Source], str]:
     """Open all objects; return them by their names in the new directory, and the name as `_Pull.name`."""
-    with _advised(url):
-        listed: list[str] = []
-        if not name and not url.lower().startswith("http"):
-            listed = list(root.list_all() if isinstance(root, HubRoot) else root.listdir())
-        named = NamedCheckpoint(None, (name,), name)
-        if not name:
-            named = chosen(root)[1]
-        elif is_index(name):
-            named = of_index(name)
+    listed: list[str] = []
+    if not name and not url.lower().startswith("http"):
+        listed = list(root.list_all() if isinstance(root, HubRoot) else root.listdir())
+    named = NamedCheckpoint(None, (name,), name)
+    if not name:
+        named = chosen(root)[1]
+    elif is_index(name):
+        named = of_index(name)
     # The index is opened first and compared at the end: all shards are of one state of it.
     index = named.index
     found = {index: _opened_object(root, index, owned)} if index is not None else {}
@@ -240,23 +232,13 @@ def _require_plain(name: str, path: str, *, in_index: bool) -> None:
     parts = name.split("/")
     is_plain = len(parts) == 1 or (in_index and name.endswith(FILE_SUFFIXES))
     is_own = parts[0].startswith(".stio-") or name == RECORD_NAME
-    if not is_plain or "\0" in name or os.sep in parts[-1] or is_own:
+    leads_out = any(part in ("", ".", "..") for part in parts) or os.sep in parts[-1]
+    if not is_plain or is_own or leads_out or "\0" in name:
         raise UnsafePathError(
-            "this name of a file is not allowed: it has a folder, or is one of stio's own",
+            "this name of a file is not allowed: it leads out of the directory, has a folder, or is one of stio's own",
             path=path,
             found=name,
         )
-    if any(part in ("", ".", "..") for part in parts):
-        raise UnsafePathError("the name of a file of the checkpoint leads out of the directory", path=path, found=name)
-
-
-@contextmanager
-def _advised(url: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointNotFoundError as error:
-        error.path = error.path or without_secrets(url)
-        raise
 
 
 # One call.
@@ -327,11 +309,7 @@ class _Pull:
 
     @property
     def _total_bytes(self) -> int:
-        return sum(self._sizes.values())
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return {name: nbytes for name, (_, nbytes) in self.record.items() if isinstance(nbytes, int)}
+        return sum(_sizes(self.record).values())
 
     def _prepare(self, record: _Record, fd: int) -> None:
         """Remove from the directory what is not of these states, and write the record."""
@@ -419,7 +397,11 @@ class _Pull:
             return manifest.algorithm
 
     def _result(self, verified: str) -> PullResult:
-        return PullResult(without_secrets(self.url), self.target, self._sizes, self.fetched_bytes, verified)
+        return PullResult(without_secrets(self.url), self.target, _sizes(self.record), self.fetched_bytes, verified)
+
+
+def _sizes(record: _Record) -> dict[str, int]:
+    return {name: nbytes for name, (_, nbytes) in record.items() if isinstance(nbytes, int)}
 
 
 def _read_record(fd: int) -> _Record | None:

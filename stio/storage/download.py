@@ -11,8 +11,6 @@ The caller owns the file by a lock of its own (`FileLock`); nothing else here ex
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterator
@@ -135,7 +133,7 @@ class Download:
                 for at in range(begin, stop, step):
                     part = region.sub(0, min(step, stop - at))
                     source.read_into(at, [part])
-                    self._write(part, at)
+                    write_whole(self._fd, part.view(), at)
                 self._complete(begin, stop)
                 report(stop - begin)
 
@@ -169,15 +167,6 @@ class Download:
         for k, done in enumerate(self._done):
             if not done:
                 yield k * BLOCK_BYTES, min(self._nbytes, (k + 1) * BLOCK_BYTES)
-
-    def _write(self, region: Region, offset: int) -> None:
-        done = 0
-        while done < region.nbytes:
-            with suppress(InterruptedError):
-                count = calls.write(self._fd, region.address + done, region.nbytes - done, offset + done)
-                if count <= 0:
-                    raise OSError(errno.EIO, "the system wrote no bytes")
-                done += count
 
     def _complete(self, begin: int, stop: int) -> None:
         self._done[begin // BLOCK_BYTES] = 1
@@ -219,8 +208,3 @@ def opened_directory(path: str, *, make: bool = False, parent_fd: int | None = N
         yield fd
     finally:
         os.close(fd)
-
-
-def same_bytes(first: Region, second: Region) -> bool:
-    """Return whether two regions of one size have the same content."""
-    return ctypes.string_at(first.address, first.nbytes) == ctypes.string_at(second.address, second.nbytes)

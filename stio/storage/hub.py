@@ -12,13 +12,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from errno import EACCES, EHOSTUNREACH, EINVAL, EIO, ENOENT, EPROTO
+from errno import EACCES, EHOSTUNREACH, EIO, ENOENT
 from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from stio.errors import CheckpointNotFoundError, StioError, StorageError, install_command, listed, one_line
+from stio.errors import CheckpointNotFoundError, StioError, StorageError, install_command, one_line
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_checkpoint
 from stio.runtime.calls import Call
 from stio.runtime.log import log
@@ -47,6 +47,13 @@ _UNREACHABLE = {
     "ProxyError",
     "SSLError",
 }
+_MISSING = {
+    "RepositoryNotFoundError": "the hub has no such repository, or it is private; check the name, and log in by "
+    "`hf auth login`, or set HF_TOKEN",
+    "RevisionNotFoundError": "the repository has no such revision; check the name after the @",
+    "EntryNotFoundError": "the repository has no such file",
+    "HFValidationError": "the hub has no repositories of this name",
+}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SECRET = re.compile(r"(https?://[^\s'\"<>]+)|hf_\w{8,}")
 _MAX_TEXT = 300
@@ -55,14 +62,10 @@ _MAX_TEXT = 300
 class _UnreachableError(Exception):
     """The hub did not answer, or may not be contacted; the cache may have what is needed."""
 
-    def __init__(self, error: StioError, reason: str, *, is_offline: bool = False) -> None:
+    def __init__(self, error: StioError) -> None:
         super().__init__(str(error))
-        self.reason = reason
-        """The message without its consequence."""
         self.error = error
         """What to raise if the cache does not have it."""
-        self.is_offline = is_offline
-        """Whether the user has forbidden requests to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +104,14 @@ def locate(url: str) -> tuple[HubLocation, str]:
     found = _URL.fullmatch(url)
     first = url[len("hf://") :].partition("/")[0].lower()
     path = without_secrets(url)
-    if first in _OTHER_TYPES:
-        raise CheckpointNotFoundError(f"checkpoints are read from repositories of models, not from {first}", path=path)
-    if found is None or path != url:  # a password or a query: the hub has none, and no message may show it
+    key = ((found and found["key"]) or "").strip("/")
+    # A password or a query: the hub has none, and no message may show it.
+    is_wrong = found is None or path != url or first in _OTHER_TYPES or not key.isprintable()
+    if found is None or is_wrong or (key and any(part in ("", ".", "..") for part in key.split("/"))):
         raise CheckpointNotFoundError(
-            "a URL of the hub is hf://owner/name, or hf://owner/name@revision/path", path=path
+            "a URL of the hub names a repository of models: hf://owner/name, or hf://owner/name@revision/path",
+            path=path,
         )
-    key = (found["key"] or "").strip("/")
-    if (any(part in ("", ".", "..") for part in key.split("/")) and key) or not key.isprintable():
-        raise CheckpointNotFoundError("this is no path of a file or directory in a repository", path=path)
     folder, name = key, ""
     if names_checkpoint(key):
         folder, _, name = key.rpartition("/")
@@ -174,7 +176,7 @@ class HubRoot:
             cached = self._inside(self._cached_files())
             if any(name in cached for name in _CHECKPOINTS):
                 return cached
-            self._list(cached)
+            self._list()
         return self._inside(self._files or ())
 
     def resolve(self) -> str:
@@ -191,7 +193,7 @@ class HubRoot:
         """Return the names of all files of the directory, as the hub lists them, sorted; raises what `listdir` does."""
         self._resolve()
         if self._files is None:
-            self._list(())
+            self._list()
         return self.listdir()
 
     def open_ahead(self, names: Sequence[str]) -> None:
@@ -255,29 +257,19 @@ class HubRoot:
             if not cached:
                 raise error.error from error.__cause__
             self._commit, self._unreachable = cached, error
-            level = logging.INFO if error.is_offline else logging.WARNING
+            level = logging.INFO if self._constants.HF_HUB_OFFLINE else logging.WARNING
             log(level, "%s; commit %s is in the cache, and is used", error, cached)
         self._has_ref = cached == self._commit
         self.path = location.shown(self._commit)
 
-    def _list(self, cached: Sequence[str]) -> None:
-        """Get the files of the commit from the hub; `cached` are those of the directory that the cache has."""
-        if self._unreachable is None:
-            try:
-                _, self._files = self._listed(self._commit)
-                return
-            except _UnreachableError as error:
-                self._unreachable = error
-        found = [name for name in cached if names_checkpoint(name)]
-        if not found:
-            raise self._unreachable.error from self._unreachable.__cause__
-        # A file that is alone in the cache may be one of several in the repository.
-        raise CheckpointNotFoundError(
-            f"{self._unreachable.reason}, and its cache does not show which file is the checkpoint; give the URL of "
-            "the file",
-            path=self.path,
-            found=listed(found),
-        ) from self._unreachable.__cause__
+    def _list(self) -> None:
+        """Get the files of the commit from the hub: a file that is alone in the cache may be one of several."""
+        try:
+            if self._unreachable is not None:
+                raise self._unreachable
+            _, self._files = self._listed(self._commit)
+        except _UnreachableError as error:
+            raise error.error from error.__cause__
 
     def _listed(self, revision: str | None) -> tuple[str, frozenset[str]]:
         """Return the commit of a revision, and its files, as the hub lists them."""
@@ -355,62 +347,41 @@ class HubRoot:
     def _error(self, error: Exception, path: str, name: str) -> StioError | _UnreachableError:
         """Return what an error of the hub means. Errors that it does not raise are raised again."""
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        repository = self._location.repository
         reason: BaseException = error
-        if "LocalEntryNotFoundError" in kinds and error.__cause__ is not None:
+        is_local = "LocalEntryNotFoundError" in kinds
+        if is_local and error.__cause__ is not None:
             reason = error.__cause__  # what happened; the error adds that the cache has no such file either
             kinds |= {kind.__name__ for kind in type(reason).__mro__}
-        text = _text_of(reason)
         if "GatedRepoError" in kinds:
-            page = f"{self._constants.ENDPOINT}/{repository}"
+            page = f"{self._constants.ENDPOINT}/{self._location.repository}"
             return StorageError(
                 f"the repository is gated; request access on {page}, and log in by `hf auth login`, or set HF_TOKEN",
                 path=path,
                 errno=EACCES,
             )
-        if "RepositoryNotFoundError" in kinds:
-            return CheckpointNotFoundError(
-                "the hub has no such repository, or it is private; check the name, and log in by `hf auth login`, or "
-                "set HF_TOKEN",
-                path=path,
-            )
-        if "RevisionNotFoundError" in kinds:
-            return CheckpointNotFoundError("the repository has no such revision; check the name after the @", path=path)
-        if "OfflineModeIsEnabled" in kinds or ("LocalEntryNotFoundError" in kinds and self._constants.HF_HUB_OFFLINE):
+        if "OfflineModeIsEnabled" in kinds or (is_local and self._constants.HF_HUB_OFFLINE):
             words, remedy = "the hub is not contacted (HF_HUB_OFFLINE is set)", "; load it once with the hub"
             if name:
                 return StorageError(f"{words}, and its cache does not have the file{remedy}", path=path, errno=ENOENT)
-            missing = CheckpointNotFoundError(f"{words}, and its cache does not have this revision{remedy}", path=path)
-            return _UnreachableError(missing, words, is_offline=True)
-        if "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds:
-            return CheckpointNotFoundError("the repository has no such file", path=path)
-        if "HFValidationError" in kinds:
-            return CheckpointNotFoundError(f"the hub has no repositories of this name: {text}", path=path)
-        status = getattr(getattr(reason, "response", None), "status_code", 0)
-        if "HfHubHTTPError" in kinds and status < 500 and status not in (0, 408, 429):
-            number = EACCES if status in (401, 403) else EIO
-            return StorageError(
-                f"the hub refused the request; check HF_TOKEN and HF_ENDPOINT: {text}", path=path, errno=number
-            )
-        if kinds & _UNREACHABLE:
-            words = "the hub cannot be reached, or did not answer"
-            return _UnreachableError(
-                StorageError(f"{words}; check network, proxy and HF_ENDPOINT: {text}", path=path, errno=EHOSTUNREACH),
-                words,
-            )
-        if "JSONDecodeError" in kinds:
-            return StorageError(
-                "the hub's address did not answer as the hub does, such as a login page; check network, proxy and "
-                f"HF_ENDPOINT: {text}",
+            missing = CheckpointNotFoundError(
+                f"{words}, and its cache does not show the checkpoint{remedy}, or give the URL of the file",
                 path=path,
-                errno=EPROTO,
             )
-        if "InvalidURL" in kinds or isinstance(error, ValueError):
+            return _UnreachableError(missing)
+        for kind, message in _MISSING.items():
+            if kind in kinds and not (is_local and kind == "EntryNotFoundError"):
+                return CheckpointNotFoundError(message, path=path)
+        text, status = _text_of(reason), getattr(getattr(reason, "response", None), "status_code", 0)
+        is_refused = 400 <= status < 500 and status not in (408, 429)
+        if kinds & _UNREACHABLE and not is_refused:
+            message = f"the hub cannot be reached, or did not answer; check network, proxy and HF_ENDPOINT: {text}"
+            return _UnreachableError(StorageError(message, path=path, errno=EHOSTUNREACH))
+        # Its parts that are not Python raise RuntimeError.
+        if "InvalidURL" in kinds or isinstance(error, OSError | RuntimeError | ValueError):
             return StorageError(
-                f"HF_ENDPOINT or HF_TOKEN cannot be used; correct it, or unset it: {text}", path=path, errno=EINVAL
+                "the hub refused the request, or its answer cannot be used or stored; check HF_TOKEN, HF_ENDPOINT, "
+                f"proxy, and space and permissions of the hub's cache (HF_HOME): {text}",
+                path=path,
+                errno=EACCES if status in (401, 403) else getattr(error, "errno", None) or EIO,
             )
-        if isinstance(error, OSError | RuntimeError):  # its parts that are not Python raise the latter
-            what = "the file could not be downloaded; check space and permissions of the hub's cache (HF_HOME)"
-            what = what if name else "the hub could not be contacted; check HF_ENDPOINT"
-            return StorageError(f"{what}: {text}", path=path, errno=getattr(error, "errno", None) or EIO)
         raise error

@@ -1,8 +1,8 @@
 """Local files: read at an offset into given memory, mapped, or read by cuFile into the memory of a device.
 
 A `LocalRoot` holds the checkpoint's directory open, so that index and shards come from one directory even if its path
-is renamed in between. A `LocalFile` fills regions with `preadv(2)` from the page cache, or with O_DIRECT if the file is
-cold and the memory is aligned. A read that direct I/O does not accept goes through the page cache.
+is renamed in between. A `LocalFile` fills regions with `preadv(2)`, through the page cache. The engine reads past it if
+the file is cold.
 
 A `MappedFile` is mapped privately, and populated by parallel calls or read at the first access. Nothing is copied.
 `madvise(MADV_POPULATE_READ)` populates in one long call without the GIL; page faults would cost one trap for each page.
@@ -22,6 +22,7 @@ import stat
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,7 +40,6 @@ from stio.errors import (
     without_path,
 )
 from stio.runtime import memory
-from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
 from stio.runtime.log import RareWarnings, log
 from stio.runtime.memory import SYSTEM_PAGE_BYTES, Region, libc, quick_libc
@@ -59,16 +59,14 @@ from stio.storage.checks import (
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_PATH = getattr(os, "O_PATH", 0)
 _HAVE_PROC = os.path.exists("/proc/self/fd")
-_IOV_MAX = 1024
 _RWF_NOWAIT = 8  # fails with EAGAIN where the read would wait for a disk
 _SHORT_READ_BYTES = 256 << 10
-_READ_MAX_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB a call, macOS refuses vectors above 2 GiB - 1
+_READ_MAX_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB a call, macOS refuses 2 GiB
 
 
 def function_of(library: Any, name: str, restype: Any, *argtypes: Any) -> Any:
-    """Return a function of the C library that takes 64-bit offsets, None where it has none of this name."""
-    # Where `off_t` has 32 bits (glibc on 32-bit machines), only the name with 64 takes large offsets.
-    function = getattr(library, f"{name}64", None) or getattr(library, name, None)
+    """Return a function of the C library, None where it has none of this name."""
+    function = getattr(library, name, None)
     if function is not None:
         function.restype, function.argtypes = restype, argtypes
     return function
@@ -282,9 +280,8 @@ class LocalFile:
         """The state of the file when it was opened."""
         self._answers_at_once = answers_at_once(fd, found)
         self._opening = new_lock()
-        self._direct_fd: int | None = None
-        self.direct_refused = False
-        """True once direct I/O was tried and refused; reads are buffered from then on."""
+        self.direct_fd = -1
+        """A descriptor for reads of the engine past the page cache; -1: they go through it."""
 
     @cached_property
     def on_local_filesystem(self) -> bool:
@@ -321,22 +318,12 @@ class LocalFile:
             resident += counts[0]
         return min(1.0, resident / looked)
 
-    def use_direct(self) -> bool:
-        """Read past the page cache from now on, if memory and offsets are aligned; False if that is not supported."""
+    def use_direct(self) -> None:
+        """Let the engine read past the page cache from now on, where the filesystem supports that."""
         with self._opening:  # two loads of one open checkpoint may both call this
-            if self._direct_fd is None and not self.direct_refused:
-                try:
-                    if not _O_DIRECT:
-                        raise OSError(errno.EINVAL, "no O_DIRECT on this system")
-                    self._direct_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
-                except OSError:
-                    self.direct_refused = True
-            return not self.direct_refused
-
-    @property
-    def direct_fd(self) -> int:
-        """The descriptor for reads past the page cache; -1: they go through it."""
-        return -1 if self._direct_fd is None or self.direct_refused else self._direct_fd
+            if _O_DIRECT and self.direct_fd < 0:
+                with suppress(OSError):
+                    self.direct_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
 
     def error(self, failure: native.Failure) -> StioError:
         """Return the error of a read by the engine, to be raised."""
@@ -349,11 +336,18 @@ class LocalFile:
 
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the regions, one after the other, with the bytes from `offset` on; see `Source.read_into`."""
-        done = 0
-        if len(regions) == 1:
-            if self._direct_fd is not None and not self.direct_refused:
-                done = self._read_direct(self._direct_fd, offset, regions[0])
-        self._read_buffered(offset, regions, done)
+        end = offset + sum(region.nbytes for region in regions)
+        for region in regions:
+            done = 0
+            while done < region.nbytes:
+                count = _read_at(self.fd, region.address + done, min(region.nbytes - done, _READ_MAX_BYTES), offset)
+                if count == 0:
+                    raise cut_short(self.path, offset, end - offset)
+                if count > 0:
+                    done += count
+                    offset += count
+                elif (number := ctypes.get_errno()) != errno.EINTR:
+                    raise refused("reading", self.path, OSError(number, ""), offset=offset)
 
     def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if size or time of change differ from when the file was opened."""
@@ -363,60 +357,12 @@ class LocalFile:
     def close(self) -> None:
         """Close the descriptors. Idempotent; no read may be under way."""
         # Reset first: after an interruption a second call must not close a descriptor that another file has by now.
-        fds, self.fd, self._direct_fd = (self.fd, self._direct_fd), -1, None
+        fds, self.fd, self.direct_fd = (self.fd, self.direct_fd), -1, -1
         for fd in fds:
-            if fd is not None and fd >= 0:
+            if fd >= 0:
                 # The last close of a file without a name frees its blocks, which takes long.
                 quick = _identity_at_once(fd) if self._answers_at_once else None
                 (quick_libc if quick is not None and quick[1] > 0 else os).close(fd)
-
-    def _read_direct(self, fd: int, offset: int, region: Region) -> int:
-        """Read whole pages past the page cache; return how many bytes were read. The caller reads the rest buffered."""
-        if offset % PAGE_BYTES or region.address % PAGE_BYTES:
-            return 0
-        whole = region.nbytes // PAGE_BYTES * PAGE_BYTES
-        done = 0
-        while done < whole:
-            count = _read_at(fd, [region.address + done, min(whole - done, _READ_MAX_BYTES)], offset + done)
-            if count < 0 and ctypes.get_errno() == errno.EINTR:
-                continue
-            if count < 0:
-                # EINVAL: the filesystem needs another alignment, or has no direct I/O. Any other error occurs again,
-                # with its own number, in the buffered read of the same bytes.
-                self.direct_refused = True
-            if count <= 0 or count % PAGE_BYTES:
-                break
-            done += count
-        return done
-
-    def _read_buffered(self, offset: int, regions: Sequence[Region], done: int) -> None:
-        vectors = [
-            number
-            for region in regions
-            for at in range(done, region.nbytes, _READ_MAX_BYTES)  # `done` is 0 unless there is one region
-            for number in (region.address + at, min(_READ_MAX_BYTES, region.nbytes - at))
-        ]
-        position = offset + done
-        first = 0
-        while first < len(vectors):
-            window = vectors[first : first + 2 * _IOV_MAX]
-            while sum(window[1::2]) > _READ_MAX_BYTES:  # each one alone is small enough
-                del window[-2:]
-            count = _read_at(self.fd, window, position, at_once=True)
-            if count < 0:
-                number = ctypes.get_errno()
-                if number == errno.EINTR:
-                    continue
-                raise refused("reading", self.path, OSError(number, ""), offset=position)
-            if count == 0:
-                raise cut_short(self.path, position, sum(vectors[first + 1 :: 2]))
-            position += count
-            while count:  # advance through the vectors that this call filled, the last one perhaps in part
-                step = min(count, vectors[first + 1])
-                vectors[first] += step
-                vectors[first + 1] -= step
-                count -= step
-                first += 0 if vectors[first + 1] else 2
 
 
 def shrunk(file: LocalFile, nbytes_now: int) -> TruncatedError:
@@ -430,15 +376,15 @@ def shrunk(file: LocalFile, nbytes_now: int) -> TruncatedError:
     )
 
 
-def _read_at(fd: int, vectors: list[int], offset: int, *, at_once: bool = False) -> int:
-    packed: Any = array("Q", vectors)
-    address, number = packed.buffer_info()[0], len(vectors) // 2
-    if at_once and _preadv2 is not None and sum(vectors[1::2]) <= _SHORT_READ_BYTES:
+def _read_at(fd: int, address: int, nbytes: int, offset: int) -> int:
+    vector = array("Q", (address, nbytes))
+    where = vector.buffer_info()[0]
+    if _preadv2 is not None and nbytes <= _SHORT_READ_BYTES:
         # Out of the page cache, with the GIL; see `quick_libc`. Any error, and the file's end, comes again below.
-        count = int(_preadv2(fd, address, number, offset, _RWF_NOWAIT))
+        count = int(_preadv2(fd, where, 1, offset, _RWF_NOWAIT))
         if count > 0:
             return count
-    return int(_preadv(fd, address, number, offset))
+    return int(_preadv(fd, where, 1, offset))
 
 
 _refusals = RareWarnings()

@@ -217,26 +217,26 @@ def test_c337_values_are_stripped(name: str, end: str, server: HttpServer, monke
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "found"),
+    ("name", "value"),
     [
-        ("AWS_ENDPOINT_URL_S3", "minio:9000", "without http://"),
-        ("AWS_ENDPOINT_URL_S3", f"http://{SECRET}\n:9000", "line break"),
-        ("AWS_ENDPOINT_URL_S3", "ftp://host", "another value"),
-        ("AWS_ACCESS_KEY_ID", f"{SECRET}\nx", "line break"),
-        ("AWS_SESSION_TOKEN", f"{SECRET} x", "a space"),
-        ("AWS_REGION", "eu west", "a space"),
-        ("AWS_SKIP_SIGNATURE", "maybe", "another value"),
-        ("AZURE_STORAGE_ACCOUNT_NAME", "a\nb", "line break"),
-        ("AZURE_STORAGE_ACCOUNT", "a b", "a space"),
-        ("AZURE_STORAGE_KEY", f"{SECRET}!", "another value"),
-        ("AZURE_STORAGE_CONNECTION_STRING", f"AccountName=a;AccountKey={SECRET}!", "another value"),
-        ("AZURE_STORAGE_TOKEN", f"{SECRET}\nx", "line break"),
-        ("GOOGLE_SERVICE_ACCOUNT_KEY", f'"{SECRET}"', "another value"),
-        ("GOOGLE_APPLICATION_CREDENTIALS", f'{{"private_key": "{SECRET}"}}', "the content"),
+        ("AWS_ENDPOINT_URL_S3", "minio:9000"),
+        ("AWS_ENDPOINT_URL_S3", f"http://{SECRET}\n:9000"),
+        ("AWS_ENDPOINT_URL_S3", "ftp://host"),
+        ("AWS_ACCESS_KEY_ID", f"{SECRET}\nx"),
+        ("AWS_SESSION_TOKEN", f"{SECRET} x"),
+        ("AWS_REGION", "eu west"),
+        ("AWS_SKIP_SIGNATURE", "maybe"),
+        ("AZURE_STORAGE_ACCOUNT_NAME", "a\nb"),
+        ("AZURE_STORAGE_ACCOUNT", "a b"),
+        ("AZURE_STORAGE_KEY", f"{SECRET}!"),
+        ("AZURE_STORAGE_CONNECTION_STRING", f"AccountName=a;AccountKey={SECRET}!"),
+        ("AZURE_STORAGE_TOKEN", f"{SECRET}\nx"),
+        ("GOOGLE_SERVICE_ACCOUNT_KEY", f'"{SECRET}"'),
+        ("GOOGLE_APPLICATION_CREDENTIALS", f'{{"private_key": "{SECRET}"}}'),
     ],
 )
 def test_c337_the_variable_is_named_and_its_value_is_not_shown(
-    name: str, value: str, found: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheme = {"AW": "s3", "AZ": "az", "GO": "gs"}[name[:2]]
     base = BASES[scheme]("http://127.0.0.1:9")
@@ -246,7 +246,6 @@ def test_c337_the_variable_is_named_and_its_value_is_not_shown(
         monkeypatch.setenv(key, one)
     with pytest.raises(StorageError, match=f"{name} cannot be used; correct it, or unset it") as caught:
         sync.load(f"{scheme}://bucket/m.safetensors")
-    assert found in str(caught.value.found)
     assert SECRET not in f"{caught.value} {caught.value!r}"
 
 
@@ -604,7 +603,7 @@ def test_c341_a_connection_that_trickles_is_a_stall(begin: int, by: str) -> None
         patience = Patience(num_attempts=2, num_stalls=2, stall_seconds=1.0)
         root = one_file(server.url, patience=patience)
         began = time.monotonic()
-        with pytest.raises(StallTimeoutError, match=r"sent (only|fewer than) [\d,]+ bytes/s for 1 s") as caught:
+        with pytest.raises(StallTimeoutError, match=r"sent (only|fewer than) [\d,]+ bytes/s for too long") as caught:
             sync.load(root)
         assert time.monotonic() - began < 20
         assert caught.value.errno == errno.ETIMEDOUT
@@ -749,7 +748,7 @@ def test_c343_a_redirect_names_the_region(call: str, by: str, status: int, monke
 def test_c343_an_empty_key_is_named(empty: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("", " ", "\n"):
         set_s3(monkeypatch, "http://127.0.0.1:9", **dict.fromkeys(empty, value))
-        with pytest.raises(StorageError, match=f"{' and '.join(empty)} (is|are) set and empty; set"):
+        with pytest.raises(StorageError, match=f"{' and '.join(empty)} is set and empty; set"):
             sync.load("s3://bucket/m.safetensors")
 
 

@@ -16,7 +16,6 @@ from proxy import Proxy, proxy_to
 from servers import HttpServer, http_server, s3_server
 
 from stio.storage.remote import folder as remote_folder
-from stio.storage.remote import save as remote_save
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,12 +59,6 @@ def s3(_s3: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     for one in found:
         client.delete_object(Bucket="bucket", Key=one["Key"])
     return client
-
-
-@pytest.fixture
-def _honours_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the first save's look at this, for tests that count requests."""
-    monkeypatch.setattr(remote_save, "_honours_conditions", {("s3", "bucket")})
 
 
 @pytest.fixture

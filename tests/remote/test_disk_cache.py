@@ -315,7 +315,7 @@ def test_nothing_is_removed_for_what_does_not_fit(
     assert (cache.stats().entries, cache.stats().evictions) == (1, 0)
 
 
-@pytest.mark.parametrize("call", ["reserve", "write", "fsync"])
+@pytest.mark.parametrize("call", ["reserve", "write_bytes", "fsync"])
 def test_a_full_disk_is_no_error(
     server: HttpServer,
     cache: stio.DiskCache,

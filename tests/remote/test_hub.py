@@ -322,7 +322,6 @@ def test_no_file_is_taken_for_the_checkpoint_because_it_is_alone_in_the_cache(
     for url in (MODEL, f"{MODEL}@{repository.refs['main']}"):
         with pytest.raises(CheckpointNotFoundError, match="give the URL of the file") as caught:
             stio.sync.load(url)
-        assert caught.value.found == "consolidated.safetensors"
         assert caught.value.__cause__ is not None
     assert stio.sync.load(f"{MODEL}/consolidated.safetensors")
 
@@ -399,9 +398,9 @@ def test_a_fault_at_each_request(
         ("hf://gpt2", "hf://owner/name"),
         ("hf://", "hf://owner/name"),
         ("hf://org/tiny@", "hf://owner/name"),
-        ("hf://datasets/org/data", "not from datasets"),
-        ("hf://buckets/org/data/x.safetensors", "not from buckets"),
-        ("hf://org/tiny/../x.safetensors", "no path of a file"),
+        ("hf://datasets/org/data", "a repository of models"),
+        ("hf://buckets/org/data/x.safetensors", "a repository of models"),
+        ("hf://org/tiny/../x.safetensors", "a repository of models"),
         ("hf://org/none", "no such repository, or it is private"),
         ("hf://org/ti--ny", "no repositories of this name"),
         ("hf://org/tiny@v9", "no such revision"),

@@ -248,7 +248,7 @@ def test_a_change_during_the_pull(model: str, server: HttpServer, tmp_path: Path
             server.put(index, server.objects[index] + b" ")
 
     server.fault = change
-    assert "was replaced" in run(model, tmp_path / "m", status=2)
+    assert "replaced while it was being read" in run(model, tmp_path / "m", status=2)
     assert not (tmp_path / "m").exists()
 
 

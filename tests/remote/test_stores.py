@@ -55,7 +55,7 @@ def test_locate(url: str, store: str, key: str) -> None:
     "url", ["s3://", "s3:///key", "az://", "https://", "http:///x", "http://host:port/x", "http://[::1/x"]
 )
 def test_urls_that_name_nothing(url: str) -> None:
-    with pytest.raises(CheckpointNotFoundError, match=r"names no|is no URL"):
+    with pytest.raises(stio.StioError, match=r"has such a name|is no URL"):
         locate(url)
 
 
@@ -71,7 +71,7 @@ def test_urls_that_name_nothing(url: str) -> None:
     ],
 )
 def test_urls_with_secrets_in_a_wrong_place(url: str, words: str) -> None:
-    with pytest.raises(CheckpointNotFoundError, match=words) as caught:
+    with pytest.raises(stio.StioError, match=words) as caught:
         locate(url)
     shown = f"{caught.value} {caught.value!r} {caught.value.__cause__} {vars(caught.value)}"
     for secret in ("SECR", "ET@", "AKIA"):
@@ -162,12 +162,13 @@ def test_s3_an_object_that_stands_for_a_directory(s3: Any) -> None:
 
 
 def test_s3_odd_names_and_signed_links(s3: Any, proxy: Proxy) -> None:
-    """A request that obstore was refused is repeated at a signed URL, which nothing shows."""
+    """Before a request that obstore was refused is repeated, a signed URL is requested, which nothing shows."""
     s3.put_object(Bucket="bucket", Key="a b/ü+%.bin", Body=DATA)
     source = RemoteRoot("s3://bucket/a b", patience=PATIENT).open("ü+%.bin")
     proxy.fault = lambda k, method, path: "refused" if k == 1 else None
     assert read_guarded(source, 200_000, 1000) == DATA[200_000:201_000]
-    _, first, second = proxy.requests
+    _, first, second, third = proxy.requests
+    assert first == third
     assert "X-Amz-Signature" in second
     assert second.partition("?")[0] == first
     assert "Signature" not in f"{source!r} {source.path}"
@@ -287,7 +288,7 @@ def test_a_redirect_that_is_not_followed(kind: str, monkeypatch: pytest.MonkeyPa
 def test_tls_to_a_server_without(server: HttpServer) -> None:
     with pytest.raises(StorageError) as caught:
         RemoteRoot(server.url.replace("http", "https"), patience=PATIENT).open("a")
-    assert "does not answer with TLS" in str(caught.value)
+    assert "a server without TLS has http://" in str(caught.value)
 
 
 AZURITE = shutil.which("azurite-blob")
@@ -366,27 +367,22 @@ def make_container(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "settings", "advice"),
+    ("url", "settings", "words"),
     [
-        ("s3://b", {"config": {"regoin": "x"}}, "'regoin' is not valid for store 'S3'; config= has no such setting"),
-        ("s3://b", {"config": {"AWS_REGOIN": "x"}}, "; config= has no such setting"),
-        ("s3://b", {"config": {"default_headers": "x"}}, "; 'default_headers' is a setting for client_options="),
-        ("s3://b", {"client_options": {"timeot": "5s"}}, "key: timeot; client_options= has no such setting"),
-        ("s3://b", {"client_options": {"region": "x"}}, "; 'region' is a setting for config="),
-        ("gs://b", {"client_options": {"AWS_REGION": "x"}}, "; client_options= has no such setting"),
-        ("az://b", {"client_options": {"account_name": "x"}}, "; 'account_name' is a setting for config="),
-        ("https://host", {"client_options": {"region": "x"}}, "; client_options= has no such setting"),
+        ("s3://b", {"config": {"regoin": "x"}}, "'regoin' is not valid for store 'S3'"),
+        ("s3://b", {"client_options": {"timeot": "5s"}}, "key: timeot"),
+        ("https://host", {"client_options": {"region": "x"}}, "region"),
     ],
 )
-def test_unknown_settings_are_named(url: str, settings: Any, advice: str) -> None:
+def test_unknown_settings_are_named(url: str, settings: Any, words: str) -> None:
     with pytest.raises(StorageError, match="the settings for this store are wrong") as caught:
         RemoteRoot(url, **settings).open("a")
-    assert advice in str(caught.value)
+    assert words in str(caught.value)
 
 
 def test_obstore_says_which_settings_it_has() -> None:
-    assert store_settings._has_setting("https", "client_options", "timeout")
-    assert not store_settings._has_setting("s3", "config", "no_such_name")
+    assert store_settings._has_setting("s3", "aws_region")
+    assert not store_settings._has_setting("s3", "no_such_name")
 
 
 def test_variables_that_obstore_does_not_read_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from stio.storage.remote.folder import DEFAULT_BYTES, PART_BYTES, SMALLEST_PART_
 from stio.storage.remote.requests import Patience
 from stio.storage.remote.source import RemoteRoot
 
-pytestmark = pytest.mark.usefixtures("_honours_conditions", "_no_uploads")
+pytestmark = pytest.mark.usefixtures("_no_uploads")
 
 MIB = 1 << 20
 

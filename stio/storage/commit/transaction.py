@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -37,8 +38,6 @@ from stio.storage.commit.files import (
     FileAttributes,
     attributes_at,
     closing,
-    keep_default_list,
-    keep_tree,
     read_small,
     write_small,
 )
@@ -58,7 +57,7 @@ from stio.storage.commit.target import (
     require_replaceable,
     resolve,
 )
-from stio.storage.local import is_local, open_at
+from stio.storage.local import open_at
 
 NONCE_NAME = "shared"
 """File in a staging directory with the text that the processes compare."""
@@ -68,7 +67,6 @@ _NONCE_BYTES = 16
 _ATTEMPTS = 8
 _RECOVERY_SECONDS = 1.0
 """Most of its `lock_timeout` that a save spends on recovery, which it can do without."""
-_DEFAULT_NAME_BYTES = 255
 _VISIBLE_SECONDS = 5.0
 """Longest time after which a network filesystem shows a new directory to another machine."""
 _HASHED_BYTES = 4 << 20
@@ -265,12 +263,12 @@ class LocalTransaction(FilesTransaction):
         self._publication: Publication | None = None  # once the commit has begun
         self._lock: ExitStack | None = None  # holds the lock of the directory, where the commit needs it
         self._parents: Mapping[str, tuple[int, int]] = {}  # those of the destination that were made for this save
-        needed = "readable and writable"
         try:
-            if home_fd is None:
-                home_fd, self._parents = make_and_open(target.home, durable=durable)
-            needed, self._home_fd = "writable", home_fd
-            try:
+            with ExitStack() as stack:
+                if home_fd is None:
+                    home_fd, self._parents = make_and_open(target.home, durable=durable)
+                stack.callback(calls.close, home_fd)
+                self._home_fd = home_fd
                 left = recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
                 if left.newer and target.kind != "fresh":  # beside a new directory it concerns another destination
                     raise StorageError(
@@ -280,15 +278,13 @@ class LocalTransaction(FilesTransaction):
                         errno=errno.ENOTSUP,
                     )
                 self._plan, self._staging = self._stage()
-            except BaseException:
-                calls.close(home_fd)
-                raise
+                stack.pop_all()
+        except StorageError:
+            raise
         except OSError as error:
-            if isinstance(error, StorageError):
-                raise
             failure = write_refused("beginning the save", target.path, error)
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                failure.message += f"; the directory that holds the checkpoint must be {needed}"
+                failure.message += "; the directory that holds the checkpoint must be readable and writable"
             raise failure from error
         self._files_fd = self._staging.files_fd
         self.shard_names, self.takes_index = self._plan.shards, self._plan.index is not None
@@ -300,8 +296,6 @@ class LocalTransaction(FilesTransaction):
             self.require_names(*plan.shards, *([] if plan.index is None else [plan.index]))
             staging = StagingDirectory.create(self._home_fd, save_id)
             if staging is not None:
-                if plan.commit == "replacement":
-                    keep_default_list(self._home_fd, self._target.name, staging.files_fd)
                 return plan, staging
         raise OSError(f"no staging directory in {_ATTEMPTS} attempts")
 
@@ -330,10 +324,7 @@ class LocalTransaction(FilesTransaction):
         Raises:
             StorageError: One is too long.
         """
-        try:
-            limit = os.fpathconf(self._home_fd, "PC_NAME_MAX")
-        except (OSError, ValueError):
-            limit = _DEFAULT_NAME_BYTES
+        limit = os.fpathconf(self._home_fd, "PC_NAME_MAX")
         for name in names:
             if len(os.fsencode(name)) > limit:
                 raise StorageError(
@@ -432,7 +423,9 @@ class LocalTransaction(FilesTransaction):
             return
         with refusals("publishing the checkpoint", self.path, write_refused):
             if self._plan.commit == "replacement":
-                keep_tree(self._home_fd, self._target.name, self._files_fd)
+                replaced = attributes_at(self._home_fd, self._target.name, follow_symlinks=False)
+                if replaced is not None and stat.S_ISDIR(replaced.status.st_mode):
+                    replaced.apply(self._files_fd)
                 if self._durable:
                     _sync_tree(self.files_path)
             with ExitStack() as stack:
@@ -554,7 +547,7 @@ class JoinedTransaction(FilesTransaction):
 
         def look() -> bool:
             self._files_fd = _open_files(invitation)
-            return self._files_fd >= 0 or _is_on_local_filesystem(invitation.staging)
+            return self._files_fd >= 0
 
         with refusals("opening the staging directory of the save", invitation.staging):
             LockTimeout(_VISIBLE_SECONDS).wait_until(look, check)
@@ -590,15 +583,6 @@ def _open_files(invitation: Invitation) -> int:
             return calls.open_directory(FILES_NAME, dir_fd=fd) if nonce == invitation.nonce.encode() else -1
     except FileNotFoundError:
         return -1
-
-
-def _is_on_local_filesystem(staging: str) -> bool:
-    """Return whether the directory above a staging directory is here, on a filesystem of this machine."""
-    try:
-        with closing(calls.open_directory(resolve_links(os.path.dirname(staging)))) as fd:
-            return is_local(fd)
-    except FileNotFoundError:
-        return False
 
 
 def _require_plain(name: str) -> None:

@@ -45,24 +45,16 @@ _ANSWERED = re.compile("Server returned non-2xx status code: ")
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://[^\s<>\"']+")
-_TLS = (
-    (re.compile(r"UnknownIssuer"), "its authority is not known here (UnknownIssuer)"),
-    (re.compile(r"NotValidForName"), "it is for another host (NotValidForName)"),
-    (re.compile(r"InvalidCertificate\(\s*Expired"), "it has expired"),
-    (re.compile(r"CaUsedAsEndEntity"), "it is an authority's own (CaUsedAsEndEntity)"),
-    (re.compile(r"InvalidMessage|InvalidContentType"), "the server does not answer with TLS; try http://"),
-    (re.compile(r"InvalidCertificate|AlertReceived|PeerIncompatible|PeerMisbehaved"), ""),
+_TLS = re.compile(
+    r"InvalidCertificate\(\s*\w+|AlertReceived|Peer(Incompatible|Misbehaved)|Invalid(Message|ContentType)"
 )
 _CAUSES = (
-    (re.compile(r"ConnectionRefused|Connection refused"), "the connection was refused"),
+    (re.compile(r"Connection ?refused", re.IGNORECASE), "the connection was refused"),
     (re.compile(r"dns error|failed to lookup|Name or service not known", re.IGNORECASE), "there is no such host"),
-    (re.compile(r"ConnectionReset|Connection reset"), "the connection was reset"),
     (
-        re.compile(r"NetworkUnreachable|Network is unreachable|HostUnreachable|No route to host"),
-        "there is no route to the host",
-    ),
-    (
-        re.compile(r"UnexpectedEof|IncompleteBody|IncompleteMessage|BrokenPipe|ConnectionAborted"),
+        re.compile(
+            r"Connection ?reset|UnexpectedEof|Incomplete(Body|Message)|BrokenPipe|ConnectionAborted", re.IGNORECASE
+        ),
         "the connection was closed early",
     ),
 )
@@ -89,6 +81,9 @@ class RefusedError(Exception):
         self.region = region
 
 
+LEAST_BYTES_PER_SECOND = 4096
+"""A connection that sends less, for the time of a stall, counts as stalled. 32 connections share 130 kB/s then."""
+
 WEB_PAGE = "a web page (HTML)"
 
 PAGE = "no answer of a store"
@@ -107,8 +102,6 @@ class Failure:
     """The pause that the server requests; 0: none."""
     is_throttled: bool = False
     """Whether the store says that it refuses the request for the moment (429, 503)."""
-    rate: str = ""
-    """How fast the bytes came, of a stall; "": not at all."""
 
     @property
     def may_succeed(self) -> bool:
@@ -121,60 +114,53 @@ class Failure:
         return self.kind in ("busy", "stalled", "broken", "unreachable")
 
     @property
+    def requested_pause(self) -> str:
+        """What a message says of the pause that the server requests."""
+        return f"; it requests a pause of {self.retry_after_seconds:g} s" if self.retry_after_seconds else ""
+
+    @property
     def is_slow(self) -> bool:
         """Whether a long time passed before it was known, so that few attempts are made."""
         return self.kind in _SLOW
 
-    def error(
-        self, path: str, attempts: int, *, stall_seconds: float, expected: object = None, work: Work = "load"
-    ) -> StioError:
+    def error(self, path: str, attempts: int = 1, *, expected: object = None, work: Work = "load") -> StioError:
         """Return the error to raise.
 
         Args:
             path: URL of the object, without secrets.
             attempts: Number of attempts that were made.
-            stall_seconds: Longest time without a byte.
             expected: Identity of the object, if it was opened before.
             work: What it was for.
         """
-        tried = f" (in {attempts} attempts)" if attempts > 1 else ""
-        cause = f": {self.cause}" if self.cause else ""
-        if self.kind == "missing" and expected is None:
-            return CheckpointNotFoundError(f"the store has no such object{cause}", path=path)
-        if self.kind == "no bucket" and work == "load":
-            return CheckpointNotFoundError(
-                f"there is no such bucket or container; check the URL and the endpoint{cause}", path=path
-            )
         if self.kind == "changed" and work == "save":
             return ConcurrentSaveError("another save changed the destination at the same time", path=path)
-        if self.kind in ("missing", "changed") or (self.kind == "range" and expected is not None):
-            what = "removed" if self.kind == "missing" else "replaced"
+        if self.kind == "changed" or (expected is not None and self.kind in ("missing", "range")):
             return ChangedDuringReadError(
-                f"the object was {what} while it was being read; load it again",
+                "the object was removed or replaced while it was being read; load it again",
                 path=path,
                 expected=None if expected is None else str(expected),
-            )
-        if self.kind == "stalled":
-            return StallTimeoutError(
-                f"the store sent {self.rate or 'no bytes'} for {stall_seconds:g} s{tried}; check the network, or "
-                f"{work} again{cause}",
-                path=path,
-                errno=errno.ETIMEDOUT,
             )
         what, remedy, number = _MESSAGES[self.kind]
         if self.kind == "panic" and (names := set_variables(path.partition("://")[0])):
             remedy = f"{remedy}; these variables are set: {listed(names)}"
-        pause = f"; it requests a pause of {self.retry_after_seconds:g} s" if self.retry_after_seconds else ""
-        return StorageError(
-            f"{what}{tried}; {remedy.format(work=work)}{pause}{cause}",
-            path=path,
-            errno=number,
-            found=PAGE if self.kind == "page" else None,
-        )
+        tried = f" (in {attempts} attempts)" if attempts > 1 else ""
+        cause = f": {self.cause}" if self.cause else ""
+        if self.kind == "missing" or (self.kind == "no bucket" and work == "load"):
+            return CheckpointNotFoundError(f"{what}{cause}", path=path)
+        text = f"{what}{tried}; {remedy.format(work=work)}{self.requested_pause}{cause}"
+        if self.kind == "stalled":
+            return StallTimeoutError(text, path=path, errno=number)
+        return StorageError(text, path=path, errno=number, found=PAGE if self.kind == "page" else None)
 
 
 _MESSAGES: dict[Kind, tuple[str, str, int]] = {
     "busy": ("the store could not answer", "{work} again later", errno.EBUSY),
+    "stalled": (
+        f"the store sent fewer than {LEAST_BYTES_PER_SECOND:,} bytes/s for too long",
+        "check the network, or {work} again",
+        errno.ETIMEDOUT,
+    ),
+    "missing": ("the store has no such object", "", errno.ENOENT),
     "broken": ("the connection to the store broke", "{work} again", errno.ECONNRESET),
     "unreachable": ("the store cannot be reached", "check address, endpoint and proxy", errno.EHOSTUNREACH),
     "wrong": ("the store did not send what was requested", "do not use this server or proxy", errno.EPROTO),
@@ -185,7 +171,7 @@ _MESSAGES: dict[Kind, tuple[str, str, int]] = {
         "AWS_SKIP_SIGNATURE=true, GOOGLE_SKIP_SIGNATURE=true for what is public",
         errno.EACCES,
     ),
-    "no bucket": ("there is no such bucket or container", "make it, or check the URL and the endpoint", errno.ENOENT),
+    "no bucket": ("there is no such bucket or container; check the URL and the endpoint", "or make it", errno.ENOENT),
     "no name": ("the name of the object is not allowed", "use another one", errno.EINVAL),
     "denied": ("the store refuses access", "check the credentials, and what they allow", errno.EACCES),
     "unranged": (
@@ -195,7 +181,7 @@ _MESSAGES: dict[Kind, tuple[str, str, int]] = {
     ),
     "tls": (
         "no TLS connection, or the server's certificate is not accepted",
-        "SSL_CERT_FILE or AWS_CA_BUNDLE names the certificate of a private authority",
+        "SSL_CERT_FILE or AWS_CA_BUNDLE names the certificate of a private authority; a server without TLS has http://",
         errno.EPROTO,
     ),
     "elsewhere": (
@@ -227,12 +213,11 @@ class RequestError(Exception):
     Args:
         kind: See `Failure`.
         cause: See `Failure`.
-        rate: See `Failure`.
     """
 
-    def __init__(self, kind: Kind, cause: str = "", *, rate: str = "") -> None:
-        self.failure = Failure(kind, cause, rate=rate)
-        super().__init__(cause or rate)
+    def __init__(self, kind: Kind, cause: str = "") -> None:
+        self.failure = Failure(kind, cause)
+        super().__init__(cause)
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -303,9 +288,8 @@ def _without_status(summary: str, details: str) -> Failure:
         return Failure("elsewhere", summary)
     if "UnexpectedRange" in details or "NoContentRange" in details or "ContentRange" in details:
         return Failure("wrong", summary)
-    for pattern, words in _TLS:
-        if pattern.search(details):
-            return Failure("tls", words or summary)
+    if found := _TLS.search(details):
+        return Failure("tls", "".join(found[0].split()).replace("(", ": "))
     cause = next((words for pattern, words in _CAUSES if pattern.search(details)), summary)
     if "kind: Timeout" in details or "TimedOut" in details:
         return Failure("unreachable" if "kind: Connect" in details else "stalled", "")

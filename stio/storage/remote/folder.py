@@ -387,12 +387,8 @@ class Upload:
         return True
 
     def _error_of(self, failure: Failure) -> StioError:
-        return failure.error(
-            self.path,
-            self._folder.patience.num_attempts if failure.may_succeed else 1,
-            stall_seconds=self._folder.patience.stall_seconds,
-            work="save",
-        )
+        attempts = self._folder.patience.num_attempts if failure.may_succeed else 1
+        return failure.error(self.path, attempts, work="save")
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Wait, under the condition, until something holds.

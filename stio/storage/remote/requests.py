@@ -4,8 +4,8 @@ Most are made by obstore (`Requester`). A call of obstore cannot be interrupted:
 store was silent for too long. So it is a `stio.runtime.calls.Call`, and writes only to memory that obstore allocates. A
 worker that ends leaves it behind.
 
-An error of obstore has a status and a text, but no `Retry-After`, no region of a bucket and no type of the content. So
-a request that obstore was refused is repeated by Python's own client (`ask`), whose answer has its whole head. It also
+An error of obstore has a status and a text, but no `Retry-After`, no region of a bucket and no type of the content. So,
+before it is repeated, Python's own client requests a part of the same (`ask`): its answer has the whole head. It also
 makes the requests that obstore has no function for. It follows no redirect, and blocks: callers run it on a thread that
 a cancel leaves behind.
 """
@@ -32,6 +32,7 @@ from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.log import RareWarnings, log
 from stio.runtime.operation import Cancelled, is_interrupted
 from stio.storage.remote.failures import (
+    LEAST_BYTES_PER_SECOND,
     WEB_PAGE,
     Failure,
     RefusedError,
@@ -42,9 +43,6 @@ from stio.storage.remote.failures import (
 )
 from stio.storage.remote.settings import added_authorities
 
-LEAST_BYTES_PER_SECOND = 4096
-"""A connection that sends less, for the time of a stall, counts as stalled. 32 connections share 130 kB/s then."""
-
 _TITLE = re.compile(rb"<title[^>]*>(.{0,200}?)</title", re.IGNORECASE | re.DOTALL)
 
 
@@ -52,16 +50,14 @@ class RateWatch:
     """Judges whether bytes come fast enough. Written by one thread, checked by another.
 
     Args:
-        stall_seconds: The time over which the rate is taken.
-        in_pieces: Bytes are counted by whole pieces of `piece_bytes`, from a library that has a limit of its own for
-            the time without any byte.
+        stall_seconds: The time of a stall. The rate is taken over somewhat more: bytes are counted by whole pieces, and
+            clients have a limit of their own for the time without any byte.
     """
 
-    def __init__(self, stall_seconds: float, *, in_pieces: bool = False) -> None:
+    def __init__(self, stall_seconds: float) -> None:
         self.piece_bytes = max(1, int(LEAST_BYTES_PER_SECOND * stall_seconds))
         """What must come within the time of a stall, at the least rate."""
-        self._seconds = stall_seconds * _PIECES_FACTOR if in_pieces else stall_seconds
-        self._in_pieces = in_pieces
+        self._seconds = stall_seconds * _PIECES_FACTOR
         self._num_bytes = 0
         self._mark: tuple[float, int] | None = None
 
@@ -86,11 +82,8 @@ class RateWatch:
         mark, now = self._mark, time.monotonic()
         if mark is None or now - mark[0] < self._seconds:
             return
-        came = self._num_bytes - mark[1]
-        if came < self.piece_bytes:
-            if self._in_pieces:
-                raise RequestError("stalled", rate=f"fewer than {LEAST_BYTES_PER_SECOND:,} bytes/s")
-            raise RequestError("stalled", rate=f"only {came / (now - mark[0]):,.0f} bytes/s" if came else "")
+        if self._num_bytes - mark[1] < self.piece_bytes:
+            raise RequestError("stalled")
         self._mark = now, self._num_bytes
 
 
@@ -233,27 +226,16 @@ class Attempts:
             failure, self.number, time.monotonic() - self._began, seconds
         )
         if last or not failure.may_succeed or (failure.kind == "expired" and self._renewed):
-            raise failure.error(
-                self._path,
-                self.number,
-                stall_seconds=patience.stall_seconds,
-                expected=self._expected,
-                work=self._work,
-            )
-        most = patience.num_stalls if failure.is_slow else patience.num_attempts
-        if failure.is_throttled and patience.busy_seconds:
-            most = 0  # it is a matter of time
-        detail = failure.cause or failure.rate
-        requested = f"; the store requests a pause of {failure.retry_after_seconds:g} s"
+            raise failure.error(self._path, self.number, expected=self._expected, work=self._work)
         log(
             requester.warnings.level(),
-            "%s: attempt %d%s failed (%s%s); trying again%s",
+            "%s: attempt %d of %d failed (%s%s); trying again%s",
             self._path,
             self.number,
-            f" of {most}" if most else "",
+            patience.num_stalls if failure.is_slow else patience.num_attempts,
             failure.kind,
-            f": {detail}" if detail else "",
-            requested if failure.retry_after_seconds else "",
+            f": {failure.cause}" if failure.cause else "",
+            failure.requested_pause,
         )
         if failure.kind == "expired":
             self._renewed = True
@@ -296,9 +278,9 @@ class Requester:
         self._store = self._connect()
 
     def begin(self, request: Callable[[Any], T]) -> Call[T]:
-        """Start the first attempt at a request, which gets the store; `run` waits for its answer."""
+        """Start one attempt at a request, which gets the store."""
         require_usable(self._path)
-        store, watch = self._store, RateWatch(self.patience.stall_seconds, in_pieces=True)
+        store, watch = self._store, RateWatch(self.patience.stall_seconds)
 
         def work() -> T:
             _thread_local.watch = watch
@@ -317,7 +299,6 @@ class Requester:
         expected: object = None,
         work: Work = "load",
         again: Callable[[Any], T] | None = None,
-        first: Call[T] | None = None,
     ) -> T:
         """Make a request, and wait for its answer; repeat it while it fails, and may succeed.
 
@@ -327,14 +308,13 @@ class Requester:
             expected: Identity of the object, if it was opened before.
             work: What it is for.
             again: The same request by a client that says more about a refusal than obstore does.
-            first: The first attempt, if `begin` has started it already.
 
         Raises:
             Cancelled: The calling thread should end (`is_interrupted`).
             StioError: The request failed; see `Failure.error`.
         """
         attempts = Attempts(self, path, expected=expected, work=work)
-        call, first = first or self.begin(request), None
+        call = self.begin(request)
         while True:
             try:
                 return call.result()
@@ -387,18 +367,6 @@ _MOST_BODY_BYTES = 64 << 10
 """Of the answer of a request that was refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The head of an answer, and its body."""
-
-    status: int
-    """200 or another success."""
-    fields: Mapping[str, str]
-    """Its fields, by their names in lower case."""
-    body: bytes
-    """As many bytes as were asked for; of a status 200 not more than those."""
-
-
 def ask(
     url: str,
     headers: Mapping[str, str],
@@ -409,7 +377,7 @@ def ask(
     method: str = "GET",
     data: bytes | None = None,
     is_local: bool = False,
-) -> Head:
+) -> tuple[int, bytes]:
     """Make one request. Blocks, and cannot be interrupted.
 
     Args:
@@ -421,6 +389,9 @@ def ask(
         method: Its method.
         data: Body of the request.
         is_local: No proxy is used.
+
+    Returns:
+        The status, which is a success, and the body.
 
     Raises:
         RefusedError: The status is no success.
@@ -436,10 +407,9 @@ def ask(
     try:
         request = Request(url, data, dict(headers), method=method)
         with build_opener(*handlers).open(request, timeout=stall_seconds) as answer:
-            fields = {name.lower(): value for name, value in answer.headers.items()}
             body = _read(answer, num_bytes, stall_seconds)
-            require_no_page(fields.get("content-type", ""), body)
-            return Head(answer.status, fields, body)
+            require_no_page(answer.headers.get("Content-Type", ""), body)
+            return answer.status, body
     except HTTPError as error:
         with error:
             raise _refused(error) from None

@@ -56,12 +56,6 @@ from stio.storage.remote.requests import Attempts, ask
 from stio.storage.remote.source import RemoteRoot
 from stio.storage.remote.stores import Query, locate, signed_url
 
-_NEVER: State = {"e_tag": '"00000000000000000000000000000000"', "version": "1"}
-"""A state that no object has."""
-
-_honours_conditions: set[tuple[str, str]] = set()
-"""Stores that were found to compare conditions, by scheme, and bucket or container."""
-
 
 @dataclass(frozen=True, slots=True)
 class RemoteDestination:
@@ -291,14 +285,13 @@ class RemoteTransaction(Uploads):
             self._folder.delete([name])
         return {}
 
-    def _put(self, name: str, data: bytes, state: State, *, may_arrive: bool = False) -> State:
+    def _put(self, name: str, data: bytes, state: State) -> State:
         """Put a small object in place of one in a state ({}: none), and return its state.
 
         Args:
             name: Its name.
             data: Its content.
             state: The state of what it replaces.
-            may_arrive: Whether an attempt before this call may be on its way still.
 
         Raises:
             ConcurrentSaveError: It is in another state.
@@ -306,6 +299,7 @@ class RemoteTransaction(Uploads):
             StioError: The store refuses it, or does not say whether it has it.
         """
         attempts = Attempts(self._folder.root.requester, f"{self._folder.path}/{name}", work="save")
+        may_arrive = False  # an attempt may be on its way still
         while True:
             try:
                 return self._folder.put_once(name, data, state or "create")
@@ -353,8 +347,7 @@ class RemoteTransaction(Uploads):
         )
 
     def _error(self, failure: Failure, name: str) -> StioError:
-        path = f"{self._folder.path}/{name}"
-        return failure.error(path, 1, stall_seconds=self._folder.patience.stall_seconds, work="save")
+        return failure.error(f"{self._folder.path}/{name}", work="save")
 
 
 class _Directory(RemoteTransaction):
@@ -379,31 +372,7 @@ class _Directory(RemoteTransaction):
         self.shard_names = tuple(shard_name(pattern, k, num_shards, save_id=self._id) for k in range(num_shards))
 
     def _put_last(self, index: bytes) -> None:
-        failure = self._put_unconditionally(index)
-        if failure is not None:
-            self._state = self._put(self._last, index, self._found, may_arrive=failure.may_have_worked)
-
-    def _put_unconditionally(self, index: bytes) -> Failure | None:
-        """Put the index in place of a state that no object has; return why the store has not done it, None if it has.
-
-        Such a store ignores conditions, and that was the commit. The first save of a process to a store tries it.
-        """
-        store = self._folder.root.location.scheme, self._folder.root.location.store
-        if store in _honours_conditions:
-            return Failure("changed", "")
-        try:
-            self._state = self._folder.put_once(self._last, index, _NEVER)
-        except Exception as error:
-            failure = failure_of(error)
-            if failure.kind in ("changed", "missing"):
-                _honours_conditions.add(store)
-            return failure
-        log(
-            logging.WARNING,
-            "%s: the store ignores If-Match: of two saves at one time to one place, the one that ends last remains",
-            self.path,
-        )
-        return None
+        self._state = self._put(self._last, index, self._found)
 
     def _delete_old(self) -> None:
         if self._old:
@@ -561,7 +530,7 @@ def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
     def send(store: Any) -> bytes:
         url = signed_url(root.new_store, root.config, method, key, query)
         seconds = folder.patience.stall_seconds
-        return ask(url, {}, _MOST_ANSWER_BYTES, stall_seconds=seconds, scheme="s3", method=method).body
+        return ask(url, {}, _MOST_ANSWER_BYTES, stall_seconds=seconds, scheme="s3", method=method)[1]
 
     with suppress(CheckpointNotFoundError):  # it was completed or aborted by now
         return root.requester.run(send, f"{folder.path}/{name}" if name else folder.path, work="save")

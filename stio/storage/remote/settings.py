@@ -8,17 +8,14 @@ values are stripped and checked here, before obstore gets them. An error names t
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from stio.errors import StorageError, listed, printable
+from stio.errors import StorageError, printable
 from stio.storage.checks import refused
 
 Options = Mapping[str, Any]
@@ -26,7 +23,6 @@ Options = Mapping[str, Any]
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 
 _TRUE = ("1", "true", "on", "yes", "y")
-_FLAGS = (*_TRUE, "0", "false", "off", "no", "n")
 
 
 def variable(name: str) -> str:
@@ -58,70 +54,32 @@ _QUOTED = re.compile(r"(?<=invalid type: )[a-z ]+ [\"`].*[\"`]")
 """What obstore shows of a file of secrets that it cannot parse."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What a value may be."""
-
-    is_valid: Callable[[str], bool]
-    expected: str
-    """For the error."""
-
-
-def _is_url(value: str) -> bool:
-    if not value.isascii() or not value.isprintable() or set(value) & set(' "<>\\^`{|}'):
-        return False
-    try:
-        parts = urlsplit(value)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-
-
-def _is_object(value: str) -> bool:
-    try:
-        return isinstance(json.loads(value), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _matches(pattern: str) -> Callable[[str], bool]:
-    compiled = re.compile(pattern)
-    return lambda value: compiled.fullmatch(value) is not None
-
-
-_TEXT = _Kind(_matches(r"[^\x00-\x1f\x7f]*"), "text without line breaks and control characters")
-_FILE = _Kind(lambda value: _TEXT.is_valid(value) and not value.startswith("{"), "a path of a file")
-_FLAG = _Kind(lambda value: value.lower() in _FLAGS, "true or false")
-
-_URL = _Kind(_is_url, "a URL that begins with http:// or https://")
-_HOST_PART = _Kind(_matches(r"[A-Za-z0-9._-]+"), "letters, digits, '.', '_' and '-'")
-_BASE64 = _Kind(_matches(r"[A-Za-z0-9+/_-]+={0,2}"), "base64")
-_KEY = _Kind(_matches(r"[!-~]*"), "letters, digits and punctuation of ASCII")
+_TEXT = re.compile(r"[^\x00-\x1f\x7f]*"), "one line of text"
+_FILE = re.compile(r"(?!\{)[^\x00-\x1f\x7f]*"), "a path of a file"
+_FLAG = re.compile(r"(?i:1|true|on|yes|y|0|false|off|no|n)"), "true or false"
+_URL = (
+    re.compile(r"https?://(?!/)[^\s\"<>\\^`{|}\x00-\x1f\x7f-\U0010ffff]+"),
+    "a URL that begins with http:// or https://",
+)
+_WORD = re.compile(r"[!-~]*"), "ASCII without spaces"
 
 _KINDS = {
-    "service_account_key": _Kind(_is_object, "a JSON object"),
+    "service_account_key": (re.compile(r"\{.*\}", re.DOTALL), "a JSON object"),
     "service_account(_path)?|application_credentials": _FILE,
     "(allow|disable|skip|unsigned|virtual|(storage_)?use)_.*|s3_express|request_payer|.*_(fallback|enabled)": _FLAG,
     ".*endpoint(_url)?(_s3)?|base_url|.*authority_host": _URL,
-    ".*region|.*account_name|.*(tenant|authority)_id": _HOST_PART,
-    ".*account_key|storage_(access|master)_key": _BASE64,
-    "access_key_id|(session_|storage_|bearer_)?token": _KEY,
+    ".*region|.*account_name|.*(tenant|authority)_id": (
+        re.compile(r"[A-Za-z0-9._-]+"),
+        "letters, digits, '.', '_', '-'",
+    ),
+    ".*account_key|storage_(access|master)_key": (re.compile(r"[A-Za-z0-9+/_-]+={0,2}"), "base64"),
+    "access_key_id|(session_|storage_|bearer_)?token": _WORD,
 }
-"""By a pattern of the setting's name without prefix; the first one decides, and all others are text."""
-
-_DEFAULTS = {
-    "metadata_endpoint": "http://169.254.169.254",
-    "authority_host": "https://login.microsoftonline.com",
-    "storage_authority_host": "https://login.microsoftonline.com",
-    "msi_endpoint": "http://169.254.169.254/metadata/identity/oauth2/token",
-    "identity_endpoint": "http://169.254.169.254/metadata/identity/oauth2/token",
-    "region": "us-east-1",
-    "default_region": "us-east-1",
-}
-"""Stand for a variable that is set and empty."""
+"""What a value may be, and its description for errors, by a pattern of the setting's name without prefix; the first one
+decides, and all others are text."""
 
 
-def _kind_of(name: str) -> _Kind:
+def _kind_of(name: str) -> tuple[re.Pattern[str], str]:
     return next((kind for pattern, kind in _KINDS.items() if re.fullmatch(pattern, name)), _TEXT)
 
 
@@ -153,19 +111,20 @@ def checked(scheme: str, given: Options, path: str) -> dict[str, Any]:
     found = _in_environment(scheme)
     for name, (origin, raw) in found.items():
         kind = _kind_of(name)
-        default = "false" if kind is _FLAG else _DEFAULTS.get(name)
         if {name, _SAME.get(name, name)} & (names | {_SAME.get(one, one) for one in names}):
             continue  # the value that was given goes before it
         if name == "default_region" and "region" in found:
             continue
         value = raw.strip()
-        if not raw and default is None and kind.is_valid is not _is_url:
+        if not value and kind is _FLAG:
+            value = "false"
+        elif not value and name in ("region", "default_region"):
+            value = variable("AWS_DEFAULT_REGION") or "us-east-1"
+        elif not raw and kind is not _URL:
             continue  # obstore reads it as it reads one that is not set, or says what is missing
-        if not value and default is not None:
-            value = (name == "region" and variable("AWS_DEFAULT_REGION")) or default
         if name.endswith("authority_host") and "://" not in value:
             value = f"https://{value}"  # the tools of Azure take it so
-        if (value and value == raw and kind.is_valid(value)) or not _has_setting(scheme, "config", origin):
+        if (value and value == raw and kind[0].fullmatch(value)) or not _has_setting(scheme, origin):
             continue
         # obstore prefers a region of the environment to a default that it is given here.
         setting = "aws_region" if name == "default_region" else origin.lower()
@@ -194,33 +153,16 @@ def usable(name: str, origin: str, value: Any, path: str) -> Any:
     """
     if not isinstance(value, str):
         return value
-    text, kind = value.strip(), _kind_of(name)
-    if not kind.is_valid(text):
+    text, (allowed, expected) = value.strip(), _kind_of(name)
+    if not allowed.fullmatch(text):
         raise StorageError(
             f"{origin} cannot be used; correct it, or unset it",
             path=path,
             errno=errno.EINVAL,
-            expected=kind.expected,
-            found=_described(text, kind),
+            expected=expected,
+            found="another value, which is not shown",
         )
     return text
-
-
-def _described(value: str, kind: _Kind) -> str:
-    """Return what is wrong with a value, without showing it: it may be a secret."""
-    if not value:
-        return "an empty value"
-    if kind is _FILE and value.startswith("{"):
-        return "the content of a file"
-    if "\n" in value or "\r" in value:
-        return "a line break in the value"
-    if not value.isascii() or not value.isprintable():
-        return "a control character, or one that is not ASCII"
-    if any(one.isspace() for one in value):
-        return "a space in the value"
-    if kind.is_valid is _is_url and "://" not in value:
-        return "a value without http:// and https://"
-    return "another value"
 
 
 def _origin(scheme: str, name: object, value: object) -> str:
@@ -258,20 +200,6 @@ def added_authorities(scheme: str) -> dict[str, Any]:
     return {}
 
 
-def advice_on_settings(scheme: str, reason: str, config: Options, client_options: Options) -> str:
-    """Return what to do about a setting that obstore rejects, by the text of its error; else what variables are set."""
-    for argument, given, other in (("config", config, "client_options"), ("client_options", client_options, "config")):
-        for name in map(str, given):
-            if _rejects(reason, name):
-                if _has_setting(scheme, other, name):
-                    return f"; {printable(name)!r} is a setting for {other}="
-                return f"; {argument}= has no such setting"
-    if scheme == "az" and "Account must be specified" in reason:
-        return "; set AZURE_STORAGE_ACCOUNT_NAME"
-    names = set_variables(scheme)
-    return f"; these variables are set: {listed(names)}" if names else ""
-
-
 def maker_of(scheme: str) -> Any:
     """Return what makes a store of obstore, of a URL of http, or of the name of a bucket or container."""
     stores: Any = import_module("obstore.store")
@@ -279,25 +207,16 @@ def maker_of(scheme: str) -> Any:
     return kinds.get(scheme, stores.HTTPStore.from_url)
 
 
-def _rejects(reason: str, name: str) -> bool:
-    """Return whether an error of obstore says that there is no setting of a name."""
-    # "Configuration key: 'regoin' is not valid for store 'S3'." or "Invalid key: timeot."
-    return re.search(rf"key: '?{re.escape(name)}(?![\w-])", reason, re.IGNORECASE) is not None
-
-
-def _has_setting(scheme: str, argument: str, name: str) -> bool:
+def _has_setting(scheme: str, name: str) -> bool:
     """Return whether obstore has a setting. It has no list of them, but takes one after the other until it rejects one.
 
     Args:
         scheme: Scheme of the store.
-        argument: "config" or "client_options".
         name: Name of the setting, or of its variable.
     """
-    if argument == "config" and scheme not in _PREFIXES:
-        return False
     try:
         # The second name is rejected at the latest: nothing is read from the environment, and no store is made.
-        maker_of(scheme)("http://host", **{argument: {name: "", "no such setting": ""}})
-    except Exception as error:  # a value of the wrong type too
-        return not _rejects(str(error), name)
+        maker_of(scheme)("http://host", config={name: "", "no such setting": ""})
+    except Exception as error:  # "Configuration key: 'regoin' is not valid for store 'S3'."
+        return re.search(rf"key: '?{re.escape(name)}(?![\w-])", str(error), re.IGNORECASE) is None
     return True

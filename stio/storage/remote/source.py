@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +20,7 @@ from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.memory import Region
 from stio.runtime.workers import WorkerPool
-from stio.storage.base import Identity, Requests
+from stio.storage.base import Identity, Requests, Source
 from stio.storage.checks import cut_short
 from stio.storage.remote.failures import (
     PAGE,
@@ -34,7 +32,6 @@ from stio.storage.remote.failures import (
 )
 from stio.storage.remote.requests import (
     Attempts,
-    Head,
     Patience,
     RateWatch,
     Requester,
@@ -63,6 +60,9 @@ give what a fast network has. A gap of 1 MiB takes less time than another reques
 
 _HEAD_BYTES = 128 << 10
 """Read when an object is opened: as much as the first read of a header needs (`stio.loading.open`)."""
+
+_ASKED_BYTES = 1 << 10
+"""Read of an answer by Python's client: the title of a web page is in them."""
 
 _NO_PAGES = (FILE_SUFFIX, ".json")
 """Ends of the names of files that are no web pages."""
@@ -266,7 +266,7 @@ class RemoteRoot:
                 raise
         head = b"".join(map(bytes, answer.pieces))
         if is_page(head) and name.endswith(_NO_PAGES):
-            raise Failure("page", WEB_PAGE).error(path, 1, stall_seconds=self.requester.patience.stall_seconds)
+            raise Failure("page", WEB_PAGE).error(path)
         return RemoteSource(self, key, path, answer.identity, head, self._requests)
 
     def _whole(self, key: str, path: str) -> WholeObject:
@@ -281,40 +281,35 @@ class RemoteRoot:
         return found
 
     def again(self, wanted: Range) -> Callable[[Any], Answer] | None:
-        """Return the request of a range by `ask`, which says more of a refusal; None: it cannot make this one."""
+        """Return a request of a range that says more of a refusal, by `ask`; None: that cannot make this one."""
         return partial(self._asked, wanted=wanted) if self._may_be_asked else None
 
     def _asked(self, store: Any, wanted: Range) -> Answer:
-        """Return a range as `_get` does."""
+        """Return a range as `_get` does, once Python's client has got its beginning."""
         try:
             link = link_to(store, replace(self.location, key=wanted.key))
         except Exception:  # it cannot be signed, and obstore says why
             return _get(store, wanted)
-        expected = wanted.expected
-        headers = {"Range": f"bytes={wanted.begin}-{wanted.end - 1}", "Accept": "*/*"}
+        headers = {"Range": f"bytes={wanted.begin}-{min(wanted.end, wanted.begin + _ASKED_BYTES) - 1}", "Accept": "*/*"}
         if authorization := authorization_of(link):
             headers["Authorization"] = authorization
-        if expected is not None and expected.etag and not expected.etag.startswith("W/"):
-            headers["If-Match"] = expected.etag
         try:
-            found = ask(
+            status, _ = ask(
                 without_user(link),
                 headers,
-                wanted.end - wanted.begin,
+                _ASKED_BYTES,
                 stall_seconds=self.requester.patience.stall_seconds,
                 scheme=self.location.scheme,
             )
+            if status != 206:
+                raise RequestError("unranged")
         except RequestError as error:
-            if error.failure.kind == "unreachable":
-                return _get(store, wanted)
-            raise
+            if error.failure.kind != "unreachable":
+                raise
         except RefusedError as error:
-            if 300 <= error.status < 400 and not error.region:  # obstore follows it, or says why not
-                return _get(store, wanted)
-            raise
-        if found.status != 206:
-            raise RequestError("unranged")
-        return _checked(found, wanted) or _get(store, wanted)
+            if not 300 <= error.status < 400 or error.region:  # otherwise obstore follows it, or says why not
+                raise
+        return _get(store, wanted)
 
     def close(self) -> None:
         """Drop what was opened ahead; objects opened from it can still be read. Idempotent."""
@@ -356,8 +351,8 @@ class RemoteSource:
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the regions, one after the other, with the bytes from `offset` on. Blocks.
 
-        A long read is several requests at one time. On a thread of stio's, `Cancelled` is raised within a second after
-        the thread should end (`stio.runtime.operation.is_interrupted`).
+        On a thread of stio's, `Cancelled` is raised within a second after the thread should end
+        (`stio.runtime.operation.is_interrupted`).
 
         Raises:
             TruncatedError: The object ends before the last region is full.
@@ -365,42 +360,23 @@ class RemoteSource:
             StallTimeoutError: The store sent no bytes for too long.
             StorageError: The request failed.
         """
-        end = offset + sum(region.nbytes for region in regions)
-        if end == offset:
-            return
-        if end > self.identity.nbytes:
-            raise cut_short(self.path, self.identity.nbytes, end - max(offset, self.identity.nbytes))
+        end = _end_of(self, offset, regions)
         target = _Target(regions)
-        head = self._head
-        if head is not None and end <= len(head):
-            target.fill(head, offset, end)
+        if self._head is not None and end <= len(self._head):
+            target.fill(self._head, offset, end)
             return
         self._head = None  # the header was read: only tensors follow
-        for data in self._ranges(offset, end):
-            target.fill(data, 0, len(data))
-
-    def _ranges(self, offset: int, end: int) -> Iterator[Any]:
-        """Yield the bytes of a range, one request's at a time; a few requests are under way."""
-        step = self.requests.nbytes
-        whole = 1 if end - offset < 2 * step else max(1, min(_MOST_AT_ONCE, self.requests.num_in_flight))
-        ahead: list[tuple[Call[Answer], Range]] = []
-        at = offset
-        while at < end or ahead:
-            while at < end and len(ahead) < whole:
-                stop = end if whole == 1 else min(at + step, end)
-                wanted = Range(self._key, self.path, at, stop, self.identity)
-                ahead.append((self._requester.begin(partial(_get, wanted=wanted)), wanted))
-                at = stop
-            call, wanted = ahead.pop(0)
-            answer = self._answer(wanted, call)
-            del call
+        step = 2 * self.requests.nbytes  # reads of a load are shorter; a header may be longer
+        for at in range(offset, end, step):
+            stop = min(at + step, end)
+            answer = self._answer(Range(self._key, self.path, at, stop, self.identity))
             self.identity.require_same(answer.identity, self.path)
-            yield from answer.pieces
+            for data in answer.pieces:
+                target.fill(data, 0, len(data))
 
-    def _answer(self, wanted: Range, first: Call[Answer] | None = None) -> Answer:
-        """Return a range, by a request of which the first attempt may be under way."""
+    def _answer(self, wanted: Range) -> Answer:
         request, again = partial(_get, wanted=wanted), self._again(wanted)
-        return self._requester.run(request, self.path, expected=self.identity, again=again, first=first)
+        return self._requester.run(request, self.path, expected=self.identity, again=again)
 
     def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if the store has another state of the object by now, or none.
@@ -453,11 +429,7 @@ class WholeObject:
 
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the regions, one after the other, with the bytes from `offset` on; see `RemoteSource.read_into`."""
-        end = offset + sum(region.nbytes for region in regions)
-        if end == offset:
-            return
-        if end > self.identity.nbytes:
-            raise cut_short(self.path, self.identity.nbytes, end - max(offset, self.identity.nbytes))
+        end = _end_of(self, offset, regions)
         if end <= len(self._head):
             _Target(regions).fill(self._head, offset, end)
             return
@@ -506,7 +478,7 @@ class WholeObject:
         Raises:
             RequestError: It has ended.
         """
-        watch = RateWatch(self._requester.patience.stall_seconds, in_pieces=True)
+        watch = RateWatch(self._requester.patience.stall_seconds)
         watch.begin()
         piece = Call(lambda: next(stream, None), check=watch.check).result()
         if not piece:
@@ -531,28 +503,33 @@ class WholeObject:
             self._piece, self._begin = self._next(stream), stop
 
 
-_MOST_AT_ONCE = 8
-"""Requests of one read. Several threads read at one time."""
+def _end_of(source: Source, offset: int, regions: Sequence[Region]) -> int:
+    """Return where a read ends; raise `TruncatedError` if the object ends before."""
+    end, nbytes = offset + sum(region.nbytes for region in regions), source.identity.nbytes
+    if end > nbytes:
+        raise cut_short(source.path, nbytes, end - max(offset, nbytes))
+    return end
 
 
 class _Target:
     """Regions that are filled one after the other."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
-        self._regions = iter(regions)
-        self._region = next(self._regions)
+        self._left = [*regions][::-1]
         self._at = 0
 
     def fill(self, data: Any, begin: int, end: int) -> None:
         """Fill with a part of some memory."""
         address = np.frombuffer(data, np.uint8).ctypes.data
         while begin < end:
-            while self._at == self._region.nbytes:
-                self._region, self._at = next(self._regions), 0
-            nbytes = min(end - begin, self._region.nbytes - self._at)
-            memory.move(self._region.address + self._at, address + begin, nbytes)
+            region = self._left[-1]
+            nbytes = min(end - begin, region.nbytes - self._at)
+            memory.move(region.address + self._at, address + begin, nbytes)
             self._at += nbytes
             begin += nbytes
+            if self._at == region.nbytes:
+                self._left.pop()
+                self._at = 0
 
 
 # Requests. Each function is called with the store, on a thread that may be left behind.
@@ -572,7 +549,10 @@ def _get(store: Any, wanted: Range) -> Answer:
     identity = _identity(result.meta, wanted.path)
     if wanted.expected is not None and identity != wanted.expected:
         return Answer((), identity)  # the caller compares it
-    expected_bytes = _expected_bytes(wanted, identity, *result.range)
+    begin, end = wanted.begin, min(wanted.end, identity.nbytes)
+    if tuple(result.range) != (begin, end):
+        first, stop = result.range
+        raise RequestError("wrong", f"bytes {first:,} to {stop:,} instead of {begin:,} to {end:,}")
     watch = current_watch()
     watch.begin()
     pieces = []
@@ -581,45 +561,9 @@ def _get(store: Any, wanted: Range) -> Answer:
         watch.add(len(piece))
     watch.end()
     num_bytes = sum(map(len, pieces))
-    if num_bytes != expected_bytes:
-        raise RequestError("wrong", f"{num_bytes:,} bytes instead of {expected_bytes:,}")
+    if num_bytes != end - begin:
+        raise RequestError("wrong", f"{num_bytes:,} bytes instead of {end - begin:,}")
     return Answer(pieces, identity)
-
-
-def _expected_bytes(wanted: Range, identity: Identity, begin: int, end: int) -> int:
-    """Return how many bytes an answer must have; raise `RequestError` if it is of another range."""
-    first, stop = wanted.begin, min(wanted.end, identity.nbytes)
-    if (begin, end) != (first, stop):
-        raise RequestError("wrong", f"bytes {begin:,} to {end:,} instead of {first:,} to {stop:,}")
-    return stop - first
-
-
-_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
-
-
-def _checked(found: Head, wanted: Range) -> Answer | None:
-    """Return the answer of Python's client as `_get` does; None if it does not say what state it is of.
-
-    Raises:
-        RequestError: It has other bytes than were requested.
-    """
-    fields = found.fields
-    sent = _CONTENT_RANGE.fullmatch(fields.get("content-range", ""))
-    try:
-        changed = parsedate_to_datetime(fields["last-modified"]) if "last-modified" in fields else None
-    except ValueError:
-        changed = None
-    if sent is None or (changed is None and not fields.get("etag")):
-        return None
-    meta = {"e_tag": fields.get("etag"), "version": None, "last_modified": changed, "size": int(sent[3])}
-    identity = _identity(meta, wanted.path)
-    if wanted.expected is not None and identity != wanted.expected:
-        return Answer((), identity)
-    expected_bytes = _expected_bytes(wanted, identity, int(sent[1]), int(sent[2]) + 1)
-    length = fields.get("content-length", "")
-    if len(found.body) != expected_bytes or (length and length != str(expected_bytes)):
-        raise RequestError("wrong", f"{length or len(found.body)} bytes instead of {expected_bytes:,}")
-    return Answer((found.body,), identity)
 
 
 def _head(store: Any, *, key: str, path: str) -> Identity:

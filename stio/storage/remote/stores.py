@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
 from xml.etree import ElementTree
 
-from stio.errors import CheckpointNotFoundError, StorageError, install_command, one_line
+from stio.errors import CheckpointNotFoundError, StorageError, install_command, listed, one_line
 from stio.runtime.operation import without_panic
 from stio.runtime.urls import without_secrets
 from stio.storage.remote.failures import RefusedError, RequestError, failure_of
@@ -34,11 +34,11 @@ from stio.storage.remote.requests import STALL_SECONDS, ask
 from stio.storage.remote.settings import (
     Options,
     added_authorities,
-    advice_on_settings,
     bare,
     checked,
     is_true,
     maker_of,
+    set_variables,
     usable,
     variable,
     without_values,
@@ -46,6 +46,7 @@ from stio.storage.remote.settings import (
 
 _CONNECT_SECONDS = 10
 _SIGNED_SECONDS = 900  # used at once; clocks differ, and S3 allows as much
+_MOST_RETRIES = 1000
 _REQUEST_SECONDS = 600  # a bound for a server that sends a byte now and then
 
 Query = Mapping[str, str]
@@ -76,7 +77,8 @@ def locate(url: str) -> Location:
     """Take a URL apart.
 
     Raises:
-        CheckpointNotFoundError: It names no bucket, container or host.
+        CheckpointNotFoundError: It names no host.
+        StorageError: It names no bucket or container.
     """
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
@@ -92,41 +94,27 @@ def locate(url: str) -> Location:
             parts = urlsplit(url)
             host, _ = parts.hostname, parts.port  # raises for a wrong port
         except ValueError:  # its text may hold a part of the password
+            host = None
+        if not host or set(host) & set(' "%<>\\^`{|}'):
             raise CheckpointNotFoundError(
                 "this is no URL: host or port is wrong; a user and a password are percent-encoded", path=_hidden(url)
-            ) from None
-        if host and set(host) & set(' "%<>\\^`{|}'):
-            raise CheckpointNotFoundError("this is no URL: the host has characters that no host has", path=_hidden(url))
-        if not host:
-            raise CheckpointNotFoundError("the URL names no host", path=without_secrets(url))
+            )
         return Location(
             scheme, urlunsplit((scheme, parts.netloc, "/", parts.query, "")), unquote(parts.path).strip("/")
         )
     bucket, _, key = rest.partition("/")
-    if not bucket:
-        what = "container" if scheme == "az" else "bucket"
-        raise CheckpointNotFoundError(f"the URL names no {what}", path=without_secrets(url))
-    if "@" in bucket or (":" in bucket and not bucket.startswith("arn:")):
-        raise CheckpointNotFoundError(
-            "no bucket has such a name; credentials come from the environment, not from the URL", path=_hidden(url)
-        )
-    if not _BUCKET.fullmatch(bucket):
+    if not _BUCKET.fullmatch(bucket) or _SIGNATURE.search(key):
         what = "container" if scheme == "az" else "bucket"
         raise StorageError(
-            f"no {what} has such a name",
-            path=without_secrets(url),
+            f"no {what} has such a name, or the URL has a signature; credentials come from the environment, and a "
+            "signed URL begins with https://",
+            path=_hidden(url),
             errno=errno.EINVAL,
-            expected="letters, digits, '.', '_' and '-'",
-            found=bucket,
-        )
-    if _SIGNATURE.search(key):
-        raise CheckpointNotFoundError(
-            "this URL has a signature; give the https:// URL that was signed", path=without_secrets(url)
         )
     return Location(scheme, bucket, key.strip("/"))
 
 
-_BUCKET = re.compile(r"[A-Za-z0-9._$:-]+|arn:[!-~]+")
+_BUCKET = re.compile(r"[A-Za-z0-9._$-]+|arn:[!-~]+")
 _SIGNATURE = re.compile(r"\?(.*&)?(sig|signature|x-amz-signature|x-goog-signature)=", re.IGNORECASE | re.DOTALL)
 
 
@@ -181,6 +169,10 @@ def new_store(
         "read_timeout": timedelta(seconds=stall_seconds),
         "timeout": timedelta(seconds=max(_REQUEST_SECONDS, 2 * stall_seconds)),
     }
+    retries: dict[str, Any] = {"max_retries": num_retries}
+    if num_retries and retry_seconds:
+        pauses = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 2}
+        retries = {"max_retries": _MOST_RETRIES, "retry_timeout": timedelta(seconds=retry_seconds), "backoff": pauses}
     try:
         if location.scheme in ("http", "https"):
             target = without_user(location.store)
@@ -200,25 +192,18 @@ def new_store(
         return maker_of(location.scheme)(
             target,
             client_options=client | dict(client_options or {}),
-            retry_config=_retries(num_retries, retry_seconds),
+            retry_config=retries,
             **settings,
         )
     except (exceptions.BaseError, ValueError, TypeError) as error:
         reason = without_values(location.scheme, str(error), config or {}).partition("\n")[0].rstrip(".")
-        advice = advice_on_settings(location.scheme, reason, config or {}, client_options or {})
+        names = set_variables(location.scheme)
+        advice = f"; these variables are set: {listed(names)}" if names else ""
+        if "Account must be specified" in reason:
+            advice = "; set AZURE_STORAGE_ACCOUNT_NAME"
         raise StorageError(f"the settings for this store are wrong: {reason}{advice}", path=location.shown) from None
     except BaseException as error:
         raise without_panic(error) from None
-
-
-def _retries(num_retries: int, seconds: float) -> dict[str, Any]:
-    if not num_retries or not seconds:
-        return {"max_retries": num_retries}
-    pauses = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 2}
-    return {"max_retries": _MOST_RETRIES, "retry_timeout": timedelta(seconds=seconds), "backoff": pauses}
-
-
-_MOST_RETRIES = 1000
 
 
 def _settings(
@@ -349,10 +334,7 @@ def _aws_credentials(location: Location) -> Callable[[], Any] | None:
         return provider
     if empty:
         raise StorageError(
-            f"{' and '.join(empty)} {'are' if len(empty) > 1 else 'is'} set and empty; set "
-            f"{'them' if len(empty) > 1 else 'it'}, or unset {'them' if len(empty) > 1 else 'it'}",
-            path=location.shown,
-            errno=errno.EINVAL,
+            f"{' and '.join(empty)} is set and empty; set a value, or unset it", path=location.shown, errno=errno.EINVAL
         )
     return None
 
@@ -417,17 +399,13 @@ def _boto3_provider(profile: str | None) -> Callable[[], Any] | None:
         session = import_module("boto3").Session(profile_name=profile)
         provider: Callable[[], Any] = import_module("obstore.auth.boto3").Boto3CredentialProvider(session=session)
         return provider
-    except ImportError:
+    except Exception as error:  # no boto3; or botocore's own classes: no such profile, no credentials
         if profile is None:
             return None
-        raise ImportError(
-            f"the AWS profile {profile!r} has no keys of its own; boto3 gets them: pip install boto3, or put them into "
-            'the environment: eval "$(aws configure export-credentials --format env)"'
+        raise StorageError(
+            f"the AWS profile {profile!r} has no keys of its own, and boto3, which gets them (pip install boto3), has "
+            f"none: {error}"
         ) from None
-    except Exception as error:  # botocore has its own classes: no such profile, no credentials
-        if profile is None:
-            return None
-        raise StorageError(f"the AWS profile {profile!r} gives no credentials: {error}") from None
 
 
 # Azure.
@@ -515,7 +493,7 @@ def _by_web_identity(url: str) -> Mapping[str, Any]:
     except ElementTree.ParseError:
         found = None
     fields = {} if found is None else {one.tag.rpartition("}")[2]: one.text or "" for one in found}
-    return _credentials("AWS_WEB_IDENTITY_TOKEN_FILE", fields, key="AccessKeyId", token="SessionToken")
+    return _credentials("AWS_WEB_IDENTITY_TOKEN_FILE", fields, token="SessionToken")
 
 
 def _by_container(url: str, name: str) -> Mapping[str, Any]:
@@ -529,24 +507,23 @@ def _by_container(url: str, name: str) -> Mapping[str, Any]:
         fields = json.loads(answer)
     except (ValueError, RecursionError):
         fields = {}
-    return _credentials(name, fields if isinstance(fields, dict) else {}, key="AccessKeyId", token="Token")
+    return _credentials(name, fields if isinstance(fields, dict) else {}, token="Token")
 
 
-def _credentials(name: str, fields: Mapping[str, Any], *, key: str, token: str) -> Mapping[str, Any]:
+def _credentials(name: str, fields: Mapping[str, Any], *, token: str) -> Mapping[str, Any]:
     """Return what obstore takes, of the fields of an answer."""
-    values = {one: str(fields.get(one) or "").strip() for one in (key, "SecretAccessKey", token, "Expiration")}
-    if not values[key] or not values["SecretAccessKey"]:
-        raise CredentialsError(f"the service of credentials for {name} did not answer with any")
+    names = ("AccessKeyId", "SecretAccessKey", token, "Expiration")
+    key, secret, session, until = (str(fields.get(one) or "").strip() for one in names)
     try:
-        expires = datetime.fromisoformat(values["Expiration"]) if values["Expiration"] else None
+        expires = datetime.fromisoformat(until) if until else None
     except ValueError:
-        raise CredentialsError(f"the service of credentials for {name} did not say until when they are valid") from None
-    if expires is not None and expires.tzinfo is None:
-        expires = expires.replace(tzinfo=UTC)
+        key = ""
+    if not key or not secret:
+        raise CredentialsError(f"the service of credentials for {name} did not answer with any")
     return {
-        "access_key_id": _one_line(values[key], name),
-        "secret_access_key": values["SecretAccessKey"],
-        "token": _one_line(values[token], name) or None,
+        "access_key_id": _one_line(key, name),
+        "secret_access_key": secret,
+        "token": _one_line(session, name) or None,
         "expires_at": expires,
     }
 
@@ -573,7 +550,7 @@ def _one_line(text: str, name: str) -> str:
 def _answer(name: str, url: str, *, token: str = "", form: bytes | None = None) -> bytes:
     host = urlsplit(url).hostname or ""
     try:
-        return ask(
+        _, body = ask(
             url,
             {"Authorization": token} if token else {},
             _MOST_BYTES,
@@ -582,13 +559,11 @@ def _answer(name: str, url: str, *, token: str = "", form: bytes | None = None) 
             method="GET" if form is None else "POST",
             data=form,
             is_local=host.startswith("169.254."),
-        ).body
+        )
+        return body
     except StorageError as error:  # the certificates cannot be read
         raise CredentialsError(str(error)) from None
-    except RefusedError as error:
+    except (RefusedError, RequestError) as error:
         found = failure_of(error)
-        kind = BusyCredentialsError if found.kind == "busy" else CredentialsError
-        raise kind(f"{host} refuses credentials for {name} (status {error.status}): {found.cause}") from None
-    except RequestError as error:
-        kind = CredentialsError if error.failure.kind == "page" else BusyCredentialsError
-        raise kind(f"{host} gives no credentials for {name}: {one_line(str(error))}".rstrip(": ")) from None
+        kind = BusyCredentialsError if found.may_have_worked else CredentialsError
+        raise kind(f"{host} gives no credentials for {name}: {one_line(found.cause)}".rstrip(": ")) from None
