@@ -257,7 +257,7 @@ def test_fault_3_a_saver_without_a_budget_pins_no_more_than_the_host_has(
     """Here the host has 16 MiB left, and the snapshot takes 40: it is staged while it is written."""
     torch.accelerator.empty_host_cache()
     before = settled(pinned_bytes)
-    monkeypatch.setattr(staging_pool, "room_in_memory", lambda enough: 16 * MIB - (pinned_bytes() - before))
+    monkeypatch.setattr(staging_pool, "room_in_memory", lambda: 16 * MIB - (pinned_bytes() - before))
     tensors = {f"w{k}": torch.ones(4 * MIB, dtype=torch.uint8, device=device) for k in range(10)}
     with stio.sync.Saver() as saver:
         saver.save(tensors, MemoryDestination()).result()
