@@ -13,7 +13,11 @@ from stio import errors
 from stio.errors import StioError, printable
 from stio.runtime.limits import checked_size
 
-CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, StioError)]
+CLASSES = [
+    cls
+    for name, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, StioError) and not name.startswith("_")
+]
 
 PARENTS = {
     "FormatError": ValueError, "TruncatedError": ValueError, "LimitError": ValueError, "IndexFormatError": ValueError,

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import chain
 from threading import TIMEOUT_MAX
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
@@ -24,7 +23,7 @@ from stio.runtime.limits import checked_size, parse_size
 from stio.runtime.locks import require_unlocked
 from stio.runtime.process import check_switch_interval
 from stio.runtime.progress import Progress, progress_callback
-from stio.runtime.text import counted, show_bytes, show_seconds, table
+from stio.runtime.text import counted, show_bytes, show_seconds
 from stio.runtime.trace import Trace
 from stio.runtime.urls import SAVED_SCHEMES, is_url, without_secrets
 from stio.storage.base import Root, Transaction
@@ -259,23 +258,6 @@ class SaveResult:
     """Digest of each file by its name; empty without `hash=`."""
 
     def __repr__(self) -> str:
-        return f"<SaveResult {self._headline()}>"
-
-    def _headline(self) -> str:
         size = f"{counted(len(self.files), 'file')}, {show_bytes(self.total_bytes)}"
-        return f"{printable(self.path)!r}: {size}, published after {show_seconds(self.committed_seconds)}"
-
-    def _repr_html_(self) -> str:
-        """Return a table of the files for notebooks; of many, the first ones."""
-        num_files = len(self.files)
-        facts = [
-            ("snapshot complete after", show_seconds(self.staged_seconds)),
-            ("files written after", show_seconds(self.written_seconds)),
-            ("bytes in files", f"{self.file_bytes:,}"),
-            *([("tied names", f"{len(self.aliases):,}")] if self.aliases else []),
-        ]
-        files = (
-            (f"file {k}/{num_files}", name, *filter(None, [self.hashes.get(name)]))
-            for k, name in enumerate(self.files, 1)
-        )
-        return table(f"Saved to {self._headline()}", (), chain(facts, files), num_rows=len(facts) + num_files)
+        published = f"published after {show_seconds(self.committed_seconds)}"
+        return f"<SaveResult {printable(self.path)!r}: {size}, {published}>"
