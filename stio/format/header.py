@@ -484,14 +484,6 @@ class Header:
             for _ in range(min(ROWS, len(self._positions))):
                 self._positions.popitem()
 
-    def index_of(self, name: str) -> int:
-        """Return a tensor's row.
-
-        Raises:
-            KeyError: There is no tensor of this name.
-        """
-        return self.positions[name]
-
     def info(self, name: str) -> TensorInfo:
         """Return the description of one tensor.
 

@@ -22,7 +22,6 @@ import errno
 import inspect
 import logging
 import os
-import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -37,7 +36,7 @@ from stio.runtime import stats
 from stio.runtime.blocking import run_blocking, runs_blocking
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
-from stio.runtime.process import after_fork_in_child, name_thread
+from stio.runtime.process import after_fork_in_child, this_thread
 
 
 class PanicError(StorageError):
@@ -82,10 +81,6 @@ class Cancelled(BaseException):
     """Raised inside the body of a cancelled operation. A caller that still waits gets `ClosedError`."""
 
 
-this_thread = threading.local()
-"""Of a thread of stio: its `operation`, and the `pool` of workers to which it belongs."""
-
-
 def current_operation() -> Operation[Any] | None:
     """Return the operation to which the calling thread belongs; None for a thread that is not one of stio's."""
     return getattr(this_thread, "operation", None)
@@ -112,7 +107,7 @@ def start_thread(run: Callable[[], object], *, name: str) -> None:
     operation = current_operation()
 
     def body() -> None:
-        name_thread(name)
+        this_thread.name = name
         this_thread.operation = operation
         # This frame must hold no reference to `run`: the traceback of an error that passes through `run` refers to the
         # frames below it too, and `traceback.clear_frames` does not clear those.

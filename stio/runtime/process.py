@@ -56,17 +56,13 @@ def be_nice() -> None:
             pass  # a sandbox forbids it; only latency depends on it
 
 
-_thread_names = threading.local()
-
-
-def name_thread(name: str) -> None:
-    """Set the name of the calling thread in traces. For stio's own threads, which have no `threading.Thread`."""
-    _thread_names.name = name
+this_thread = threading.local()
+"""Of a thread of stio, which has no `threading.Thread`: its `name`, its `operation`, and its `pool` of workers."""
 
 
 def thread_name() -> str:
     """Return the name of the calling thread, if it is one of stio's own, else an empty text."""
-    return str(getattr(_thread_names, "name", ""))
+    return str(getattr(this_thread, "name", ""))
 
 
 # The switch interval.
