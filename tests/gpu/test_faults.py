@@ -308,7 +308,9 @@ def test_fault_4_what_a_load_uses_is_given_back_when_it_ends(device: torch.devic
             name, tensor = next(stream)
             cache.close()
             # What the close itself releases, and what else is free by then, is returned before the load ends.
-            assert eventually(lambda: not any(operation._name == "release" for operation in list(runtime._live)))
+            assert eventually(
+                lambda: not any(operation._name == "release" for operation in list(runtime.stats.running))
+            )
             assert pinned_bytes() > before
             require_equal({name: tensor}, {name: tensors[name]})
     del tensor
