@@ -128,23 +128,17 @@ def _running_loop() -> asyncio.AbstractEventLoop:
     global _loop
     with _loop_lock:
         if _loop is None:
-            _loop = _started_loop()
+            loop = asyncio.new_event_loop()
+            try:
+                threading.Thread(target=loop.run_forever, name="stio-event-loop", daemon=True).start()
+            except RuntimeError as error:
+                loop.close()  # not kept: what waits for a loop without a thread would wait for ever
+                raise StorageError(
+                    "the system starts no thread for the event loop: a limit of threads or of memory is reached",
+                    errno=errno.EAGAIN,
+                ) from error
+            _loop = loop
         return _loop
-
-
-def _started_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    try:
-        threading.Thread(target=loop.run_forever, name="stio-event-loop", daemon=True).start()
-    except BaseException as error:
-        loop.close()  # not kept: what waits for a loop without a thread would wait for ever
-        if isinstance(error, RuntimeError):
-            raise StorageError(
-                "the system starts no thread for the event loop: a limit of threads or of memory is reached",
-                errno=errno.EAGAIN,
-            ) from error
-        raise
-    return loop
 
 
 def run_on_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
