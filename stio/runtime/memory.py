@@ -226,12 +226,6 @@ def allocate(nbytes: int) -> Region:
     return _region(start, nbytes, pages)
 
 
-def copy(target: Region, source: Region) -> None:
-    """Copy a whole region to the start of another one (host regions only)."""
-    to = target.sub(0, source.nbytes)
-    move(to.address, source.address, source.nbytes)
-
-
 def map_file(fd: int, nbytes: int, *, huge_pages: bool) -> Region:
     """Map the first `nbytes` of a file privately; the mapping stays valid after the descriptor is closed.
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 from stio.errors import printable
 from stio.runtime.locks import forget_held, new_lock
@@ -115,18 +115,14 @@ def switch_interval(seconds: float | None) -> Iterator[None]:
 _pauses: list[object] = []  # one item for each block under way; the last block to end enables the collector again
 
 
-def collection_paused(num_tensors: int) -> AbstractContextManager[None]:
+@contextmanager
+def collection_paused(num_tensors: int) -> Iterator[None]:
     """Pause the garbage collector while objects for many tensors are made; none of them is garbage.
 
     Beside torch's own objects a full collection holds the GIL for 50 to 200 ms, and making 100,000 tensors starts two
     or three. If the collector was disabled before, it stays disabled.
     """
-    return _paused() if num_tensors > _MANY_TENSORS else nullcontext()
-
-
-@contextmanager
-def _paused() -> Iterator[None]:
-    if not _pauses and not gc.isenabled():
+    if num_tensors <= _MANY_TENSORS or (not _pauses and not gc.isenabled()):
         yield
         return
     pause = object()
