@@ -111,5 +111,5 @@ def test_a_value_without_a_text_is_named_by_its_type() -> None:
 
     assert printable(Broken()) == "a Broken without a text (RuntimeError)"
     assert printable(10**5000) == "an int without a text (ValueError)"
-    with pytest.raises(ValueError, match="max_shard_size: a size must be one byte or more, not an int"):
+    with pytest.raises(ValueError, match="max_shard_size: a size must be positive, not an int"):
         checked_size(-(10**5000), "max_shard_size")

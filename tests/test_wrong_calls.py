@@ -43,7 +43,7 @@ WRONG: list[tuple[tuple[Callable[..., object], ...], str, Any, type[Exception], 
     ((_load,), "device", None, stio.DeviceError, "(requested None, expected one of: cpu"),
     ((_save,), "max_shard_size", 1.5, TypeError, "max_shard_size: a size is a number of bytes"),
     ((_save,), "max_shard_size", True, TypeError, "max_shard_size: a size is a number of bytes"),
-    ((_save,), "max_shard_size", 0, ValueError, "max_shard_size: a size must be one byte or more, not 0"),
+    ((_save,), "max_shard_size", 0, ValueError, "max_shard_size: a size must be positive, not 0"),
     ((_save,), "max_shard_size", "x", ValueError, "max_shard_size: 'x' is no size"),
     ((_save,), "lock_timeout", -1, ValueError, "lock_timeout must be from 0 to"),
 ]

@@ -112,7 +112,7 @@ def parse_size(size: Size) -> int:
     else:
         nbytes = operator.index(size)
     if nbytes <= 0:
-        raise ValueError(f"a size must be one byte or more, not {printable(size)}")
+        raise ValueError(f"a size must be positive, not {printable(size)}")
     return nbytes
 
 
