@@ -248,12 +248,8 @@ class WarmStartError(StioError, RuntimeError):
     """A warm start does not support this module, or this use of a parameter that is not loaded yet."""
 
 
-class HostMemoryError(StioError, MemoryError):
-    """The host has too little memory, or this process may not use it: `free_bytes` of `needed_bytes`.
-
-    `free_bytes` includes memory that the kernel can reclaim. It is the least that the machine, the control groups of
-    the process and its limit of address space leave.
-    """
+class _ShortageError(StioError):
+    """Has the bytes that are needed and free."""
 
     def __init__(
         self, message: str, *, needed_bytes: int | None = None, free_bytes: int | None = None, **fields: Any
@@ -262,6 +258,14 @@ class HostMemoryError(StioError, MemoryError):
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
         self._details |= {"needed_bytes": needed_bytes, "free_bytes": free_bytes}
+
+
+class HostMemoryError(_ShortageError, MemoryError):
+    """The host has too little memory, or this process may not use it: `free_bytes` of `needed_bytes`.
+
+    `free_bytes` includes memory that the kernel can reclaim. It is the least that the machine, the control groups of
+    the process and its limit of address space leave.
+    """
 
 
 class StorageError(StioError, OSError):
@@ -281,16 +285,8 @@ class StallTimeoutError(StorageError, TimeoutError):
     """A remote store sent no bytes for too long, in every attempt."""
 
 
-class NoSpaceError(StorageError):
+class NoSpaceError(_ShortageError, StorageError):
     """There is too little space for the checkpoint: `free_bytes` of `needed_bytes`."""
-
-    def __init__(
-        self, message: str, *, needed_bytes: int | None = None, free_bytes: int | None = None, **fields: Any
-    ) -> None:
-        super().__init__(message, **fields)
-        self.needed_bytes = needed_bytes
-        self.free_bytes = free_bytes
-        self._details |= {"needed_bytes": needed_bytes, "free_bytes": free_bytes}
 
 
 class CommitUncertainError(StorageError):
@@ -330,13 +326,5 @@ class DeviceError(StioError, RuntimeError):
     """There is no such device, `device=` has none for a tensor, or the device refused an allocation or a copy."""
 
 
-class DeviceMemoryError(DeviceError):
+class DeviceMemoryError(_ShortageError, DeviceError):
     """The device has too little free memory: `free_bytes` of `needed_bytes`."""
-
-    def __init__(
-        self, message: str, *, needed_bytes: int | None = None, free_bytes: int | None = None, **fields: Any
-    ) -> None:
-        super().__init__(message, **fields)
-        self.needed_bytes = needed_bytes
-        self.free_bytes = free_bytes
-        self._details |= {"needed_bytes": needed_bytes, "free_bytes": free_bytes}

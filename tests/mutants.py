@@ -198,7 +198,10 @@ MUTANTS = (
         "a copy stream for each load",
         "each load makes a copy stream of its own",
         CUDA,
-        ("        if known is not module:", "        if True:"),
+        (
+            "        known = _streams.setdefault(device, (module, of_loads, of_saves))\n",
+            "        known = module, of_loads, of_saves\n",
+        ),
         tests="tests/device/test_cuda.py::test_all_loads_share_a_copy_stream",
     ),
     # Memory of tensors.
@@ -690,8 +693,8 @@ MUTANTS = (
         "a save copies on the stream of loads, so that it waits for their copies",
         CUDA,
         (
-            "        known = _save_streams.setdefault(device, (module, _new_stream(module, device, _copy_streams)))\n",
-            "        known = module, _copy_stream(module, device)\n",
+            "    return _streams_of(module, device)[2]\n",
+            "    return _streams_of(module, device)[1]\n",
         ),
         tests=f"{SAVE_STREAM}[that of loads]",
     ),
@@ -700,20 +703,10 @@ MUTANTS = (
         "each save takes a stream of torch's pool, and one in 32 the stream of loads",
         CUDA,
         (
-            "        known = _save_streams.setdefault(device, (module, _new_stream(module, device, _copy_streams)))\n",
-            "        known = module, _new_stream(module, device, _copy_streams)\n",
+            "        known = _streams.setdefault(device, (module, of_loads, of_saves))\n",
+            "        known = module, of_loads, of_saves\n",
         ),
         tests=f"{FAULTS}test_fault_2_saves_share_a_stream",
-    ),
-    mutant(
-        "the stream of saves may be that of loads",
-        "the first save takes whatever stream torch gives out next, which may be the one of loads",
-        CUDA,
-        (
-            "        return make(device=device) if stream == others.get(device, (None, None))[1] else stream\n",
-            "        return stream\n",
-        ),
-        tests=f"{FAULTS}test_fault_2_whichever_stream_is_made_first",
     ),
     mutant(
         "saves wait on the stream that they share",

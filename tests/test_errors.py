@@ -13,7 +13,11 @@ from stio import errors
 from stio.errors import StioError, printable
 from stio.runtime.limits import checked_size
 
-CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, StioError)]
+CLASSES = [
+    cls
+    for name, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, StioError) and not name.startswith("_")
+]
 
 PARENTS = {
     "FormatError": ValueError, "TruncatedError": ValueError, "LimitError": ValueError, "IndexFormatError": ValueError,
@@ -107,5 +111,5 @@ def test_a_value_without_a_text_is_named_by_its_type() -> None:
 
     assert printable(Broken()) == "a Broken without a text (RuntimeError)"
     assert printable(10**5000) == "an int without a text (ValueError)"
-    with pytest.raises(ValueError, match="max_shard_size must be positive, not an int"):
+    with pytest.raises(ValueError, match="max_shard_size: a size must be positive, not an int"):
         checked_size(-(10**5000), "max_shard_size")

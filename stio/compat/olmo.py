@@ -5,7 +5,7 @@
 These functions read and write OLMo's own files: names hold pickled key paths, and a value that is not a tensor is a
 pickle in a tensor.
 
-Reading runs no code of a file. Pickles of plain values (numbers, text, bytes, tuples, lists, dicts, sets) are read by a
+Reading runs no code of a file. Pickles of plain values (numbers, text, bytes, tuples, lists, dicts) are read by a
 machine that cannot call anything (`stio.format.safe_pickle`). Others are refused, or unpickled with
 `trust_pickle=True`, which warns. `format="stio"` writes nested state without any pickle; the same functions read it.
 """
@@ -85,8 +85,8 @@ def state_dict_to_safetensors_file(
     dtypes, and tensors inside lists.
 
     Args:
-        state_dict: Dicts in dicts. Keys are text, numbers other than NaN, bytes, None, or tuples of these; values are
-            tensors, or anything that can be pickled.
+        state_dict: Dicts in dicts. Keys are text, numbers other than NaN, bytes or None; values are tensors, or
+            anything that can be pickled.
         filename: Ends in `.safetensors`.
         format: "olmo", which OLMo reads; or "stio", without any pickle, which this module and `stio.load_state` read.
             `stio.save_state` lists the types that "stio" saves; types, order and ties are restored.
@@ -117,7 +117,7 @@ def _save(state_dict: Mapping[Any, Any], path: str, format: str) -> SaveResult:
         if is_tensor:
             describe_tensors({shown(keys): leaf})  # refuses with a readable name
         name, data = encode_name(keys, is_pickled=not is_tensor), None if is_tensor else _pickled(keys, leaf)
-        reader.check(keys, name, leaf, data)
+        reader.check(keys, leaf, data)
         tensors[name] = leaf if data is None else torch.frombuffer(bytearray(data), dtype=torch.uint8)
     reader.warn(path)
     return run_blocking(PendingSave(tensors, path, SaveOptions(), planner=plan_files).complete())
@@ -132,15 +132,12 @@ class _ReadBack:
         self._num_refused = 0
         self._refused: list[str] = []
 
-    def check(self, keys: KeyPath, name: str, leaf: object, data: bytes | None) -> None:
+    def check(self, keys: KeyPath, leaf: object, data: bytes | None) -> None:
         """Note what will be refused of one value; `data` is its pickle, None for a tensor."""
         try:
             self._num_steps += 2 * len(keys) + _SHORT_STEPS
-            if _SCALARS.issuperset(map(type, keys)):
-                for key in keys:
-                    self._pickles.require_key(key)
-            else:
-                decode_name(name, self._pickles)
+            for key in keys:
+                self._pickles.require_key(key)
             if data is not None and type(leaf) not in _SCALARS:
                 self._pickles.loads(data)
             if self._num_steps > self._pickles.steps_left:

@@ -114,7 +114,8 @@ async def convert(
         try:
             return _save(operation, opened, os.fspath(destination), options, budget // 2)
         finally:
-            opened.close()
+            if opened.reader is not None:
+                opened.reader.close()
 
     return await Operation(body, name="convert", about=shown(source)).wait()
 
@@ -138,7 +139,8 @@ def _save(
     operation: Operation[SaveResult], opened: OpenSource, destination: str, options: SaveOptions, budget_bytes: int
 ) -> SaveResult:
     """Save an open source; metadata of the options come before those of the source."""
-    operation.on_cancel(opened.stop)
+    if opened.reader is not None:
+        operation.on_cancel(opened.reader.stop)
     _require_other_file(opened, destination)
     options = replace(options, metadata={**opened.metadata, **(options.metadata or {})})
     max_shard_bytes, metadata = options.max_shard_bytes(destination), options.metadata or {}
@@ -155,7 +157,8 @@ def _save(
         made = plan_writes(
             tied, max_shard_bytes=max_shard_bytes, block_bytes=block_bytes, metadata=metadata, tied=opened.tied
         )
-        opened.expect([name for shard in made.shards for name in shard.names])
+        if opened.reader is not None:
+            opened.reader.expect([name for shard in made.shards for name in shard.names])
         return made
 
     budget = max(4 << 20, budget_bytes)

@@ -195,22 +195,6 @@ class OpenSource:
     reader: ReadAhead | None = None
     """Reads the tensors of a safetensors checkpoint."""
 
-    def expect(self, names: Sequence[str]) -> None:
-        """Set the order in which the tensors will be read."""
-        if self.reader is not None:
-            self.reader.expect(names)
-
-    def stop(self) -> None:
-        """End a read under way. Callable from any thread."""
-        if self.reader is not None:
-            self.reader.stop()
-
-    def close(self) -> None:
-        """Wait for a read under way, and close the files."""
-        if self.reader is not None:
-            self.reader.close()
-        self.tensors = {}
-
 
 def open_source(
     path: str,

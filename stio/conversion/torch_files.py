@@ -13,9 +13,9 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -39,20 +39,9 @@ from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
 from stio.storage.local import log_unmapped
 
 
-def read_start(path: str, nbytes: int) -> bytes:
-    """Return the first bytes of a file, at most `nbytes`.
-
-    Raises:
-        CheckpointNotFoundError: There is no such file.
-        StorageError: It is no regular file, or the operating system reported an error.
-    """
-    with translated_errors(path, "reading the file"), open(os.open(path, OPEN_FLAGS), "rb") as file:
-        require_regular(os.fstat(file.fileno()), path)
-        return file.read(nbytes)
-
-
-def kind_of_file(path: str) -> FileKind | None:
-    """Return the kind of a file that is not safetensors; None: it may be safetensors, or is of no known kind.
+@contextmanager
+def _opened(path: str) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a file; return it and its size.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
@@ -61,7 +50,19 @@ def kind_of_file(path: str) -> FileKind | None:
     with translated_errors(path, "reading the file"), open(os.open(path, OPEN_FLAGS), "rb") as file:
         status = os.fstat(file.fileno())
         require_regular(status, path)
-        return kind_of(lambda begin, end: os.pread(file.fileno(), end - begin, begin), status.st_size)
+        yield file, status.st_size
+
+
+def read_start(path: str, nbytes: int) -> bytes:
+    """Return the first bytes of a file, at most `nbytes`; raise as `_opened` does."""
+    with _opened(path) as (file, _):
+        return file.read(nbytes)
+
+
+def kind_of_file(path: str) -> FileKind | None:
+    """Return the kind of a file that is not safetensors; None: it may be safetensors, or is of no known kind."""
+    with _opened(path) as (file, nbytes):
+        return kind_of(lambda begin, end: os.pread(file.fileno(), end - begin, begin), nbytes)
 
 
 def is_safetensors(path: str) -> bool:

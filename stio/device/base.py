@@ -260,26 +260,12 @@ def resolve_placement(device: Any) -> Target | Placement:
     return resolve_device(device)
 
 
-def _advice_on_keys(devices: Mapping[str, Any], name: str) -> str:
-    """Return what to do about a mapping without an entry for a tensor, by the entry that comes nearest to it."""
-    for key in devices:
-        plain = key.rstrip(".*")
-        if plain != key and (name == plain or name.startswith(f"{plain}.")):
-            return f"; instead of {printable(key)!r} write {printable(plain)!r}: a prefix has no dot or star at its end"
-    below = [key for key in devices if key and f".{name}".find(f".{key}.") > 0]
-    if below:
-        return f"; {printable(below[0])!r} is in the name, but not at its start"
-    above = [key for key in devices if key.endswith((f".{name}", f".{name.partition('.')[0]}"))]
-    return f"; the entry {printable(above[0])!r} has a prefix that the name lacks" if above else ""
-
-
 def _by_prefix(devices: Mapping[str, Any], name: str) -> Any:
     prefix = name
     while prefix not in devices:
         if not prefix:
             raise DeviceError(
-                "device= has no entry for a tensor; add one, or an entry for '', which stands for all other tensors"
-                + _advice_on_keys(devices, name),
+                "device= has no entry for a tensor; add one, or an entry for '', which stands for all other tensors",
                 requested=name,
                 expected="an entry for its name, or for a prefix of it that ends at a dot",
             )

@@ -47,7 +47,7 @@ def has_streams(device: torch.device) -> bool:
 def require_streams(device: torch.device) -> None:
     """Raise `DeviceError` if torch has no streams for this kind of device (MPS)."""
     if not has_streams(device):
-        message = "torch has no streams for this kind of device; load to the CPU and move the tensors"
+        message = "torch has no streams for this kind of device; load to the CPU, and save from there"
         raise DeviceError(message, requested=str(device), expected="cuda, or another device with streams")
 
 
@@ -156,9 +156,8 @@ def on_stream(module: Any, device: torch.device, stream: Any) -> Iterator[None]:
         yield
 
 
-_creating_stream = new_lock()
-_copy_streams: dict[torch.device, tuple[Any, Any]] = {}
-_save_streams: dict[torch.device, tuple[Any, Any]] = {}
+_streams: dict[torch.device, tuple[Any, Any, Any]] = {}
+"""By device, its module, the stream of all copies of loads, and that of all copies of saves."""
 
 
 def default_stream(device: torch.device) -> Any:
@@ -173,41 +172,33 @@ def default_stream(device: torch.device) -> Any:
         return getattr(module, "default_stream", module.current_stream)(device)
 
 
-def _copy_stream(module: Any, device: torch.device) -> Any:
-    """Return the process's copy stream of a device.
+def _streams_of(module: Any, device: torch.device) -> tuple[Any, Any, Any]:
+    """Return what the process has in `_streams` for a device.
 
-    With one for each load, copies of several loads would share the bus in pieces, and none would be early.
+    With a copy stream for each load, copies of several loads would share the bus in pieces, and none would be early.
+    torch has 32 streams for a device and gives them out in turn, so with a stream for each save one save in 32 would
+    wait for the copies of loads. Takes no lock: the drop-in modules call this on their caller's thread.
     """
-    with _creating_stream:  # `functools.cache` would let two first loads create one each
-        known, stream = _copy_streams.get(device, (None, None))
-        if known is not module:
-            stream = _new_stream(module, device, _save_streams)
-            _copy_streams[device] = module, stream
-        return stream
+    known = _streams.get(device)
+    if known is not None and known[0] is not module:
+        _streams.pop(device, None)
+        known = None
+    if known is None:
+        # `torch.cuda.Event` of torch 2.10 and older accepts no generic stream: it reads past the end of that object.
+        make: Any = module.Stream if device.type == "cuda" else torch.Stream
+        with module.device(device):  # to create a stream elsewhere creates a context of the current device
+            of_loads, of_saves = make(device=device), make(device=device)
+        known = _streams.setdefault(device, (module, of_loads, of_saves))
+    return known
 
 
 def save_stream(module: Any, device: torch.device) -> Any:
     """Return the process's stream for the copies of saves, never the one of loads. All saves share it.
 
-    torch has 32 streams for a device and gives them out in turn, so with a stream for each save one save in 32 would
-    wait for the copies of loads. Only copies of saves are queued here, and the stream waits for no other stream, so a
-    save that waits for a caller's work delays no other save. Takes no lock: the drop-in modules call this on their
-    caller's thread.
+    Only copies of saves are queued here, and the stream waits for no other stream, so a save that waits for a caller's
+    work delays no other save.
     """
-    known = _save_streams.get(device)
-    if known is None or known[0] is not module:
-        _save_streams.pop(device, None)
-        known = _save_streams.setdefault(device, (module, _new_stream(module, device, _copy_streams)))
-    return known[1]
-
-
-def _new_stream(module: Any, device: torch.device, others: dict[torch.device, tuple[Any, Any]]) -> Any:
-    """Return a stream of torch's pool that is not the one that `others` has for the device."""
-    # `torch.cuda.Event` of torch 2.10 and older accepts no generic stream: it reads past the end of that object.
-    make: Any = module.Stream if device.type == "cuda" else torch.Stream
-    with module.device(device):  # to create a stream elsewhere creates a context of the current device
-        stream = make(device=device)
-        return make(device=device) if stream == others.get(device, (None, None))[1] else stream
+    return _streams_of(module, device)[2]
 
 
 class TorchAccelerator:
@@ -228,7 +219,7 @@ class TorchAccelerator:
         self._module: Any = torch.get_device_module(device)
         require_streams(device)
         with answering(device):
-            self.copy_stream: Any = _copy_stream(self._module, device)
+            self.copy_stream: Any = _streams_of(self._module, device)[1]
             """The stream of all copies of loads."""
             self._stream = self.copy_stream if stream is None else stream
         self._staging = PinnedAllocator(device)
@@ -398,8 +389,7 @@ def _log_missing(why: str) -> None:
 @after_fork_in_child
 def _forget_parent() -> None:
     """Forget the parent's streams and rings in a forked child, which cannot use them."""
-    global _creating_stream, _making
-    _creating_stream, _making = new_lock(), new_lock()
-    _copy_streams.clear()
-    _save_streams.clear()
+    global _making
+    _making = new_lock()
+    _streams.clear()
     _rings.clear()

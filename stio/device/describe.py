@@ -14,11 +14,11 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stio.device.copy_out import PLAIN_LAYOUT
-from stio.device.cuda import has_streams
+from stio.device.cuda import require_streams
 from stio.device.tensor_memory import GATHER_FSDP, ON_META, require_data, require_own_data, require_scales
 from stio.device.tensors import FORMAT_DTYPES, PLAIN
 from stio.device.torch_private import traits_of, without_torch_function
-from stio.errors import DeviceError, FormatError, UnsupportedDtypeError, listed, printable
+from stio.errors import FormatError, UnsupportedDtypeError, printable
 from stio.format.dtypes import tensor_nbytes
 from stio.format.sharding import TensorSource
 
@@ -100,12 +100,18 @@ def describe_tensors(
         if type(tensor) not in PLAIN:
             tensor = _plain_tensor(name, tensor)
         if not tensor.is_cpu and tensor.device not in devices:
-            _require_streams(name, tensor)
+            if tensor.is_meta:
+                raise ValueError(f"tensor {printable(name)!r} {ON_META}")
+            require_streams(tensor.device)
             devices.add(tensor.device)
         try:
             sources.append(_source(name, tensor))
         except RuntimeError as error:  # of torch: its tensors under a function transform have no storage
-            raise _without_storage(tensors, error) from error
+            raise TypeError(
+                f"tensor {printable(name)!r}: no memory to save (a value inside torch.func's grad, vmap or "
+                "functionalize has none); save outside of the transform. torch says: "
+                f"{printable(str(error).partition(chr(10))[0])}"
+            ) from error
     return sources
 
 
@@ -135,22 +141,6 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
             layout = None, traits.bits  # the strides are those of the shape
     return TensorSource(
         name=name, dtype=dtype, shape=shape, nbytes=nbytes, storage_key=key, span=span, layout=layout, data=tensor
-    )
-
-
-def _without_storage(tensors: Mapping[str, object], error: RuntimeError) -> TypeError:
-    """Return the error for tensors whose storage torch refuses: it names all of them, or the first few."""
-    names = []
-    for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor):
-            try:
-                tensor.untyped_storage().data_ptr()
-            except RuntimeError:
-                names.append(repr(name))
-    return TypeError(
-        f"{'tensors' if len(names) > 1 else 'tensor'} {listed(names)}: no memory to save (a value inside torch.func's "
-        "grad, vmap or functionalize has none); save outside of the transform. torch says: "
-        f"{printable(str(error).partition(chr(10))[0])}"
     )
 
 
@@ -226,12 +216,3 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
         raise TypeError(f"tensor {shown!r} is a {kind}, which has no memory of its own to save; {hint}")
     with without_torch_function():
         return tensor.as_subclass(torch.Tensor)
-
-
-def _require_streams(name: str, tensor: torch.Tensor) -> None:
-    device = tensor.device
-    if device.type == "meta":
-        raise ValueError(f"tensor {printable(name)!r} {ON_META}")
-    if not has_streams(device):
-        message = f"tensor {printable(name)!r}: torch has no streams for this kind of device; move it to the CPU first"
-        raise DeviceError(message, expected="cpu, cuda, or another device with streams", found=str(device))

@@ -484,14 +484,6 @@ class Header:
             for _ in range(min(ROWS, len(self._positions))):
                 self._positions.popitem()
 
-    def index_of(self, name: str) -> int:
-        """Return a tensor's row.
-
-        Raises:
-            KeyError: There is no tensor of this name.
-        """
-        return self.positions[name]
-
     def info(self, name: str) -> TensorInfo:
         """Return the description of one tensor.
 
@@ -545,7 +537,8 @@ def build_header(
         entries[name] = found
         names_of[dtype].append(name)
         num_tensors += 1
-    _check_names(list(entries))
+    for name in entries:
+        _check_name(name)
     if len(entries) != num_tensors:
         raise ValueError("two tensors have the same name")
     # Python orders text by code points, which is the order of its UTF-8 bytes.
@@ -576,16 +569,6 @@ def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
         )
     dimensions = ",".join(map(str, shape))
     return f'{{"dtype":"{dtype}","shape":[{dimensions}],"data_offsets":[', tensor_nbytes(dtype, shape)
-
-
-def _check_names(names: Sequence[str]) -> None:
-    """Require that all names are valid. Many are checked in one step, since nearly all are."""
-    for rows in row_slices(len(names)):
-        part = names[rows]
-        text = "\0".join(part)
-        if text.count("\0") != len(part) - 1 or METADATA_KEY in part or not is_encodable(text):
-            for name in part:
-                _check_name(name)
 
 
 def _check_name(name: str) -> None:

@@ -8,7 +8,7 @@ The index is untrusted text that names files to open. `parse_index` therefore ch
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stio.errors import IndexFormatError, printable
@@ -104,20 +104,10 @@ def _read_metadata(scanner: Scanner) -> dict[str, object]:
     if scanner.pos - start > _MAX_METADATA_BYTES:
         scanner.fail("the metadata are too long", at=start, expected=f"at most {_MAX_METADATA_BYTES} bytes")
 
-    def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        values = dict(pairs)
-        if len(values) != len(pairs):
-            scanner.fail("a key occurs twice in the metadata", at=start)
-        return values
-
-    def integer(digits: str) -> int:
-        if len(digits) > 40:
-            scanner.fail("an integer in the metadata is too long", at=start, found=f"{len(digits)} digits")
-        return int(digits)
-
-    decoded: dict[str, object] = json.loads(
-        scanner.raw[start : scanner.pos], object_pairs_hook=distinct, parse_int=integer
-    )
+    try:
+        decoded: dict[str, object] = json.loads(scanner.raw[start : scanner.pos])
+    except ValueError:  # an integer of more digits than Python converts
+        scanner.fail("the metadata are malformed", at=start)
     return decoded
 
 
@@ -191,15 +181,20 @@ def require_distinct(headers: Sequence[Header], *, path: str) -> None:
     Raises:
         IndexFormatError: Two shards hold one tensor.
     """
+    if len(headers) > 1:
+        why = "there is no index that decides; get the index, or load a shard by its path"
+        _shard_of_each({header.shard: header.names for header in headers}, why, path=path)
+
+
+def _shard_of_each(names_in: Mapping[str, Iterable[str]], why: str, *, path: str) -> dict[str, str]:
+    """Return the shard of each name; raise if two have it."""
     shard_of: dict[str, str] = {}
-    for header in headers if len(headers) > 1 else ():
-        for name in header.names:
-            if shard_of.setdefault(name, header.shard) != header.shard:
-                message = (
-                    f"two shards hold the tensor {printable(name)!r}, and there is no index that decides; get the "
-                    "index, or load a shard by its path"
-                )
-                raise IndexFormatError(message, path=path, expected="one", found=f"{shard_of[name]} and {header.shard}")
+    for shard, names in names_in.items():
+        for name in names:
+            if shard_of.setdefault(name, shard) != shard:
+                message = f"two shards hold the tensor {printable(name)!r}, and {why}"
+                raise IndexFormatError(message, path=path, expected="one", found=f"{shard_of[name]} and {shard}")
+    return shard_of
 
 
 def _missing(
@@ -248,18 +243,11 @@ def _conflict(index: ShardIndex, stale: Mapping[str, list[str]], *, decides: boo
 
 def _unindexed(index: ShardIndex, rows_of: Mapping[str, dict[str, int]], *, strict: bool, path: str) -> list[str]:
     """Return a warning about the tensors that are in the shards but not in the index; with `strict`, raise."""
-    shard_of: dict[str, str] = {}
-    for shard, rows in rows_of.items():
-        for name in rows:
-            if name in index.weight_map or name in index.names_elsewhere:
-                continue
-            if shard_of.setdefault(name, shard) != shard:
-                raise IndexFormatError(
-                    f"two shards hold the tensor {printable(name)!r}, and the index has it in neither",
-                    path=path,
-                    expected="one",
-                    found=f"{shard_of[name]} and {shard}",
-                )
+    others = {
+        shard: [name for name in rows if name not in index.weight_map and name not in index.names_elsewhere]
+        for shard, rows in rows_of.items()
+    }
+    shard_of = _shard_of_each(others, "the index has it in neither", path=path)
     if not shard_of:
         return []
     message = f"{_count([*shard_of])} in a shard, but not in the index"

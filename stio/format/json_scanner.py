@@ -2,7 +2,7 @@
 
 It accepts what RFC 8259 and the format's reference reader accept, and nothing more. Python's `json` is not enough
 for untrusted text: it recurses, accepts lone surrogates and NaN, fails on integers of more than 4300 digits with
-an error of its own, and decodes a document in one call (`gil_slices.py`). Here nothing recurses, no C call gets
+an error of its own, and decodes a document in one call (`gil_slices.py`). Here the depth is bounded, no C call gets
 more than `WINDOW_BYTES` of the text, and every error has the offset of its byte.
 
 The fast path is `decode_members`: msgspec decodes many members in one call. It accepts repeated keys, which
@@ -137,6 +137,18 @@ class Scanner:
             yield start, self.key()
             has_members = self.next_member()
 
+    def elements(self) -> Iterator[None]:
+        """Yield before each element of an array; the caller reads it before the next."""
+        self.take(_OPEN_ARRAY)
+        has_elements = self.peek() != _CLOSE_ARRAY
+        while has_elements:
+            yield
+            self.skip_space()
+            has_elements = self.peek() != _CLOSE_ARRAY
+            if has_elements:
+                self.take(_COMMA)
+        self.pos += 1
+
     def finish(self) -> None:
         """Require that the text ends here."""
         self.skip_space()
@@ -218,18 +230,11 @@ class Scanner:
         """
         if self.peek() != _OPEN_ARRAY:
             self.fail("malformed JSON", expected="an array of integers")
-        self.take(_OPEN_ARRAY)
         values: list[int] = []
-        if self.peek() == _CLOSE_ARRAY:
-            self.pos += 1
-            return values
-        while len(values) <= at_most:
+        for _ in self.elements():
             values.append(self.integer())
-            self.skip_space()
-            if self.peek() == _CLOSE_ARRAY:
-                self.pos += 1
+            if len(values) > at_most:
                 break
-            self.take(_COMMA)
         return values
 
     def string_map(self, *, shared_values: dict[str, str] | None = None) -> dict[str, str]:
@@ -312,41 +317,16 @@ class Scanner:
         Args:
             depth: Containers that are open around it.
         """
-        open_containers: list[int] = []  # their closing bytes; a list, so that depth costs no stack
-        while True:
-            byte = self.peek()
-            if byte in (_OPEN_OBJECT, _OPEN_ARRAY):
-                if depth + len(open_containers) >= MAX_DEPTH:
-                    self.fail("nested too deeply", expected=f"at most {MAX_DEPTH} levels")
-                closing = _CLOSE_OBJECT if byte == _OPEN_OBJECT else _CLOSE_ARRAY
-                self.take(byte)
-                if self.peek() != closing:
-                    open_containers.append(closing)
-                    if closing == _CLOSE_OBJECT:
-                        self.key()
-                    continue
-                self.pos += 1
-            elif byte == _QUOTE:
-                self.string()
-            else:
-                self._skip_scalar()
-            if not self._leave_containers(open_containers):
-                return
-
-    def _leave_containers(self, open_containers: list[int]) -> bool:
-        """Close the containers that end after a value; return whether another value follows."""
-        while open_containers:
-            self.skip_space()
-            byte = self.peek()
-            if byte == open_containers[-1]:
-                open_containers.pop()
-                self.pos += 1
-            else:
-                self.take(_COMMA)
-                if open_containers[-1] == _CLOSE_OBJECT:
-                    self.key()
-                return True
-        return False
+        byte = self.peek()
+        if byte == _QUOTE:
+            self.string()
+        elif byte not in (_OPEN_OBJECT, _OPEN_ARRAY):
+            self._skip_scalar()
+        elif depth >= MAX_DEPTH:
+            self.fail("nested too deeply", expected=f"at most {MAX_DEPTH} levels")
+        else:
+            for _ in self.members() if byte == _OPEN_OBJECT else self.elements():
+                self.skip_value(depth + 1)
 
     def _skip_scalar(self) -> None:
         limit = min(self.pos + MAX_NUMBER_BYTES, self.end)

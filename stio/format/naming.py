@@ -9,7 +9,6 @@ from __future__ import annotations
 import posixpath
 import re
 from dataclasses import dataclass
-from string import Formatter
 from typing import NoReturn
 
 from stio.errors import IndexFormatError, UnsafePathError, printable
@@ -206,19 +205,12 @@ def _around_suffix(pattern: str) -> tuple[str, str]:
     """Return the text before and after `{suffix}`."""
     if not isinstance(pattern, str):
         raise TypeError(f"a filename pattern is text, not {type(pattern).__name__}")
-    wrong = f"the filename pattern must hold {{suffix}} once, and nothing else in braces, not {printable(pattern)!r}"
-    before, after, found = "", "", 0
-    try:
-        for text, field, spec, conversion in Formatter().parse(pattern):
-            before, after = (before, after + text) if found else (before + text, after)
-            if field is not None:
-                found += 1
-                if field != "suffix" or spec or conversion:
-                    raise ValueError(wrong)
-    except ValueError:  # also a brace that is not closed
-        raise ValueError(wrong) from None
-    if found != 1:
-        raise ValueError(f"{wrong}: the shards would overwrite each other" if not found else wrong)
+    before, found, after = pattern.partition("{suffix}")
+    if not found or any(brace in before + after for brace in "{}"):
+        raise ValueError(
+            f"the filename pattern must hold {{suffix}} once, and nothing else in braces, not {printable(pattern)!r}; "
+            "without it the shards would overwrite each other"
+        )
     return before, after
 
 

@@ -2,12 +2,12 @@
 
 The reader is a pickle machine without instructions to call or import.
 
-It reads protocols 2 to 5 and makes None, booleans, numbers, text, bytes, tuples, lists, dicts and sets. An instruction
-that refers to code is refused and named. `pickletools.genops` splits a pickle into its instructions; it checks each
-length before it reads so many bytes, and executes nothing. The input is untrusted. Steps are counted over all
-pickles of a file. The memo grows by one slot at a time (a jump to slot 2**31 would allocate as many). Nesting is
-bounded when containers are made, because hashing a tuple recurses in C. At the end the value is measured with its
-repetitions: by references, a short pickle can describe 2**60 values.
+It reads protocols 2 to 5 and makes None, booleans, numbers, text, bytes, tuples, lists, and dicts with scalar keys. An
+instruction that refers to code is refused and named. `pickletools.genops` splits a pickle into its instructions; it
+checks each length before it reads so many bytes, and executes nothing. The input is untrusted. Steps are counted over
+all pickles of a file. The memo grows by one slot at a time (a jump to slot 2**31 would allocate as many). No container
+is hashed, since that recurses in C. At the end the value is measured with its repetitions: by references, a short
+pickle can describe 2**60 values.
 
 A name of a tensor in OLMo's nested state is URL-safe base64 of a pickle of (key path, whether the tensor is a pickle).
 A crafted name only causes an error. Equal paths give equal names. A plain `pickle.dumps` does not guarantee that: it
@@ -20,7 +20,7 @@ import base64
 import binascii
 import pickle
 import pickletools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -96,26 +96,20 @@ class PlainPickles:
             raise PickleRefused("the pickle is cut off or malformed") from error
         return value
 
-    def require_key(self, key: object, weight: int = 1) -> None:
-        """Refuse keys that take long to hash, or that would make a dict slow by equal hashes.
-
-        Args:
-            key: Value to be used as a key.
-            weight: How many values it contains, itself included.
+    def require_key(self, key: object) -> None:
+        """Refuse keys that are containers, and keys that would make a dict slow by equal hashes.
 
         Raises:
-            PickleRefused: The key is not plain; or there are too many keys with hashes that a file can choose.
+            PickleRefused: The key is no scalar; or there are too many keys with hashes that a file can choose.
         """
         if key is None or type(key) in (str, bytes, bool):
             return
         if isinstance(key, int) and key in _DISTINCT_INTEGERS:
             return
-        if not isinstance(key, int | float | tuple | frozenset):
+        if not isinstance(key, int | float):
             raise PickleRefused(f"a {type(key).__name__} cannot be a key")
-        if weight > 1000:
-            raise PickleRefused("a key is larger than plain ones are")
         if not self._forgeable_keys_left:
-            raise PickleRefused("there are too many keys that are tuples, floats or large integers")
+            raise PickleRefused("there are too many keys that are floats or large integers")
         self._forgeable_keys_left -= 1
 
 
@@ -146,7 +140,7 @@ def _measure(value: object, max_nodes: int) -> None:
 def _children(node: object) -> list[object]:
     if isinstance(node, dict):
         return [*node.keys(), *node.values()]
-    return list(node) if isinstance(node, tuple | list | set | frozenset) else []
+    return list(node) if isinstance(node, tuple | list) else []
 
 
 class _Machine:
@@ -154,19 +148,17 @@ class _Machine:
 
     Args:
         data: The pickle.
-        require_hashable: Called with each key and its weight; raises for a key that is refused.
+        require_key: Called with each key of a dict; raises for one that is refused.
     """
 
-    def __init__(self, data: bytes, require_hashable: Callable[[object, int], None]) -> None:
+    def __init__(self, data: bytes, require_key: Callable[[object], None]) -> None:
         self._num_bytes = len(data)
         self.instructions = islice(pickletools.genops(data), 1, None)  # the first one is the protocol
         self.at = 0
         """Position of the instruction."""
         self._stack: list[Any] = []
         self._memo: list[Any] = []
-        self._require_hashable = require_hashable
-        self._sizes: dict[int, tuple[int, int]] = {}  # weight and depth of each tuple and frozenset
-        self._made: list[object] = []  # keeps these allocated: the id of a freed object could be reused
+        self._require_key = require_key
 
     def result(self) -> Any:
         """Return the value, once the pickle has ended."""
@@ -197,29 +189,6 @@ class _Machine:
             values.append(value)
         return values[::-1]
 
-    def frozen(self, value: tuple[Any, ...] | frozenset[Any]) -> None:
-        sizes = [self._sizes.get(id(item), (1, 0)) for item in value]
-        depth = 1 + max((depth for _, depth in sizes), default=0)
-        if depth > MAX_DEPTH:
-            raise PickleRefused(f"the value is nested more than {MAX_DEPTH} deep")
-        self._sizes[id(value)] = 1 + sum(weight for weight, _ in sizes), depth
-        self._made.append(value)
-        self._stack.append(value)
-
-    def key(self, key: object) -> Hashable:
-        self._require_hashable(key, self._sizes.get(id(key), (1, 0))[0])
-        try:
-            hash(key)
-        except TypeError:
-            raise PickleRefused("a key holds a value that cannot be a key") from None
-        return key
-
-    def _target(self, kind: type[Any]) -> Any:
-        target = self._stack[-1]
-        if type(target) is not kind:
-            raise PickleRefused(f"the pickle fills a {kind.__name__} that is not there")
-        return target
-
     # The instructions.
 
     def frame(self, nbytes: int) -> None:
@@ -230,18 +199,21 @@ class _Machine:
         self._stack.append(value)
 
     def tuple_of(self, count: int) -> None:
-        self.frozen(tuple([self.pop() for _ in range(count)][::-1]))
+        self.push(tuple([self.pop() for _ in range(count)][::-1]))
 
     def extend(self, values: list[Any]) -> None:
-        self._target(list).extend(values)
-
-    def update(self, values: list[Any]) -> None:
-        self._target(set).update(map(self.key, values))
+        target = self._stack[-1]
+        if type(target) is not list:
+            raise PickleRefused("the pickle fills a list that is not there")
+        target.extend(values)
 
     def fill(self, pairs: list[Any]) -> None:
-        target = self._target(dict)
+        target = self._stack[-1]
+        if type(target) is not dict:
+            raise PickleRefused("the pickle fills a dict that is not there")
         for key, value in zip(pairs[::2], pairs[1::2], strict=False):
-            if self.key(key) in target:
+            self._require_key(key)
+            if key in target:
                 raise PickleRefused("a dict in the pickle has one key twice")
             target[key] = value
         if len(pairs) % 2:
@@ -261,7 +233,7 @@ class _Machine:
 
 _LITERALS = [
     "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
-    "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8",
+    "SHORT_BINBYTES", "BINBYTES", "BINBYTES8",
 ]  # fmt: skip
 """Instructions with a value as their argument."""
 
@@ -277,16 +249,13 @@ _HANDLERS: dict[str, Callable[[_Machine, Any], object]] = {
     "TUPLE1": lambda m, _: m.tuple_of(1),
     "TUPLE2": lambda m, _: m.tuple_of(2),
     "TUPLE3": lambda m, _: m.tuple_of(3),
-    "TUPLE": lambda m, _: m.frozen(tuple(m.since_mark())),
+    "TUPLE": lambda m, _: m.push(tuple(m.since_mark())),
     "EMPTY_LIST": lambda m, _: m.push([]),
     "APPEND": lambda m, _: m.extend([m.pop()]),
     "APPENDS": lambda m, _: m.extend(m.since_mark()),
     "EMPTY_DICT": lambda m, _: m.push({}),
     "SETITEM": lambda m, _: m.fill([m.pop(), m.pop()][::-1]),
     "SETITEMS": lambda m, _: m.fill(m.since_mark()),
-    "EMPTY_SET": lambda m, _: m.push(set()),
-    "ADDITEMS": lambda m, _: m.update(m.since_mark()),
-    "FROZENSET": lambda m, _: m.frozen(frozenset(map(m.key, m.since_mark()))),
     "MEMOIZE": lambda m, _: m.memoize(),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
@@ -332,25 +301,14 @@ def encode_name(path: KeyPath, *, is_pickled: bool) -> str:
     if len(path) > MAX_KEYS:
         raise ValueError(f"dicts are nested more than {MAX_KEYS} deep")
     for key in path:
-        _require_plain_key(key, path)
+        if type(key) not in _PLAIN_KEYS:
+            raise TypeError(f"{shown(path)}: a key is text, a number, bytes or None, not a {type(key).__name__}")
+        if key != key:
+            raise ValueError(f"{shown(path)}: a key is NaN, which equals no key; two of them would get one name")
     data = stable_pickle((path, is_pickled))
     if len(data) > MAX_NAME_BYTES:
         raise ValueError(f"the keys of {shown(path)} are longer than {MAX_NAME_BYTES:,} bytes")
     return base64.urlsafe_b64encode(data).decode("ascii")
-
-
-def _require_plain_key(key: object, path: KeyPath, depth: int = 0) -> None:
-    if type(key) is tuple:
-        if depth >= MAX_DEPTH // 2:
-            raise ValueError("a key is a tuple that is nested too deeply")
-        for part in key:
-            _require_plain_key(part, path, depth + 1)
-    elif type(key) is float and key != key:
-        raise ValueError(f"{shown(path)}: a key is NaN, which equals no key; two of them would get one name")
-    elif type(key) not in _PLAIN_KEYS:
-        raise TypeError(
-            f"{shown(path)}: a key is text, a number, bytes, None or a tuple of these, not a {type(key).__name__}"
-        )
 
 
 def decode_name(name: str, pickles: PlainPickles) -> tuple[KeyPath, bool]:

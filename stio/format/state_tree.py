@@ -20,10 +20,12 @@ import base64
 import math
 import re
 import struct
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args
 
 import msgspec
@@ -303,14 +305,7 @@ def parse_tree(
         LimitError: Too long, too many nodes, or too deep.
     """
     check_tree_bytes(len(raw), limits, path=path)
-    builder = _Builder(path, foreign)
-    for nodes in _lines(raw, path):
-        if builder.tree.num_nodes + len(nodes) > limits.max_state_nodes:
-            what, most = "the state has more values than", f"{limits.max_state_nodes:,}"
-            raise limit_error(what, "max_state_nodes", most, path=path)
-        builder.add(nodes)
-        check()
-    return builder.complete()
+    return _Parser(raw, path, limits, foreign, check).parse()
 
 
 def _lines(raw: bytes, path: str) -> Iterator[Sequence[Node]]:
@@ -336,80 +331,86 @@ def _lines(raw: bytes, path: str) -> Iterator[Sequence[Node]]:
         pos = end + 1 if last else stop + 1
 
 
-@dataclass(slots=True, eq=False)
-class _Open:
-    """A container of which the items are being read."""
+class _Parser:
+    """Makes containers from nodes. Containers inside containers are made by calls inside calls, up to `MAX_DEPTH`.
 
-    tag: str
-    size: int
-    """Number of its items; keys and values are counted separately."""
-    in_key: bool
-    """Whether it is a key or a part of a key."""
-    is_mapping: bool
-    items: list[Any] = field(default_factory=list)
-    late: list[tuple[int, Reference | list[Any]]] = field(default_factory=list)
-    """Index and content of items that are made later."""
-
-
-class _Builder:
-    """Makes containers from nodes, a few at a time.
-
-    Args:
-        path: File to name in errors.
-        foreign: See `parse_tree`.
+    Args: See `parse_tree`.
     """
 
-    def __init__(self, path: str, foreign: Callable[[str, Any], object]) -> None:
+    def __init__(
+        self,
+        raw: bytes,
+        path: str,
+        limits: Limits,
+        foreign: Callable[[str, Any], object],
+        check: Callable[[], None],
+    ) -> None:
+        self._raw = raw
         self._path = path
+        self._limits = limits
         self._foreign = foreign
-        outermost = _Open("list", 1, in_key=False, is_mapping=False)
-        self._stack = [outermost]
-        """The containers that are not complete."""
-        self.tree = Tree(outermost.items, [], [], 0)
-        """The tree of the nodes that were added."""
+        self._check = check
+        self._nodes = self._all_nodes()
+        self._depth = 0
+        self._places: list[tuple[Any, Any, Reference | list[Any]]] = []
+        self._references: list[Reference] = []
+        self._num_nodes = 0  # those of the lines that were read
+
+    def parse(self) -> Tree:
+        """Return the tree."""
+        root, late = self._items(1)
+        self._places += [(root, index, what) for index, what in late]
+        if next(self._nodes, self) is not self:
+            self._fail("there are values after the state's end")
+        return Tree(root, self._places, self._references, self._num_nodes)
+
+    def _all_nodes(self) -> Iterator[Node]:
+        for line in _lines(self._raw, self._path):
+            self._num_nodes += len(line)
+            if self._num_nodes > self._limits.max_state_nodes:
+                what, most = "the state has more values than", f"{self._limits.max_state_nodes:,}"
+                raise limit_error(what, "max_state_nodes", most, path=self._path)
+            yield from line
+            self._check()
 
     def _fail(self, message: str, *, expected: object = None, found: object = None) -> NoReturn:
-        where = f"the tree of the state, value {self.tree.num_nodes}"
+        where = f"the tree of the state, among its first {self._num_nodes:,} values"
         raise FormatError(f"{where}: {message}", path=self._path, expected=expected, found=found)
 
-    def add(self, nodes: Sequence[Node]) -> None:
-        """Add the nodes that follow."""
-        first = self.tree.num_nodes
-        frame = self._stack[-1] if self._stack else None
-        for number, node in enumerate(nodes, first):
-            if frame is None:
-                self.tree.num_nodes = number
-                self._fail("there are values after the state's end")
+    def _items(
+        self, size: int, *, in_key: bool = False, is_mapping: bool = False
+    ) -> tuple[list[Any], list[tuple[int, Reference | list[Any]]]]:
+        """Return the items of a container, and index and content of those that are made later.
+
+        No memory is allocated by the size: it only determines when the container ends.
+
+        Args:
+            size: Number of its items; keys and values are counted separately.
+            in_key: Whether it is a key or a part of a key.
+            is_mapping: Whether its items are keys and values in turn.
+        """
+        items: list[Any] = []
+        late: list[tuple[int, Reference | list[Any]]] = []
+        for node in islice(self._nodes, min(size, sys.maxsize)):
             kind = type(node)
-            if kind is tuple:
-                self.tree.num_nodes = number
-                self._add_row(frame, node)  # type: ignore[arg-type]
-                frame = self._stack[-1] if self._stack else None
-                continue
             if kind is int and not _I64_MIN <= node <= U64_MAX:  # type: ignore[operator]
                 self._fail("an integer of more than 64 bits must be text")
-            items = frame.items
+            if kind is tuple:
+                is_key = in_key or (is_mapping and len(items) % 2 == 0)
+                node, later = self._row(*node, in_key=is_key)  # type: ignore[misc]
+                if later is not None:
+                    late.append((len(items), later))
             items.append(node)
-            if len(items) == frame.size:
-                self.tree.num_nodes = number
-                self._close()
-                frame = self._stack[-1] if self._stack else None
-        self.tree.num_nodes = first + len(nodes)
-
-    def complete(self) -> Tree:
-        """Return the tree, once all nodes were added."""
-        if self._stack:
+        if len(items) != size:
             self._fail("the text ends before the state does")
-        return self.tree
+        return items, late
 
-    def _add_row(self, frame: _Open, row: tuple[str, str | int]) -> None:
-        tag, value = row
-        in_key = frame.in_key or (frame.is_mapping and len(frame.items) % 2 == 0)
+    def _row(self, tag: str, value: str | int, *, in_key: bool) -> tuple[Any, Reference | list[Any] | None]:
+        """Return the value of a row, and what it becomes later."""
         if in_key and tag not in _IN_KEYS:
             self._fail("this tag cannot be a key of a mapping", expected=sorted(_IN_KEYS), found=tag)
         if tag in _CONTAINERS:
-            self._open(tag, value, in_key=in_key)
-            return
+            return self._container(tag, value, in_key=in_key)
         if tag not in _SCALARS and tag not in _FOREIGN and tag not in _REFERENCES:
             self._fail("unknown tag; a newer stio may know it", found=tag)
         if not isinstance(value, str):
@@ -418,27 +419,34 @@ class _Builder:
             item = self._scalar(tag, value)
             if in_key and item != item:
                 self._fail("a key is NaN, which no look-up could find again")
-            frame.items.append(item)
-        elif tag in _FOREIGN:
-            frame.items.append(self._made_by_caller(tag, value))
-        else:
-            reference = Reference(cast(ReferenceKind, tag), value)
-            self.tree.references.append(reference)
-            frame.late.append((len(frame.items), reference))
-            frame.items.append(None)
-        if len(frame.items) == frame.size:
-            self._close()
+            return item, None
+        if tag in _FOREIGN:
+            return self._made_by_caller(tag, value), None
+        reference = Reference(cast(ReferenceKind, tag), value)
+        self._references.append(reference)
+        return None, reference
 
-    def _open(self, tag: str, size: str | int, *, in_key: bool) -> None:
+    def _container(self, tag: str, size: str | int, *, in_key: bool) -> tuple[Any, list[Any] | None]:
         if not isinstance(size, int) or size < 0:
             self._fail("the number of items was expected", found=size)
-        if len(self._stack) > MAX_DEPTH:
+        if self._depth >= MAX_DEPTH:
             raise LimitError("the state is nested too deeply", path=self._path, expected=f"at most {MAX_DEPTH} levels")
-        # No memory is allocated by this number: it only determines when the container ends.
+        self._depth += 1
         is_mapping = tag in _MAPPINGS
-        self._stack.append(_Open(tag, 2 * size if is_mapping else size, in_key, is_mapping))
-        if not size:
-            self._close()
+        items, late = self._items(2 * size if is_mapping else size, in_key=in_key, is_mapping=is_mapping)
+        self._depth -= 1
+        if is_mapping:
+            made = self._mapping(tag, items[0::2], items[1::2])
+            self._places += [(made, items[index - 1], what) for index, what in late]
+            return made, None
+        self._places += [(items, index, what) for index, what in late]
+        if tag == "tuple":  # it cannot be changed later, so it is made later
+            return (items, items) if late else (tuple(items), None)
+        if tag == "size":
+            if late or any(type(item) is not int or item >= 2**63 for item in items):
+                self._fail("a size holds integers of 64 bits only")
+            return self._made_by_caller("size", tuple(items)), None
+        return items, None
 
     def _scalar(self, tag: str, text: str) -> object:
         try:
@@ -459,37 +467,6 @@ class _Builder:
             return self._foreign(tag, value)
         except ValueError as error:
             self._fail(str(error), found=value)
-
-    def _close(self) -> None:
-        """Make the innermost container, and each container that ends with it."""
-        while self._stack and len(self._stack[-1].items) == self._stack[-1].size:
-            frame = self._stack.pop()
-            made = self._made(frame)
-            if not self._stack:
-                return
-            parent = self._stack[-1]
-            if frame.late and frame.tag == "tuple":  # a tuple cannot be changed later, so it is made later
-                parent.late.append((len(parent.items), made))
-            parent.items.append(made)
-
-    def _made(self, frame: _Open) -> Any:
-        items = frame.items
-        if frame.is_mapping:
-            made = self._mapping(frame.tag, items[0::2], items[1::2])
-            self.tree.places += [(made, items[index - 1], what) for index, what in frame.late]
-            return made
-        if frame.late:
-            if frame.tag == "size":
-                self._fail("a size holds integers only")
-            self.tree.places += [(items, index, what) for index, what in frame.late]
-            return items
-        if frame.tag == "tuple":
-            return tuple(items)
-        if frame.tag == "size":
-            if any(type(item) is not int or item >= 2**63 for item in items):
-                self._fail("a size holds integers of 64 bits only")
-            return self._made_by_caller("size", tuple(items))
-        return items
 
     def _mapping(self, tag: str, keys: list[Any], values: list[Any]) -> Any:
         if not _KEY_TYPES.issuperset(map(type, keys)):

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from heapq import nsmallest
 from types import TracebackType
 from typing import Any, Self
 
@@ -45,7 +44,7 @@ from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.progress import Progress
-from stio.runtime.text import MAX_ROWS, counted, natural_key, show_bytes, table
+from stio.runtime.text import counted, show_bytes
 from stio.runtime.trace import Trace, shown
 
 
@@ -328,11 +327,6 @@ class Checkpoint:
         opened = self._opened
         what = f"{printable(shown(self._source))!r}, not open" if opened is None else headline(opened)
         return f"<Checkpoint {what}>"
-
-    def _repr_html_(self) -> str | None:
-        """Return a table of the tensors for notebooks; None: the checkpoint is not open, and its text is shown."""
-        opened = self._opened
-        return None if opened is None else as_html(opened)
 
     def keys(self) -> list[str]:
         """Return the names of all tensors in the order of their data, aliases last."""
@@ -627,16 +621,3 @@ def headline(opened: OpenCheckpoint) -> str:
     if opened.aliases:
         parts.append(f"tied names: {len(opened.aliases):,}")
     return f"{printable(opened.path)!r}: {', '.join(parts)}"
-
-
-def as_html(opened: OpenCheckpoint) -> str:
-    """Return a table of the tensors, in the natural order of their names; of many, the first ones."""
-    numbers = {header.shard: f"{k}/{len(opened.headers)}" for k, header in enumerate(opened.headers, 1)}
-    every = ((name, header) for header in opened.headers for name in header.names)
-    rows = []
-    for name, header in nsmallest(MAX_ROWS, every, key=lambda one: natural_key(one[0])):
-        info = header.info(name)
-        row = [name, info.dtype, str(list(info.shape)), show_bytes(info.nbytes)]
-        rows.append([*row, numbers[info.shard]] if len(numbers) > 1 else row)
-    columns = ["name", "dtype", "shape", "size", *(["shard"] if len(numbers) > 1 else [])]
-    return table(f"Checkpoint {headline(opened)}", columns, rows, num_rows=sum(map(len, opened.headers)))

@@ -228,7 +228,7 @@ class CopiedPath(_ReadPath):
             for at, region in image_regions(image, block):
                 if stopped():
                     raise Cancelled
-                memory.copy(target.sub(at, region.nbytes), region)
+                memory.move(target.sub(at, region.nbytes).address, region.address, region.nbytes)
             return
         for read in self._reads(block, sys.maxsize):
             if stopped():

@@ -31,8 +31,6 @@ T = TypeVar("T")
 LOOK_SECONDS = 0.5
 """Time between two checks of a waiting worker whether it should end. Each check needs the GIL, and 32 workers may
 wait."""
-_IDLE_SECONDS = 5.0
-"""A thread without a call for so long ends."""
 _EXIT_SECONDS = 2.0
 """Longest time that the interpreter's exit waits for calls that were left behind."""
 
@@ -59,10 +57,16 @@ class Call(Generic[T]):
         self._error: BaseException | None = None
         self._ended = _thread.allocate_lock()
         self._ended.acquire()
-        if current_operation() is None and not on_own_thread:
-            self._run()
-        else:
-            _submit(self, here=not on_own_thread)
+        _under_way.add(self)
+        try:
+            if current_operation() is not None or on_own_thread:
+                _thread.start_new_thread(self._run, ())
+                return
+        except RuntimeError:  # the system starts no more threads
+            if on_own_thread:
+                _under_way.discard(self)
+                raise
+        self._run()  # it cannot be interrupted
 
     def result(self) -> T:
         """Wait until the function has ended; return what it returned, or raise what it raised. Called once.
@@ -90,54 +94,11 @@ class Call(Generic[T]):
         except BaseException as error:
             self._error = without_panic(error)
         del work
+        _under_way.discard(self)
         self._ended.release()
 
 
-# Threads. Each serves one call after the other, and ends when there was none for some seconds.
-
-
-class _Thread:
-    def __init__(self, call: Call[Any]) -> None:
-        self.call: Call[Any] | None = call
-        self.wake = _thread.allocate_lock()
-        self.wake.acquire()
-
-    def run(self) -> None:
-        while self.call is not None:
-            call, self.call = self.call, None
-            call._run()
-            _under_way.discard(call)
-            del call
-            _idle.append(self)
-            if not self.wake.acquire(True, _IDLE_SECONDS):
-                try:
-                    _idle.remove(self)
-                    return
-                except ValueError:  # it was taken in between: its call is coming
-                    self.wake.acquire()
-
-
-_idle: list[_Thread] = []
 _under_way: set[Call[Any]] = set()
-
-
-def _submit(call: Call[Any], *, here: bool) -> None:
-    """Run a call on another thread, or on this one (`here`) if the system starts no more threads."""
-    _under_way.add(call)
-    try:
-        thread = _idle.pop()
-    except IndexError:
-        try:
-            _thread.start_new_thread(_Thread(call).run, ())
-        except RuntimeError:
-            if not here:
-                _under_way.discard(call)
-                raise
-            call._run()  # it cannot be interrupted then
-            _under_way.discard(call)
-    else:
-        thread.call = call
-        thread.wake.release()
 
 
 @atexit.register
@@ -153,7 +114,6 @@ def _wait_at_exit() -> None:
 def _forget_threads() -> None:
     global _loop, _loop_lock
     _loop, _loop_lock = None, new_lock()
-    _idle.clear()
     _under_way.clear()
 
 
@@ -168,23 +128,17 @@ def _running_loop() -> asyncio.AbstractEventLoop:
     global _loop
     with _loop_lock:
         if _loop is None:
-            _loop = _started_loop()
+            loop = asyncio.new_event_loop()
+            try:
+                threading.Thread(target=loop.run_forever, name="stio-event-loop", daemon=True).start()
+            except RuntimeError as error:
+                loop.close()  # not kept: what waits for a loop without a thread would wait for ever
+                raise StorageError(
+                    "the system starts no thread for the event loop: a limit of threads or of memory is reached",
+                    errno=errno.EAGAIN,
+                ) from error
+            _loop = loop
         return _loop
-
-
-def _started_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    try:
-        threading.Thread(target=loop.run_forever, name="stio-event-loop", daemon=True).start()
-    except BaseException as error:
-        loop.close()  # not kept: what waits for a loop without a thread would wait for ever
-        if isinstance(error, RuntimeError):
-            raise StorageError(
-                "the system starts no thread for the event loop: a limit of threads or of memory is reached",
-                errno=errno.EAGAIN,
-            ) from error
-        raise
-    return loop
 
 
 def run_on_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -194,8 +148,7 @@ def run_on_loop(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         StorageError: The system starts no thread for the loop.
         BaseException: The error of the coroutine, as it was raised.
     """
-    loop = _running_loop()  # first: a coroutine that is made must run
-    return asyncio.run_coroutine_threadsafe(make(), loop).result()
+    return LoopTask(make).result()
 
 
 class LoopTask(Generic[T]):

@@ -96,8 +96,6 @@ def parse_size(size: Size) -> int:
         TypeError: Neither an integer nor text.
         ValueError: No such unit, no number, or not a positive, finite size.
     """
-    if isinstance(size, bool):
-        raise TypeError("a size is a number of bytes or text such as '5GB', not a bool")
     if isinstance(size, str):
         lowered = size.strip().lower()
         unit = next((unit for unit in _UNITS if lowered.endswith(unit)), "")
@@ -109,10 +107,12 @@ def parse_size(size: Size) -> int:
                 f"{size[:_SHOWN]!r} is no size; give a number of bytes, or a number and KB, MB, GB, TB, KiB, MiB, "
                 "GiB or TiB"
             ) from None
+    elif isinstance(size, bool) or not isinstance(size, SupportsIndex):
+        raise TypeError(f"a size is a number of bytes, or text such as '2GB', not {printable(size)}")
     else:
         nbytes = operator.index(size)
     if nbytes <= 0:
-        raise ValueError(f"a size must be one byte or more, not {str(size)[:_SHOWN]!r}")
+        raise ValueError(f"a size must be positive, not {printable(size)}")
     return nbytes
 
 
@@ -123,14 +123,7 @@ def checked_size(size: Size, keyword: str = "budget_bytes") -> int:
         TypeError: It is neither a whole number nor text.
         ValueError: It is not positive, or a text that is no size.
     """
-    if isinstance(size, str):
-        try:
-            return parse_size(size)
-        except ValueError as error:
-            raise ValueError(f"{keyword}: {error}") from None
-    if isinstance(size, bool) or not isinstance(size, SupportsIndex):
-        raise TypeError(f"{keyword} takes a number of bytes, or text such as '2GB', not {size!r}")
-    size = operator.index(size)
-    if size <= 0:
-        raise ValueError(f"{keyword} must be positive, not {printable(size)}")
-    return size
+    try:
+        return parse_size(size)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{keyword}: {error}") from None

@@ -114,11 +114,6 @@ class Condition:
     def __exit__(self, *error: object) -> None:
         self._lock.release()
 
-    @property
-    def num_sleeping(self) -> int:
-        """Number of threads that sleep."""
-        return len(self._waiting)
-
     def wait(self, timeout: float | None = None) -> bool:
         """Sleep until `notify_all` or `wake` is called, or for a time (seconds). The caller holds the lock.
 

@@ -226,12 +226,6 @@ def allocate(nbytes: int) -> Region:
     return _region(start, nbytes, pages)
 
 
-def copy(target: Region, source: Region) -> None:
-    """Copy a whole region to the start of another one (host regions only)."""
-    to = target.sub(0, source.nbytes)
-    move(to.address, source.address, source.nbytes)
-
-
 def map_file(fd: int, nbytes: int, *, huge_pages: bool) -> Region:
     """Map the first `nbytes` of a file privately; the mapping stays valid after the descriptor is closed.
 
@@ -304,7 +298,7 @@ class WritableMemory:
 
 def fits(nbytes: int) -> bool:
     """Return whether so many bytes fit into memory without swapping, by the machine and the control groups."""
-    return room_in_memory(nbytes) >= nbytes
+    return room_in_memory() >= nbytes
 
 
 def default_budget_bytes(total_bytes: int = sys.maxsize, *, most_bytes: int = DEFAULT_BUDGET_BYTES) -> int:
@@ -316,18 +310,16 @@ def default_budget_bytes(total_bytes: int = sys.maxsize, *, most_bytes: int = DE
     """
     if total_bytes <= UNCHECKED_BYTES:
         return most_bytes
-    return min(most_bytes, max(_LEAST_BUDGET_BYTES, available_bytes(2 * most_bytes) // 2))
+    return min(most_bytes, max(_LEAST_BUDGET_BYTES, available_bytes() // 2))
 
 
 def require(nbytes: int, *, path: str) -> int:
     """Return how many bytes are left beyond `nbytes` that a load of `path` will hold at once.
 
-    The result may be too small if it is larger than the default budget.
-
     Raises:
         HostMemoryError: There is less memory.
     """
-    free = available_bytes(nbytes + 2 * DEFAULT_BUDGET_BYTES)
+    free = available_bytes()
     if nbytes > free:
         message = "the tensors do not fit into memory; load fewer of them, or map the file (memory='map', no cast)"
         raise memory_error(nbytes, message, path=path, free_bytes=free)

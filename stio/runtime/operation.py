@@ -22,12 +22,10 @@ import errno
 import inspect
 import logging
 import os
-import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -37,7 +35,7 @@ from stio.runtime import stats
 from stio.runtime.blocking import run_blocking, runs_blocking
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
-from stio.runtime.process import after_fork_in_child, name_thread
+from stio.runtime.process import after_fork_in_child, this_thread
 
 
 class PanicError(StorageError):
@@ -82,10 +80,6 @@ class Cancelled(BaseException):
     """Raised inside the body of a cancelled operation. A caller that still waits gets `ClosedError`."""
 
 
-this_thread = threading.local()
-"""Of a thread of stio: its `operation`, and the `pool` of workers to which it belongs."""
-
-
 def current_operation() -> Operation[Any] | None:
     """Return the operation to which the calling thread belongs; None for a thread that is not one of stio's."""
     return getattr(this_thread, "operation", None)
@@ -112,7 +106,7 @@ def start_thread(run: Callable[[], object], *, name: str) -> None:
     operation = current_operation()
 
     def body() -> None:
-        name_thread(name)
+        this_thread.name = name
         this_thread.operation = operation
         # This frame must hold no reference to `run`: the traceback of an error that passes through `run` refers to the
         # frames below it too, and `traceback.clear_frames` does not clear those.
@@ -149,7 +143,8 @@ class Operation(Generic[T]):
     ) -> None:
         self._body = body
         self._name = name
-        self._kind: stats.Kind = kind
+        self.kind: stats.Kind = kind
+        """See above."""
         self.about = about
         """See above."""
         self._log_detail = ""
@@ -176,16 +171,13 @@ class Operation(Generic[T]):
         """
         if "thread" in self._decided:
             return self
-        running = stats.count_start(self._kind)
         try:
-            _live.add(self)
+            stats.running.add(self)
             self._began = time.perf_counter()
-            start_thread(partial(self._run_once, running), name=self._name)
+            start_thread(self._run_once, name=self._name)
         except BaseException as error:
-            if not self._has_begun_after(error):
-                stats.count_not_started(running)
-                if "thread" not in self._decided:
-                    _live.discard(self)
+            if not self._has_begun_after(error) and "thread" not in self._decided:
+                stats.running.discard(self)
             if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
                 raise StorageError(
                     f"the system starts no thread for the {self._name}: a limit of threads or of memory is reached",
@@ -348,17 +340,17 @@ class Operation(Generic[T]):
             raise error
         return self._value  # type: ignore[return-value]  # set whenever there is no error
 
-    def _run_once(self, running: stats.Running) -> None:
-        if self._decided.setdefault("thread", running) is not running:
-            stats.count_not_started(running)  # another thread, or a signal handler, started it too
+    def _run_once(self) -> None:
+        mine = object()
+        if self._decided.setdefault("thread", mine) is not mine:  # another thread, or a signal handler, started it too
             if self._done:
-                _live.discard(self)
+                stats.running.discard(self)
             return
         self._started = True
         this_thread.operation = self
-        self._run(running)
+        self._run()
 
-    def _run(self, running: stats.Running) -> None:
+    def _run(self) -> None:
         self._log("begins")
         try:
             self.check()
@@ -368,20 +360,21 @@ class Operation(Generic[T]):
             self._error = without_panic(error)
         # The body's closure refers to plans, files and buffers: they must be freed before a caller is woken.
         del self._body
-        _live.discard(self)
-        self._count_end(running)
+        self._count_end()
         if self._decided.setdefault("end", "over") == "cancelled":
             self._discard_value()
         self._done = True
         self._stops.clear()
         self._notifier.notify()
 
-    def _count_end(self, running: stats.Running) -> None:
+    def _count_end(self) -> None:
         """Count the end, and log it, before any caller is woken."""
         cancelled = self.cancelled or isinstance(self._error, Cancelled)
         outcome: stats.Outcome = "cancelled" if cancelled else "done" if self._error is None else "failed"
         seconds = time.perf_counter() - self._began
-        stats.count_end(running, outcome, seconds)
+        if self in stats.running:  # else it was started in the parent of this process
+            stats.count_end(self.kind, outcome, seconds)
+            stats.running.discard(self)
         text = f"failed by {type(self._error).__name__}" if outcome == "failed" else outcome
         self._log("%s after %.3f s%s", text, seconds, "" if outcome == "cancelled" else self._log_detail)
 
@@ -489,10 +482,6 @@ def _release_after(operations: Collection[Operation[Any]], release: Callable[[],
     release()
 
 
-_live: set[Operation[Any]] = set()
-"""All operations with a thread, which refers to its operation anyway. Each read and change is one atomic step."""
-
-
 # Exit and fork.
 
 
@@ -502,7 +491,7 @@ def end_all_at_exit() -> None:
 
     Also called by other functions of the exit whose work begins when all operations have ended.
     """
-    operations = list(_live)
+    operations: list[Operation[Any]] = list(stats.running)
     begin = time.monotonic()
     for operation in sorted(operations, key=lambda operation: operation.exit_patience):
         operation.join(max(0.0, begin + operation.exit_patience - time.monotonic()))
@@ -517,7 +506,6 @@ def end_all_at_exit() -> None:
 @after_fork_in_child
 def _forget_parent() -> None:
     """Mark all operations as ended in a forked child: their threads are not in the child."""
-    global _live
-    for operation in _live:
+    for operation in stats.running:
         operation._end_in_child()
-    _live = set()
+    stats.running.clear()

@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 from stio.errors import printable
 from stio.runtime.locks import forget_held, new_lock
@@ -56,17 +56,13 @@ def be_nice() -> None:
             pass  # a sandbox forbids it; only latency depends on it
 
 
-_thread_names = threading.local()
-
-
-def name_thread(name: str) -> None:
-    """Set the name of the calling thread in traces. For stio's own threads, which have no `threading.Thread`."""
-    _thread_names.name = name
+this_thread = threading.local()
+"""Of a thread of stio, which has no `threading.Thread`: its `name`, its `operation`, and its `pool` of workers."""
 
 
 def thread_name() -> str:
     """Return the name of the calling thread, if it is one of stio's own, else an empty text."""
-    return str(getattr(_thread_names, "name", ""))
+    return str(getattr(this_thread, "name", ""))
 
 
 # The switch interval.
@@ -119,18 +115,14 @@ def switch_interval(seconds: float | None) -> Iterator[None]:
 _pauses: list[object] = []  # one item for each block under way; the last block to end enables the collector again
 
 
-def collection_paused(num_tensors: int) -> AbstractContextManager[None]:
+@contextmanager
+def collection_paused(num_tensors: int) -> Iterator[None]:
     """Pause the garbage collector while objects for many tensors are made; none of them is garbage.
 
     Beside torch's own objects a full collection holds the GIL for 50 to 200 ms, and making 100,000 tensors starts two
     or three. If the collector was disabled before, it stays disabled.
     """
-    return _paused() if num_tensors > _MANY_TENSORS else nullcontext()
-
-
-@contextmanager
-def _paused() -> Iterator[None]:
-    if not _pauses and not gc.isenabled():
+    if num_tensors <= _MANY_TENSORS or (not _pauses and not gc.isenabled()):
         yield
         return
     pause = object()

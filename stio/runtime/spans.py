@@ -39,12 +39,8 @@ class Total:
 
     name: str
     """Name of the spans."""
-    num_spans: int
-    """Number of spans."""
     seconds: float
     """Time, added up over lanes: 2 for two threads that read for one second each."""
-    covered_seconds: float
-    """Time in which at least one of them was under way."""
     num_bytes: int
     """Bytes read, copied or written."""
 
@@ -110,13 +106,7 @@ def summarize(spans: Iterable[Span]) -> Summary:
     for span in ordered:
         by_name.setdefault(span.name, []).append(span)
     totals = tuple(
-        Total(
-            name,
-            len(mine),
-            sum(span.end - span.start for span in mine),
-            covered_seconds(mine),
-            sum(span.num_bytes for span in mine),
-        )
+        Total(name, sum(span.end - span.start for span in mine), sum(span.num_bytes for span in mine))
         for name, mine in by_name.items()
     )
     start = min((span.start for span in ordered), default=0.0)

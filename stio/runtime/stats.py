@@ -9,7 +9,7 @@ inherits belong to its parent. An operation under way at the fork is not counted
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 from weakref import ReferenceType, ref
 
 from stio import native
@@ -91,13 +91,6 @@ class Holder(Protocol):
         """Size of that memory."""
 
 
-@dataclass(slots=True, eq=False)
-class Running:
-    """An operation under way."""
-
-    kind: Kind
-
-
 @dataclass(frozen=True, slots=True)
 class _Sums:
     """What has ended, and the runs under way. Replaced as a whole: `dataclasses.replace` would take 7 us more."""
@@ -113,26 +106,29 @@ class _Process:
     def __init__(self) -> None:
         self.lock = new_lock()  # of stio's threads, which replace `sums`
         self.sums = _Sums({}, {}, 0, 0, ())
-        self.running: dict[Running, None] = {}
         self.holders: dict[int, ReferenceType[Holder]] = {}
 
 
 _process = _Process()
 
+running: set[Any] = set()
+"""The operations that have started and not ended, each with its `kind`. `stio.runtime.operation` changes it; each read
+and change is one atomic step."""
+
 
 def stats() -> Stats:
     """Return a snapshot of the counters. Cheap enough for a call every second; callable from any thread."""
     process = _process
-    running = [operation.kind for operation in list(process.running)]
+    kinds = [operation.kind for operation in list(running)]
     sums = process.sums
     holders = [holder for reference in list(process.holders.values()) if (holder := reference()) is not None]
     return Stats(
-        num_loads_running=running.count("load"),
+        num_loads_running=kinds.count("load"),
         num_loads_done=sums.ended.get(("load", "done"), 0),
         num_loads_failed=sums.ended.get(("load", "failed"), 0),
         num_loads_cancelled=sums.ended.get(("load", "cancelled"), 0),
         load_seconds=sums.seconds.get("load", 0.0),
-        num_saves_running=running.count("save"),
+        num_saves_running=kinds.count("save"),
         num_saves_done=sums.ended.get(("save", "done"), 0),
         num_saves_failed=sums.ended.get(("save", "failed"), 0),
         num_saves_cancelled=sums.ended.get(("save", "cancelled"), 0),
@@ -146,29 +142,14 @@ def stats() -> Stats:
     )
 
 
-def count_start(kind: Kind) -> Running:
-    """Count an operation as running; pass the result to `count_end` or `count_not_started`."""
-    running = Running(kind)
-    _process.running[running] = None
-    return running
-
-
-def count_not_started(running: Running) -> None:
-    """Count an operation no more: its thread could not be started."""
-    _process.running.pop(running, None)
-
-
-def count_end(running: Running, outcome: Outcome, seconds: float) -> None:
+def count_end(kind: Kind, outcome: Outcome, seconds: float) -> None:
     """Count the end of an operation. Called on a thread of stio's."""
     process = _process
     with process.lock:
-        if running not in process.running:
-            return  # the operation was started in the parent of this process
-        sums, key = process.sums, (running.kind, outcome)
+        sums, key = process.sums, (kind, outcome)
         ended = {**sums.ended, key: sums.ended.get(key, 0) + 1}
-        of_all = {**sums.seconds, running.kind: sums.seconds.get(running.kind, 0.0) + seconds}
+        of_all = {**sums.seconds, kind: sums.seconds.get(kind, 0.0) + seconds}
         process.sums = _Sums(ended, of_all, sums.read_bytes, sums.written_bytes, sums.runs)
-    process.running.pop(running, None)
 
 
 def add_run(run: Run) -> None:

@@ -29,7 +29,7 @@ _LIGHT_COMMON = ".stio text{fill:#1f2328}.stio .soft{fill:#59636e}.stio .paper{f
 _DARK_COMMON = ".stio text{fill:#e6edf3}.stio .soft{fill:#9198a1}.stio .paper{fill:#0d1117}"
 
 
-def document(body: str, *, height: int, label: str, light: str, dark: str, palette: str = "") -> str:
+def document(body: str, *, height: int, label: str, light: str, dark: str) -> str:
     """Return an SVG document.
 
     Args:
@@ -38,12 +38,10 @@ def document(body: str, *, height: int, label: str, light: str, dark: str, palet
         label: Description for screen readers, not escaped yet.
         light: Style rules in addition to the common ones.
         dark: Rules that replace them for a dark viewer.
-        palette: A further class of the document, for rules that hold for some pictures only.
     """
-    classes = f"stio {palette}".rstrip()
     style = f"{_STYLE}{_LIGHT_COMMON}{light}\n@media (prefers-color-scheme:dark){{{_DARK_COMMON}{dark}}}"
     return (
-        f'<svg class="{classes}" xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+        f'<svg class="stio" xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}"><style>{style}</style>'
         f'<rect class="paper" width="{WIDTH}" height="{height}"/>{body}</svg>\n'
     )

@@ -1,15 +1,13 @@
 """Draws a trace as SVG: one row for each lane, one colour for each kind of work, a legend, and a summary sentence.
 
-A lane is a thread or a device queue. A lane with few spans shows each span, with a tooltip. A lane with too many of
-them becomes columns: each kind of work fills a column by its share of the column's time. If the picture is still longer
-than the limit, the columns become wider.
+A lane is a thread or a device queue. Each span is a shape with a tooltip. Of a picture that would be longer than the
+limit, short spans of one kind that follow one another are one shape: the longer the picture, the wider.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, cycle, groupby
 from math import floor, log10
 from textwrap import wrap
 from typing import Any
@@ -26,13 +24,9 @@ MAX_BYTES = 900_000
 _LEFT, _RIGHT = 104, 24
 _PLOT = svg.WIDTH - _LEFT - _RIGHT
 _ROW, _BAR = 22, 16
-_MAX_ROWS, _MAX_KINDS = 24, 12
-_MAX_BARS, _MAX_BARS_IN_ROW = 2_400, 400
-_COLUMN = 2.0
-_COARSE = [1 << k for k in range(10)]
-"""Factors of the width of a column. With the last one a row is one column; it has no tooltips, whose names may be long
-after escaping."""
-_OTHERS = "others"
+_MAX_ROWS = 24
+_WIDTHS = [0.0, *(float(1 << k) for k in range(11))]
+"""Widths in pixels within which spans of one kind become one shape. With the last one that is the whole row."""
 
 _KNOWN = {
     "read": ("#1f6fb4", "#4a9be0"),
@@ -53,13 +47,26 @@ _KNOWN = {
     "commit": ("#0f8f68", "#2fbf92"),
 }
 """Colours on light and on dark paper. Within a load, and within a save, colour-blind readers can distinguish them."""
-_FURTHER = [("#6b7f2a", "#a5bb5a"), ("#7a4fa3", "#b08ad6"), ("#3f7f7f", "#6fb5b5"), ("#a35a4f", "#d68e84")]
+_FURTHER = {
+    "other0": ("#6b7f2a", "#a5bb5a"),
+    "other1": ("#7a4fa3", "#b08ad6"),
+    "other2": ("#3f7f7f", "#6fb5b5"),
+    "other3": ("#a35a4f", "#d68e84"),
+}
+"""Colours of all other kinds of work."""
 
-_LIGHT = """\
-.stio .row{fill:#f3f5f7}.stio .grid{stroke:#d1d9e0;fill:none}
-.stio .bar{fill-opacity:.82;stroke-width:.7}
-"""
-_DARK = ".stio .row{fill:#161b22}.stio .grid{stroke:#30363d}"
+
+def _colours(paper: int) -> str:
+    """Return the rules for the classes of all kinds: the same in every picture, since a page may hold several."""
+    colours = {kind: pair[paper] for kind, pair in (_KNOWN | _FURTHER).items()}
+    return "".join(f".stio .{kind}{{fill:{colour};stroke:{colour}}}" for kind, colour in colours.items())
+
+
+_LIGHT = f"""\
+.stio .row{{fill:#f3f5f7}}.stio .grid{{stroke:#d1d9e0;fill:none}}
+.stio .bar{{fill-opacity:.82;stroke-width:.7}}
+{_colours(0)}"""
+_DARK = f".stio .row{{fill:#161b22}}.stio .grid{{stroke:#30363d}}{_colours(1)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +78,18 @@ class _Scale:
         return (time - self.start) / self.seconds * _PLOT
 
 
-def draw(spans: Sequence[Span], *, title: str = "", max_bytes: int = MAX_BYTES) -> str:
-    """Return the picture of a trace as SVG, at most `max_bytes` long in UTF-8.
+def draw(spans: Sequence[Span], *, title: str = "") -> str:
+    """Return the picture of a trace as SVG, at most `MAX_BYTES` long in UTF-8.
 
     Args:
         spans: The spans; those without a valid time are left out.
         title: A line above the picture.
-        max_bytes: Largest picture; 100 kB are enough for every trace.
     """
     ordered = usable(spans)
     summary = summarize(ordered)
     scale = _Scale(summary.start, max(summary.end - summary.start, 1e-6))
-    kinds = _kinds(summary.totals)
     rows = _rows(ordered)
-    head, top = _head(title, summary, kinds)
+    head, top = _head(title, summary)
     height = _ROW * len(rows)
     labels = "".join(
         f'<text class="soft" x="{_LEFT - 8}" y="{top + _ROW * k + 16}" text-anchor="end">'
@@ -95,30 +100,23 @@ def draw(spans: Sequence[Span], *, title: str = "", max_bytes: int = MAX_BYTES) 
         f'<rect class="row" x="0" y="{_ROW * k + 2}" width="{_PLOT}" height="{_ROW - 4}"/>' for k in range(len(rows))
     )
     grid, axis = _axis(scale.seconds, top, height)
-    palette, (light, dark) = _style(kinds)
-    light, dark = _LIGHT + light, _DARK + dark
     text = ""
-    for coarse in _COARSE:
-        most = min(_MAX_BARS_IN_ROW, _MAX_BARS // max(1, len(rows))) // coarse
+    for width in _WIDTHS:
         bars = "".join(
-            f'<g transform="translate(0 {_ROW * k + (_ROW - _BAR) // 2})">'
-            + "".join(_bars(own, kinds, scale) if len(own) <= most else _columns(own, kinds, scale, _COLUMN * coarse))
-            + "</g>"
+            f'<g transform="translate(0 {_ROW * k + (_ROW - _BAR) // 2})">{"".join(_bars(own, scale, width))}</g>'
             for k, (_, own) in enumerate(rows)
         )
         plot = f'<svg class="plot" x="{_LEFT}" y="{top}" width="{_PLOT}" height="{height}">{paper}{grid}{bars}</svg>'
         body, below = head + labels + plot + axis, top + height + 30
-        text = svg.document(body, height=below, label=summary.sentence, light=light, dark=dark, palette=palette)
-        if len(text.encode()) <= max_bytes:
+        text = svg.document(body, height=below, label=summary.sentence, light=_LIGHT, dark=_DARK)
+        if len(text.encode()) <= MAX_BYTES:
             break
     return text
 
 
-def _kinds(totals: Sequence[Total]) -> dict[str, str]:
-    """Return a letter for each name, its class in the style. Names beyond the longest `_MAX_KINDS` share one letter."""
-    most = sorted(totals, key=lambda total: -total.seconds)[:_MAX_KINDS]
-    letters = {total.name: chr(ord("a") + k) for k, total in enumerate(total for total in totals if total in most)}
-    return {total.name: letters.get(total.name, chr(ord("a") + _MAX_KINDS)) for total in totals}
+def _kind(name: str) -> str:
+    """Return the class of a name in the style."""
+    return name if name in _KNOWN else f"other{crc32(name.encode(errors='replace')) % len(_FURTHER)}"
 
 
 def _rows(ordered: Sequence[Span]) -> list[tuple[str, list[Span]]]:
@@ -137,7 +135,7 @@ def _place(lane: str) -> tuple[int, tuple[list[Any], str]]:
     return {"copy": 2, CALLER: 3}.get(lane, int(lane[-1:].isdecimal())), natural_key(lane)
 
 
-def _head(title: str, summary: Summary, kinds: Mapping[str, str]) -> tuple[str, int]:
+def _head(title: str, summary: Summary) -> tuple[str, int]:
     """Return title, sentence and legend, and the y coordinate of the plot below them."""
     text, y = "", 8
     if title:
@@ -147,97 +145,55 @@ def _head(title: str, summary: Summary, kinds: Mapping[str, str]) -> tuple[str, 
         y += svg.LINE_HEIGHT
         text += f'<text x="12" y="{y}">{svg.text(line)}</text>'
     x, y = 12.0, y + svg.LINE_HEIGHT + 4
-    for letter, shown, tip in _legend(summary.totals, kinds):
+    by_kind: dict[str, list[Total]] = {}
+    for total in summary.totals:
+        by_kind.setdefault(_kind(total.name), []).append(total)
+    for kind, totals in by_kind.items():
+        nbytes = sum(total.num_bytes for total in totals)
+        shown = f"{_name(totals)} {_amount(sum(total.seconds for total in totals), nbytes)}"
         width = 26 + 6.9 * len(shown)
         if x + width > svg.WIDTH - 12 and x > 12:
             x, y = 12.0, y + svg.LINE_HEIGHT
         text += (
-            f'<g><title>{tip}</title><rect class="bar {letter}" x="{x:.0f}" y="{y - 10}" width="11" height="11"/>'
-            f'<text class="soft" x="{x + 16:.0f}" y="{y}">{svg.text(shown, 60)}</text></g>'
+            f'<rect class="bar {kind}" x="{x:.0f}" y="{y - 10}" width="11" height="11"/>'
+            f'<text class="soft" x="{x + 16:.0f}" y="{y}">{svg.text(shown, 60)}</text>'
         )
         x += width
     return text, y + 12
 
 
-def _legend(totals: Sequence[Total], kinds: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield letter, text and tooltip of each entry. The tooltip is escaped, the text is not."""
-    by_letter: dict[str, list[Total]] = {}
-    for total in totals:
-        by_letter.setdefault(kinds[total.name], []).append(total)
-    for letter, mine in sorted(by_letter.items()):
-        name = svg.cut(printable(mine[0].name), 24) if len(mine) == 1 else _OTHERS
-        seconds, nbytes = sum(total.seconds for total in mine), sum(total.num_bytes for total in mine)
-        shown = f"{name} {_amount(seconds, nbytes)}"
-        covered = f", under way for {show_seconds(mine[0].covered_seconds)}" if len(mine) == 1 else ""
-        tip = f"{name}: {counted(sum(total.num_spans for total in mine), 'span')}, added up over lanes{covered}"
-        yield letter, shown, svg.text(tip)
-
-
-def _bars(spans: Sequence[Span], kinds: Mapping[str, str], scale: _Scale) -> Iterator[str]:
-    """Yield a shape for each span, an outer span before those inside it."""
+def _bars(spans: Sequence[Span], scale: _Scale, width: float) -> Iterator[str]:
+    """Yield a shape for each span, or for several that lie within a width; an outer span before those inside it."""
+    runs: list[list[Span]] = []
+    last: dict[str, list[Span]] = {}
     for span in spans:
-        x, width = scale.at(span.start), (span.end - span.start) / scale.seconds * _PLOT
-        y, height = (5, 6) if span.name == "wait" else (0, _BAR)  # thin, so that spans behind it are visible
+        run = last.get(_kind(span.name))
+        if run is not None and scale.at(span.end) - scale.at(run[0].start) <= width:
+            run.append(span)
+        else:
+            last[_kind(span.name)] = run = [span]
+            runs.append(run)
+    for run in runs:
+        x, end = scale.at(run[0].start), max(scale.at(span.end) for span in run)
+        y, height = (5, 6) if run[0].name == "wait" else (0, _BAR)  # thin, so that spans behind it are visible
         yield (
-            f'<path class="bar {kinds[span.name]}" d="M{_number(x)} {y}h{_number(width)}v{height}h-{_number(width)}z">'
-            f"<title>{_tip(span, scale)}</title></path>"
+            f'<path class="bar {_kind(run[0].name)}" d="M{_number(x)} {y}h{_number(end - x)}v{height}'
+            f'h-{_number(end - x)}z"><title>{_tip(run, scale)}</title></path>'
         )
 
 
-def _tip(span: Span, scale: _Scale) -> str:
-    seconds = span.end - span.start
-    text = f"{svg.cut(printable(span.name), 24)} {_amount(seconds, span.num_bytes)}"
-    if span.num_bytes and seconds:
-        text += f", {show_bytes(span.num_bytes / seconds)}/s"
-    text += f", from {show_seconds(span.start - scale.start)} on"
-    return svg.text(text) + (f"&#10;{svg.text(span.detail, 40)}" if span.detail else "")
+def _tip(run: Sequence[Span], scale: _Scale) -> str:
+    seconds, nbytes = sum(span.end - span.start for span in run), sum(span.num_bytes for span in run)
+    many = f" in {counted(len(run), 'span')}" if len(run) > 1 else ""
+    text = f"{_name(run)} {_amount(seconds, nbytes)}{many}"
+    if nbytes and seconds:
+        text += f", {show_bytes(nbytes / seconds)}/s"
+    text += f", from {show_seconds(run[0].start - scale.start)} on"
+    return svg.text(text) + (f"&#10;{svg.text(run[0].detail, 40)}" if run[0].detail and not many else "")
 
 
-def _columns(spans: Sequence[Span], kinds: Mapping[str, str], scale: _Scale, width: float) -> Iterator[str]:
-    """Yield a shape for each kind of work: its share of each column's time, stacked on the kinds before it."""
-    count = int(_PLOT / width) + 1
-    by_letter: dict[str, list[Span]] = {}
-    for span in spans:
-        by_letter.setdefault(kinds[span.name], []).append(span)
-    shares = {letter: _shares(mine, scale, width, count) for letter, mine in sorted(by_letter.items())}
-    wholes = [max(1.0, sum(column)) for column in zip(*shares.values(), strict=True)]  # above 1: they overlap
-    low = [0.0] * count
-    for letter, mine in shares.items():
-        high = [below + share / whole for below, share, whole in zip(low, mine, wholes, strict=True)]
-        edges = [(round(_BAR * (1 - b), 1), round(_BAR * (1 - a), 1)) for a, b in zip(low, high, strict=True)]
-        low = high
-        path, at = "", 0
-        for (top, bottom), run in groupby(edges):
-            length = len(list(run))
-            if top < bottom:
-                wide = _number(length * width)
-                path += f"M{_number(at * width)} {_number(top)}h{wide}v{_number(bottom - top)}h-{wide}z"
-            at += length
-        tip = f"<title>{svg.text(_together(by_letter[letter]), 80)}</title>" if count > 1 else ""
-        yield f'<path class="bar {letter}" d="{path}">{tip}</path>'
-
-
-def _shares(spans: Sequence[Span], scale: _Scale, width: float, count: int) -> list[float]:
-    """Return the share of each column's time that the spans took, in one pass over them."""
-    parts, steps = [0.0] * count, [0] * (count + 1)
-    for span in spans:
-        start, end = scale.at(span.start) / width, scale.at(span.end) / width
-        first, last = min(int(start), count - 1), min(int(end), count - 1)
-        if first == last:
-            parts[first] += end - start
-        else:
-            parts[first] += first + 1 - start
-            parts[last] += end - last
-            steps[first + 1] += 1  # the columns between are full: from here
-            steps[last] -= 1  # to there
-    return [part + full for part, full in zip(parts, accumulate(steps), strict=False)]
-
-
-def _together(spans: Sequence[Span]) -> str:
-    name = svg.cut(printable(spans[0].name), 24) if len({span.name for span in spans}) == 1 else _OTHERS
-    nbytes = sum(span.num_bytes for span in spans)
-    seconds = sum(span.end - span.start for span in spans)
-    return f"{name}: {counted(len(spans), 'span')}, {_amount(seconds, nbytes)}"
+def _name(named: Sequence[Span | Total]) -> str:
+    return svg.cut(printable(named[0].name), 24) if len({one.name for one in named}) == 1 else "others"
 
 
 def _amount(seconds: float, nbytes: int) -> str:
@@ -257,22 +213,6 @@ def _axis(seconds: float, top: int, height: int) -> tuple[str, str]:
         labels += f'<text class="soft" x="{_number(_LEFT + x)}" y="{top + height + 18}" text-anchor="middle">'
         labels += f"{k * step * factor:.6g} {unit}</text>"
     return f'<path class="grid" d="{lines}"/>', f'<g class="axis">{labels}</g>'
-
-
-def _style(kinds: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Return a class for the colours, and the rules for them on light and on dark paper: with the letters, no names.
-
-    A page may hold several pictures, such as a notebook: rules of one hold for all. So other colours are another class.
-    """
-    further = cycle(_FURTHER)
-    colours: dict[str, tuple[str, str]] = {}
-    for name, letter in kinds.items():
-        colours.setdefault(letter, _KNOWN.get(name) or next(further))
-    palette = f"p{crc32(repr(colours).encode()):08x}"
-    return palette, [
-        "".join(f".{palette} .{letter}{{fill:{pair[k]};stroke:{pair[k]}}}" for letter, pair in colours.items())
-        for k in range(2)
-    ]
 
 
 def _number(value: float) -> str:

@@ -20,9 +20,6 @@ from stio.runtime.text import counted
 from stio.runtime.timeline import draw
 from stio.runtime.urls import without_secrets
 
-_NOTEBOOK_BYTES = 100_000
-"""Largest picture in a notebook, whose file keeps it."""
-
 
 @dataclass(slots=True)
 class Trace:
@@ -43,12 +40,9 @@ class Trace:
     def __repr__(self) -> str:
         return f"<Trace: {counted(len(self.spans), 'span')}>"
 
-    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
-        """Return the picture of `save_svg` for notebooks, smaller than its file may be."""
-        bundle = {"text/plain": repr(self)}
-        if self.spans:
-            bundle["image/svg+xml"] = draw(tuple(self.spans), max_bytes=_NOTEBOOK_BYTES)
-        return bundle
+    def _repr_svg_(self) -> str:
+        """Return the picture of `save_svg` for notebooks."""
+        return draw(tuple(self.spans))
 
     @contextmanager
     def span(self, name: str, *, num_bytes: int = 0, detail: str = "") -> Iterator[None]:

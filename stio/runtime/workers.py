@@ -14,8 +14,8 @@ from functools import partial
 from typing import TypeVar
 
 from stio.runtime.locks import Condition
-from stio.runtime.operation import Cancelled, start_thread, this_thread, without_panic
-from stio.runtime.process import be_nice
+from stio.runtime.operation import Cancelled, start_thread, without_panic
+from stio.runtime.process import be_nice, this_thread
 
 T = TypeVar("T")
 

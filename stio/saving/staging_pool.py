@@ -89,10 +89,10 @@ class StagingPool:
         if needed <= memory.UNCHECKED_BYTES:
             return self.budget_bytes
         if pinned:
-            free = room_in_memory(2 * needed)
+            free = room_in_memory()
             fits = needed <= (free // 2 if self.budget_bytes is None else free)
         else:
-            free = available_bytes(needed)
+            free = available_bytes()
             fits = needed <= free
         return self.budget_bytes if fits else max(SMALLEST_BLOCK_BYTES, held + free // 2)
 

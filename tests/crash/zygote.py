@@ -42,7 +42,7 @@ calls.fsync = held
 
 def open_once_cancelled():
     def body():
-        assert eventually(lambda: bool(runtime._live) and all(o.cancelled for o in list(runtime._live)), 20)
+        assert eventually(lambda: bool(runtime.stats.running) and all(o.cancelled for o in list(runtime.stats.running)), 20)
         opened.set()
     threading.Thread(target=body, daemon=True).start()
 """

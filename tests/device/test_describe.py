@@ -216,9 +216,8 @@ def test_names_are_text(name: object) -> None:
 
 def test_a_device_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace())
-    tensor = types.SimpleNamespace(device=torch.device("mps"))
-    with pytest.raises(DeviceError, match="'x'.*no streams.*found mps"):
-        describe._require_streams("x", tensor)  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match="no streams.*requested mps"):
+        describe.require_streams(torch.device("mps"))
 
 
 def test_nothing_is_computed() -> None:
@@ -293,20 +292,18 @@ def test_10_000_tensors_beside_a_busy_thread() -> None:
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap, torch.func.functionalize])
 @pytest.mark.parametrize("part", [slice(None), slice(0, 1), slice(0, 0)])
-def test_all_tensors_of_a_function_transform_are_named(transform, part):
-    """Also those without elements; plain tensors beside them are not."""
+def test_a_tensor_of_a_function_transform_is_named(transform, part):
+    """Also one without elements; a plain tensor beside it is not."""
     plain, caught = torch.ones(2), []
 
     def use(tensor):
         with pytest.raises(TypeError, match="torch.func") as error:
-            describe_tensors({"plain": plain, "b": tensor[part], "c": tensor * 2, **dict.fromkeys("defghijk", tensor)})
+            describe_tensors({"plain": plain, "b": tensor[part], "c": tensor * 2})
         caught.append(str(error.value))
         return tensor.sum()
 
     transform(use)(torch.ones(3, 2) if transform is torch.vmap else torch.ones(3))
-    assert "'plain'" not in caught[0]
-    assert caught[0].startswith("tensors 'b', 'c', 'd'")
-    assert "and 5 others" in caught[0]
+    assert caught[0].startswith("tensor 'b'")
 
 
 def test_a_tensor_of_zeros_without_memory_is_refused():

@@ -97,20 +97,9 @@ def test_what_says_it_by_name_and_what_does_not() -> None:
         resolve_placement(None)
 
 
-@pytest.mark.parametrize(
-    ("keys", "name", "advice"),
-    [
-        (["model.layers."], "model.layers.0.w", "instead of 'model.layers.' write 'model.layers'"),
-        (["model.*"], "model.w", "instead of 'model.*' write 'model'"),
-        (["layers.0"], "model.layers.0.w", "'layers.0' is in the name, but not at its start"),
-        (["model.layers"], "layers.0.w", "the entry 'model.layers' has a prefix that the name lacks"),
-        (["other"], "w", "all other tensors (requested"),
-    ],
-)
-def test_a_mapping_that_nearly_covers_a_name(keys: list[str], name: str, advice: str) -> None:
-    with pytest.raises(DeviceError, match="has no entry for a tensor") as caught:
-        Placement(dict.fromkeys(keys, "cpu"))(name)
-    assert advice in str(caught.value)
+def test_a_mapping_without_an_entry_for_a_name() -> None:
+    with pytest.raises(DeviceError, match="has no entry for a tensor.*all other tensors"):
+        Placement({"other": "cpu"})("w")
 
 
 def test_devices_of_other_libraries_get_advice() -> None:

@@ -22,15 +22,3 @@ def test_sorts_stably(count, num_keys):
 def test_sorts_what_is_sorted(step):
     names = [f"state/{number}/exp_avg" for number in range(3 * ROWS)][::step]
     assert sort_in_slices(names, key=str) == sorted(names)
-
-
-def test_no_call_sorts_much_more_than_a_piece(monkeypatch):
-    items = list(range(20 * ROWS))
-    random.Random(1).shuffle(items)
-    pieces = []
-    real = sort_in_slices.__globals__["_merged"]
-    monkeypatch.setitem(
-        sort_in_slices.__globals__, "_merged", lambda *arguments: (pieces.append(made := real(*arguments)), made)[1]
-    )
-    assert sort_in_slices(items, key=abs) == sorted(items)
-    assert max(map(len, pieces)) < 3 * ROWS

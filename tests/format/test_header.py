@@ -314,12 +314,12 @@ def test_columns_are_in_file_order() -> None:
     assert "late" in header
     assert "nowhere" not in header
     assert 7 not in header
-    assert header.index_of("late") == 4
+    assert header.positions["late"] == 4
     assert header.info("late") == TensorInfo("late", "F32", (2,), 8, "s", 8 + len(raw) + 4)
     assert header.data_bytes == 12
     assert "6 tensors" in repr(header)
     with pytest.raises(KeyError):
-        header.index_of("nowhere")
+        header.positions["nowhere"]
     with pytest.raises(KeyError):
         header.info("nowhere")
 

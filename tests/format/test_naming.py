@@ -25,7 +25,6 @@ def test_names() -> None:
     assert shard_name(PATTERN, 1, 2, save_id=SAVE_ID) == f"model-{SAVE_ID}-00002-of-00002.safetensors"
     assert index_name(PATTERN) == "model.safetensors.index.json"
     assert manifest_name(PATTERN) == "model.safetensors.manifest.json"
-    assert shard_name("{{a}}{suffix}.x.safetensors", 0, 2) == "{a}-00001-of-00002.x.safetensors"
 
 
 @pytest.mark.parametrize(("k", "n"), [(-1, 1), (1, 1), (0, 0), (3, 3)])
@@ -57,7 +56,7 @@ def test_patterns(pattern: str) -> None:
     [
         "model.safetensors", "", "model{suffix}.bin", "model.safetensors{suffix}", "{suffix}", "{suffix}.safetensors",
         "model{suffix}{suffix}.safetensors", "model{suffix}{rank}.safetensors", "model{}{suffix}.safetensors",
-        "model{suffix:>20}.safetensors", "model{suffix!r}.safetensors", "model{suffix.safetensors", "model{{suffix}}.safetensors",
+        "model{suffix:>20}.safetensors", "model{suffix!r}.safetensors", "model{suffix.safetensors", "model{{suffix}}.safetensors", "{{a}}{suffix}.x.safetensors",
         "a/model{suffix}.safetensors", "..\\model{suffix}.safetensors", "/model{suffix}.safetensors", "m\0{suffix}.safetensors",
         "C:model{suffix}.safetensors", "m\n{suffix}.safetensors", "m%2e{suffix}.safetensors", "m\ud800{suffix}.safetensors",
     ],

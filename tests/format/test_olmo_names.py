@@ -24,7 +24,7 @@ from stio.format.safe_pickle import (
 )
 
 KEYS = st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none() | st.binary()
-PATHS = st.lists(KEYS | st.tuples(KEYS, KEYS), min_size=1, max_size=5).map(tuple)
+PATHS = st.lists(KEYS, min_size=1, max_size=5).map(tuple)
 
 
 def encoded(value: object, protocol: int = 4) -> str:
@@ -89,7 +89,7 @@ def test_crafted_names(name: str) -> None:
 
 
 def test_keys_that_could_not_be_read_back_are_not_written() -> None:
-    for key in (print, 1j, frozenset(), b"".join, ("a", object())):
+    for key in (print, 1j, frozenset(), b"".join, ("a", 0)):
         with pytest.raises(TypeError, match=r"\['a'\].*a key is text"):
             encode_name(("a", key), is_pickled=False)
     with pytest.raises(ValueError, match="longer than"):

@@ -18,16 +18,10 @@ from hypothesis import strategies as st
 from stio.format.safe_pickle import MAX_DEPTH, PickleRefused, PlainPickles
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
-KEYS = st.text() | st.integers() | st.none() | st.binary() | st.tuples(st.text(), st.integers())
+KEYS = st.text() | st.integers() | st.none() | st.binary()
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: (
-        st.lists(inner)
-        | st.lists(inner).map(tuple)
-        | st.dictionaries(KEYS, inner)
-        | st.sets(st.integers() | st.text())
-        | st.frozensets(st.text())
-    ),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner),
     max_leaves=20,
 )
 
@@ -58,7 +52,6 @@ def test_random_state_and_what_is_shared() -> None:
     inner = [1]
     found = loads(pickle.dumps([inner, inner]))
     assert found[0] is found[1]
-    assert loads(pickle.dumps(bytearray(b"x" * 9), protocol=5)) == bytearray(b"x" * 9)
     many = list(range(300))  # more than one byte numbers the memo
     assert loads(pickle.dumps([[k] for k in many] + [many], protocol=2)) == [[k] for k in many] + [many]
 
@@ -141,7 +134,7 @@ def test_bombs_are_refused_before_they_go_off() -> None:
         with pytest.raises(PickleRefused, match="unfolds"):
             loads(pickle.dumps(value))
     body = pickle.dumps(tuples, protocol=2)[2:-1]
-    with pytest.raises(PickleRefused, match="a key is larger"):
+    with pytest.raises(PickleRefused, match="a tuple cannot be a key"):
         loads(b"\x80\x02}" + body + b"Ns.")
 
 
@@ -175,8 +168,14 @@ def test_keys_whose_hashes_an_author_can_choose_are_few() -> None:
     some = {k << 61: None for k in range(1, 1000)}
     assert loads(pickle.dumps(some)) == some
     with pytest.raises(PickleRefused, match="too many keys"):
-        loads(pickle.dumps({(k,): None for k in range(20_000)}))
+        loads(pickle.dumps({k + 0.5: None for k in range(20_000)}))
     assert len(loads(pickle.dumps(dict.fromkeys(range(20_000))))) == 20_000
+
+
+@pytest.mark.parametrize("value", [{(1, 2): 3}, {1, 2}, frozenset({1}), bytearray(b"x")])
+def test_values_that_no_state_needs(value: object) -> None:
+    with pytest.raises(PickleRefused):
+        loads(pickle.dumps(value, protocol=5))
 
 
 def test_one_key_twice() -> None:

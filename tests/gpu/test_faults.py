@@ -257,7 +257,7 @@ def test_fault_3_a_saver_without_a_budget_pins_no_more_than_the_host_has(
     """Here the host has 16 MiB left, and the snapshot takes 40: it is staged while it is written."""
     torch.accelerator.empty_host_cache()
     before = settled(pinned_bytes)
-    monkeypatch.setattr(staging_pool, "room_in_memory", lambda enough: 16 * MIB - (pinned_bytes() - before))
+    monkeypatch.setattr(staging_pool, "room_in_memory", lambda: 16 * MIB - (pinned_bytes() - before))
     tensors = {f"w{k}": torch.ones(4 * MIB, dtype=torch.uint8, device=device) for k in range(10)}
     with stio.sync.Saver() as saver:
         saver.save(tensors, MemoryDestination()).result()
@@ -308,7 +308,9 @@ def test_fault_4_what_a_load_uses_is_given_back_when_it_ends(device: torch.devic
             name, tensor = next(stream)
             cache.close()
             # What the close itself releases, and what else is free by then, is returned before the load ends.
-            assert eventually(lambda: not any(operation._name == "release" for operation in list(runtime._live)))
+            assert eventually(
+                lambda: not any(operation._name == "release" for operation in list(runtime.stats.running))
+            )
             assert pinned_bytes() > before
             require_equal({name: tensor}, {name: tensors[name]})
     del tensor

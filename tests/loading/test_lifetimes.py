@@ -76,7 +76,7 @@ def test_threads_of_one_stream_share_it_without_loss(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_c100_a_fork_while_collection_is_paused_leaves_it_on_in_the_child():
-    with process_module._paused():
+    with process_module.collection_paused(1_000_000):
         pid = os.fork()
         if not pid:
             os._exit(0 if gc.isenabled() and not process_module._pauses else 1)
@@ -159,8 +159,8 @@ def test_the_caller_s_thread_is_the_last_to_hold_tensors(load, tmp_path, monkeyp
     """A thread of stio's that frees tensors while the interpreter ends aborts the process: the deleter needs the GIL."""
     run, go = Operation._run, threading.Event()
 
-    def lingering(operation, running):
-        run(operation, running)
+    def lingering(operation):
+        run(operation)
         assert go.wait(30)
 
     path = tmp_path / "state.safetensors"

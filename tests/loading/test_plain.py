@@ -123,7 +123,7 @@ def test_a_wake_before_the_wait_counts() -> None:
     executor.wake()
     assert executor.take() == []
     waiter = in_thread(executor.take)
-    assert eventually(lambda: executor._changed.num_sleeping == 1)
+    assert eventually(lambda: len(executor._changed._waiting) == 1)
     executor.wake()
     waiter.join(PATIENCE_SECONDS)
     assert not waiter.is_alive()

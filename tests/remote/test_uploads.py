@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,12 +148,11 @@ def test_blocks_that_are_staged_late_are_written_first(s3: Any, monkeypatch: pyt
 
 
 def test_a_thread_that_the_system_refuses(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(call: Any, *, here: bool) -> None:
-        if not here:
-            raise RuntimeError("can't start new thread")
-        call._run()
+    def refuse(*values: Any) -> None:
+        raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(calls, "_submit", refuse)
+    threads = SimpleNamespace(allocate_lock=calls._thread.allocate_lock, start_new_thread=refuse)
+    monkeypatch.setattr(calls, "_thread", threads)
     with pytest.raises(StorageError, match="starts no more threads"):
         stio.sync.save({"w": torch.zeros(4)}, "s3://bucket/m")
     assert eventually(lambda: not s3.list_objects_v2(Bucket="bucket").get("Contents"))
@@ -162,7 +162,6 @@ def test_a_call_on_its_own_thread_never_runs_here(monkeypatch: pytest.MonkeyPatc
     def refuse(*values: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(calls, "_idle", [])
     monkeypatch.setattr(calls._thread, "start_new_thread", refuse)
     before = len(calls._under_way)
     with pytest.raises(RuntimeError):

@@ -68,7 +68,7 @@ def test_wake_needs_no_lock() -> None:
     """A thread that holds the lock for ever, as an interrupted one does, does not keep others asleep from a wake."""
     changed, state = Condition(), list[bool]()
     threads = _sleepers(changed, 3, lambda: bool(state))
-    assert eventually(lambda: changed.num_sleeping == 3)
+    assert eventually(lambda: len(changed._waiting) == 3)
     state.append(True)
     changed.wake()
     for thread in threads:
@@ -129,7 +129,7 @@ def test_notify_wakes_as_many_as_said() -> None:
     threads = [threading.Thread(target=take) for _ in range(3)]
     for thread in threads:
         thread.start()
-    assert eventually(lambda: changed.num_sleeping == 3)
+    assert eventually(lambda: len(changed._waiting) == 3)
     with changed:
         tokens += [1, 2]
         changed.notify(2)
@@ -147,7 +147,7 @@ def test_a_wait_ends_at_its_timeout() -> None:
     with changed:
         assert not changed.wait_for(lambda: False, 0.05)
     assert time.monotonic() - begin < 5
-    assert changed.num_sleeping == 0
+    assert len(changed._waiting) == 0
 
 
 def test_a_notifier_wakes_while_its_own_thread_is_interrupted_in_it() -> None:

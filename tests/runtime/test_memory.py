@@ -129,13 +129,13 @@ def test_what_fits_is_what_the_machine_has() -> None:
 def test_the_default_budget_is_smaller_where_memory_is_short(
     available: int, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda enough: available)
+    monkeypatch.setattr(memory, "available_bytes", lambda: available)
     assert memory.default_budget_bytes() == budget
     assert memory.default_budget_bytes(memory.UNCHECKED_BYTES) == 512 << 20
 
 
 def test_what_is_required_and_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda enough: 100)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 100)
     assert memory.require(100, path="p") == 0
     assert memory.require(1, path="p") == 99
     with pytest.raises(HostMemoryError, match="p: the tensors do not fit") as caught:

@@ -544,7 +544,7 @@ def test_no_thread_to_be_had(monkeypatch):
     assert caught.value.errno == errno.EAGAIN
     operation.close()
     asyncio.run(operation.aclose())
-    assert operation not in runtime._live
+    assert operation not in runtime.stats.running
 
 
 def test_221_a_start_that_a_signal_handler_interrupts_and_does_too():

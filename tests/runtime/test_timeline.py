@@ -101,9 +101,7 @@ def test_what_lies_within_is_drawn_above() -> None:
 
 def test_the_legend_has_seconds_and_bytes_of_each_kind() -> None:
     spans = [Span("read", "read-1", 0, 2, 10**9), Span("read", "read-2", 1, 2, 10**9), Span("open", "load", 0, 0.5)]
-    root = parsed(draw(spans))
-    assert {"read 3 s, 2 GB", "open 0.50 s"} <= set(texts(root))
-    assert "read: 2 spans, added up over lanes, under way for 2 s" in [tip(group) for group in root.iter(f"{SVG}g")]
+    assert {"read 3 s, 2 GB", "open 0.50 s"} <= set(texts(parsed(draw(spans))))
 
 
 def test_the_line_at_the_top_is_the_summary_and_the_label() -> None:
@@ -131,25 +129,18 @@ def test_ticks_are_round(seconds: float, labels: list[str]) -> None:
 def test_light_and_dark() -> None:
     svg = draw(work(4))
     light, dark = svg.split("@media (prefers-color-scheme:dark)")
-    for rule in (".paper{fill:", " text{fill:", ".a{fill:"):
+    for rule in (".paper{fill:", " text{fill:", ".read{fill:", ".other0{fill:"):
         (one,), (other,) = (re.findall(re.escape(rule) + "([^;}]+)", part) for part in (light, dark))
         assert one != other
 
 
 def test_pictures_on_one_page_keep_their_colours() -> None:
     """The style of each holds for the whole page."""
-    one, same, other = (
+    one, other = (
         draw([Span(name, "load", k, k + 1) for k, name in enumerate(names)])
-        for names in (("read", "copy"), ("read", "copy"), ("copy", "read"))
+        for names in (("read", "copy"), ("copy", "mine"))
     )
-    assert one == same
-    rules = [dict(re.findall(r"(\.\w+ \.[a-z])\{fill:([^;]+)", svg.split("@media")[0])) for svg in (one, other)]
-    assert len(rules[0]) == len(rules[1]) == 2
-    assert not rules[0].keys() & rules[1].keys()
-    for svg, mine in zip((one, other), rules, strict=True):
-        classes = parsed(svg).get("class", "").split()
-        assert classes[0] == "stio"
-        assert all(rule.startswith(f".{classes[1]} .") for rule in mine)
+    assert one.split("<style>")[1].split("</style>")[0] == other.split("<style>")[1].split("</style>")[0]
 
 
 @pytest.mark.parametrize("spans", [[], [Span("read", "load", 1, 1)], [Span("read", "load", float("nan"), 1)]])
@@ -160,30 +151,24 @@ def test_next_to_nothing(spans: list[Span]) -> None:
 # Many spans.
 
 
-def test_a_lane_with_many_spans_becomes_columns_of_shares() -> None:
+def test_short_spans_of_one_kind_become_one_shape() -> None:
     count = 20_000
     spans = [Span(("read", "hash")[k % 4 == 3], "read-1", k, k + 1.0, 10) for k in range(count)]
-    read, digest = bars(parsed(draw(spans)))
-    assert tip(read) == "read: 15,000 spans, 15,000 s, 150 kB"
-    assert tip(digest) == "hash: 5,000 spans, 5,000 s, 50 kB"
-    heights = {float(height) for height in re.findall(r"v([0-9.]+)h", read.get("d") or "")}
-    assert all(
-        11.5 <= height <= 12.5 for height in heights - {max(heights), min(heights)}
-    )  # 3/4 of 16, but at the ends
-    widths = [float(width) for width in re.findall(r"h([0-9.]+)v", read.get("d") or "")]
-    assert sum(widths) == pytest.approx(PLOT, abs=3)
+    found = bars(parsed(draw(spans)))
+    assert 100 < len(found) < 5_000
+    assert tip(found[0]).startswith("read 21 s, 210 B in 21 spans, ")
+    reads = [extent(bar) for bar in found if tip(bar).startswith("read ")]
+    assert sum(width for _, width in reads) == pytest.approx(PLOT, rel=0.1)
 
 
-def test_columns_of_what_overlaps_are_no_higher_than_the_row() -> None:
-    spans = [Span("copy", "copy", k * 1.0, k + 8.0, 1) for k in range(1000)]  # eight at once
-    (bar,) = bars(parsed(draw(spans)))
-    assert max(float(height) for height in re.findall(r"v([0-9.]+)h", bar.get("d") or "")) <= 16
+def test_a_long_span_is_a_shape_of_its_own_among_many() -> None:
+    spans = [Span("read", "read-1", k, k + 1.0) for k in range(20_000)] + [Span("read", "load", 0, 20_000)]
+    assert "read 20,000 s, from 0 µs on" in [tip(bar) for bar in bars(parsed(draw(spans)))]
 
 
-def test_columns_show_when_nothing_was_done() -> None:
-    spans = [Span("read", "read-1", k, k + 1.0) for k in [*range(1000), *range(3000, 4000)]]
-    (bar,) = bars(parsed(draw(spans)))
-    runs = [(float(x), float(width)) for x, width in re.findall(r"M([0-9.]+) [0-9.]+h([0-9.]+)v", bar.get("d") or "")]
+def test_a_gap_shows_when_nothing_was_done() -> None:
+    spans = [Span("read", "read-1", k, k + 1.0) for k in [*range(10_000), *range(30_000, 40_000)]]
+    runs = [extent(bar) for bar in bars(parsed(draw(spans)))]
     assert not [x for x, width in runs if x + width > PLOT * 0.26 and x < PLOT * 0.74]
 
 
@@ -204,17 +189,6 @@ def test_columns_show_when_nothing_was_done() -> None:
 def test_a_picture_stays_below_a_megabyte(spans: list[Span]) -> None:
     root = parsed(draw(spans, title="&" * 1000))
     assert int(root.get("height") or 0) < 1000
-
-
-def test_a_picture_of_names_that_grow_by_escapes_stays_below_100_kb() -> None:
-    spans = [
-        Span("'" * 23 + chr(97 + k % 13), "'" * 150 + str(lane), k * 7e8, k * 7e8 + 6e8, 10**15 + 1, "'" * 200)
-        for lane in range(24)
-        for k in range(130)
-    ]
-    svg = draw(spans, max_bytes=100_000)
-    assert len(svg.encode()) <= 100_000
-    assert len(list(parsed(svg).iter(f"{SVG}path"))) > 24 * 12
 
 
 def test_too_many_lanes_share_the_last_row() -> None:

@@ -278,7 +278,7 @@ def test_writing_comes_first_where_the_caller_waits_for_the_end(gate):
     made.run.write_to(transaction.create([made.plan.shards[0].nbytes]))
     made.run.start()
     made.destination.wait_for_writers(WRITE_DEPTH)
-    assert eventually(lambda: made.pool.changed.num_sleeping == NUM_WORKERS - 1 - WRITE_DEPTH)  # the others wait
+    assert eventually(lambda: len(made.pool.changed._waiting) == NUM_WORKERS - 1 - WRITE_DEPTH)  # the others wait
     assert made.pool.peak_bytes == (WRITE_DEPTH + AHEAD_BLOCKS) * BLOCK
     # A worker that has staged a block may begin to write after one that has staged a later block.
     offsets = {write.offset for write in made.destination.writes}
@@ -325,7 +325,7 @@ def test_two_saves_share_one_budget(gate, by_engine):
     second.run = SaveScheduler(second.plan, first.pool, on_staged=second.tell_staged)
     second.run.start()
     # With the engine there is one worker for the fills of a file: of each save, and the first has two that do not write.
-    assert eventually(lambda: first.pool.changed.num_sleeping == (2 if by_engine else NUM_WORKERS))
+    assert eventually(lambda: len(first.pool.changed._waiting) == (2 if by_engine else NUM_WORKERS))
     assert not second.staged.is_set()
     gate.set()
     second.run.write_to(second.destination.begin(num_shards=1).create([second.plan.shards[0].nbytes]))
@@ -383,7 +383,7 @@ def test_a_run_that_was_stopped_releases_its_tensors():
     made.plan = None
     del tensors
     made.run.start()
-    assert eventually(lambda: len(made.run._full) == 2 and made.pool.changed.num_sleeping == made.run._num_threads)
+    assert eventually(lambda: len(made.run._full) == 2 and len(made.pool.changed._waiting) == made.run._num_threads)
     assert alive() is not None
     made.run.stop()
     made.run.join()

@@ -299,6 +299,6 @@ def _row(file: File, name: str) -> int:
     if not isinstance(name, str):
         raise wrong_type("name", name, "str")
     try:
-        return file.header.index_of(name)
+        return file.header.positions[name]
     except KeyError:
         raise SafetensorError(f"File does not contain tensor {name}") from None

@@ -157,11 +157,11 @@ def _checked(plan: Mapping[str, Any] | None, file: File) -> tuple[list[str], dic
             raise SafetensorError(f"File does not contain tensor {name}")
     if not plan:
         raise SafetensorError("prefetch plan selects no tensors")
-    rows = sorted(map(header.index_of, plan))
+    rows = sorted(map(header.positions.__getitem__, plan))
     require_torch_dtypes([header.dtypes[row] for row in rows], [header.shapes[row] for row in rows])
     slices = {name: index for name, index in plan.items() if index is not None}
     for name, index in slices.items():
-        row = header.index_of(name)
+        row = header.positions[name]
         _require_in_range(index, header.shapes[row], name)
         if header.dtypes[row] == "F4":
             shape = header.shapes[row]

@@ -75,7 +75,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_round_trip_and_the_other_reader(path: Path) -> None:
-    state = optimizer_state() | {"rng": random.getstate(), "none": None, "text": "x", "deep": {1: {(2, "k"): b"z"}}}
+    state = optimizer_state() | {"rng": random.getstate(), "none": None, "text": "x", "deep": {1: {b"k": b"z"}}}
     result = olmo.state_dict_to_safetensors_file(state, path)
     assert result.files == (path.name,)
     assert same(read_as_olmo(path), state)
@@ -203,19 +203,18 @@ def test_a_save_warns_of_what_stands_anywhere_but_in_plain_state(path: Path, val
     assert olmo.safetensors_file_to_state_dict(path) == {"a": {"deep": [plain]}}
 
 
-@pytest.mark.parametrize("key", [float("nan"), ("a", float("nan")), (((float("nan"),),),)])
 @pytest.mark.parametrize("value", [1, {"a": 1, "b": 2}])
-def test_a_key_that_is_nan_is_refused(path: Path, key: Any, value: Any) -> None:
+def test_a_key_that_is_nan_is_refused(path: Path, value: Any) -> None:
     with pytest.raises(ValueError, match="NaN"):
-        olmo.state_dict_to_safetensors_file({"x": {key: value}}, path)
+        olmo.state_dict_to_safetensors_file({"x": {float("nan"): value}}, path)
     assert not path.exists()
 
 
 @pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize(
     ("key", "most"),
-    [(lambda k: (k,), safe_pickle._MAX_FORGEABLE_KEYS), (lambda k: k + 0.5, 100), (lambda k: k + (1 << 64), 100)],
-    ids=["tuples", "floats", "integers"],
+    [(lambda k: k + 0.5, safe_pickle._MAX_FORGEABLE_KEYS), (lambda k: k + (1 << 64), 100)],
+    ids=["floats", "integers"],
 )
 def test_a_save_counts_odd_keys_as_the_reader_does(
     path: Path, monkeypatch: pytest.MonkeyPatch, key: Any, most: int, more: int
@@ -302,6 +301,7 @@ def test_other_files(path: Path) -> None:
     [
         ([], TypeError, "must be a dict"),
         ({"a": {object(): 1}}, TypeError, "a key is text"),
+        ({"a": {("b", 0): 1}}, TypeError, "a key is text"),
         ({"a": {"b": lambda: 1}}, TypeError, r"\['a'\]\['b'\] cannot be pickled"),
         ({"a": {"b": torch.ones(2).to_sparse()}}, ValueError, r"\['a'\]\['b'\].*sparse"),
         ({"a": {"b": torch.ones(2, device="meta")}}, ValueError, r"\['a'\]\['b'\].*meta"),
@@ -347,9 +347,8 @@ def itself() -> list[Any]:
         ({"a": nested(lambda inner: (inner,), 100_000)}, r"\['a'\]: containers are nested"),
         ({"a": nested(lambda inner: [{"k": inner}], 51)}, r"\['a'\]: containers are nested"),
         ({"a": nested(lambda inner: {"k": inner}, 100_000)}, "dicts are nested"),
-        ({nested(lambda inner: (inner,), 100): 1}, "a tuple that is nested too deeply"),
     ],
-    ids=["cycle", "lists", "tuples", "lists of dicts", "dicts", "keys"],
+    ids=["cycle", "lists", "tuples", "lists of dicts", "dicts"],
 )
 def test_what_the_reader_would_refuse_is_not_written(path: Path, state: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
@@ -362,9 +361,8 @@ def test_what_the_reader_would_refuse_is_not_written(path: Path, state: Any, mat
     [
         {"a": nested(lambda inner: [inner], 99)},
         nested(lambda inner: {"k": inner}, 500),
-        {nested(lambda inner: (inner,), 49): 1},
     ],
-    ids=["lists", "dicts", "keys"],
+    ids=["lists", "dicts"],
 )
 def test_what_is_just_not_too_deep_comes_back(path: Path, state: Any) -> None:
     olmo.state_dict_to_safetensors_file(state, path)
