@@ -5,6 +5,7 @@ torch is imported when the command runs, before the time is measured. The measur
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
@@ -22,11 +23,11 @@ from stio.cli.output import (
     NO_PROGRESS_OPTION,
     PATH,
     Bar,
+    CommandError,
     matcher,
     no_match,
     print_result,
     rate_text,
-    require_writable,
     wrong_arguments,
 )
 from stio.errors import one_line
@@ -80,7 +81,10 @@ def load(
     names = None if pattern is None else select
     trace = Trace()
     if timeline is not None:
-        require_writable(timeline, "timeline", _TIMELINES)
+        if Path(timeline).suffix.lower() not in _TIMELINES:
+            raise CommandError(f"{one_line(timeline)}: this is no timeline file; its name must end in .json or .svg")
+        if not os.access(os.path.dirname(timeline) or ".", os.W_OK):  # checked before the work
+            raise CommandError(f"{one_line(timeline)}: its directory is not writable; choose another place")
     with starting():
         run, torch = stio.sync.load, import_module("torch")
         if device != "cpu" and torch.accelerator.is_available():
