@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeError
-from stio.compat.safetensors._file import File, Framework, checked, offsets_in
+from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeError, reading
+from stio.compat.safetensors._file import File, Framework, offsets_in
 from stio.device.tensors import TORCH_DTYPES, select_and_cast, tensors_in, torch_shape, typed
 from stio.device.torch_private import INTEGERS, moved
 from stio.format.header import Header
@@ -94,16 +94,16 @@ def _view(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.T
 
 
 def _read(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
-    wanted = checked(index, shape, negative_steps=False)
-    sizes = torch_shape(dtype, shape)
-    selection = select(
-        wanted, sizes, TORCH_DTYPES[dtype].itemsize, gap_bytes=WORTHWHILE_STRIDE_BYTES, image_bytes=_WHOLE_ROWS_BYTES
-    )
-    if dtype == "F4":
-        require_whole_pairs(shape, select(wanted, shape, 1).shape, selection.shape)
-    region = file.gather(file.header.begins[row], selection.starts, selection.chunk_bytes)
+    sizes, item = torch_shape(dtype, shape), TORCH_DTYPES[dtype].itemsize
+    with reading(file.path):
+        selection = select(index, sizes, item, gap_bytes=WORTHWHILE_STRIDE_BYTES, image_bytes=_WHOLE_ROWS_BYTES)
+        if dtype == "F4":
+            require_whole_pairs(shape, select(index, shape, 1).shape, selection.shape)
+    region = file.gather(row, selection)
     tensors = tensors_in(region, [""], [dtype], [_format_shape(dtype, selection.read_shape)], [0])
-    return (tensors if selection.post is None else select_and_cast(tensors, {"": selection}, None))[""]
+    if selection.post is not None or selection.flip:
+        tensors = select_and_cast(tensors, {"": selection}, None)
+    return tensors[""]
 
 
 def _format_shape(dtype: str, sizes: Shape) -> Shape:
