@@ -100,7 +100,7 @@ def diff(
         )
     a, b = without_secrets(a), without_secrets(b)
     if pattern is not None and found.equal and not found.num_same:
-        raise no_match(f"{a} and {b}", pattern, found.left_out)
+        raise no_match(f"{a} and {b}", pattern)
     if as_json:
         click.echo(json.dumps(_as_json(found, a, b, header_only, tolerance), indent=2))
     else:
@@ -147,8 +147,6 @@ class Comparison:
     """With a tolerance: those with other bits, but no value beyond it."""
     cast: tuple[tuple[TensorInfo, TensorInfo, Difference], ...] = ()
     """Without a tolerance: tensors of two floating dtypes. Their values differ beyond rounding, or not at all."""
-    left_out: frozenset[str] = frozenset()
-    """Names on either side that were not selected."""
 
     @property
     def equal(self) -> bool:
@@ -216,8 +214,7 @@ def compare(
         ):
             for opened in (opened_a, opened_b) if not header_only else ():
                 opened.files = list(opened.open_files(range(len(opened.files)), owned))
-            every_a, every_b = _tensors(opened_a), _tensors(opened_b)
-            of_a, of_b = ({name: one for name, one in of.items() if is_selected(name)} for of in (every_a, every_b))
+            of_a, of_b = _tensors(opened_a, is_selected), _tensors(opened_b, is_selected)
             pairs = [_Pair(*of_a[name], *of_b[name]) for name in of_a if name in of_b]
             cast = [pair for pair in pairs if pair.is_cast and not header_only]
             if not header_only:
@@ -235,14 +232,13 @@ def compare(
             differing=tuple(one for one in compared if one[2].num_differing),
             within=tuple(one for one in compared if not one[2].num_differing),
             cast=() if has_tolerance else tuple((pair.a, pair.b, pair.difference or Difference()) for pair in cast),
-            left_out=frozenset((every_a.keys() | every_b.keys()) - of_a.keys() - of_b.keys()),
         )
 
     return Operation(body, name="diff").result()
 
 
-def _tensors(opened: OpenCheckpoint) -> dict[str, tuple[TensorInfo, Source]]:
-    """Return the tensors of a checkpoint by name, aliases too, each with the file of its data."""
+def _tensors(opened: OpenCheckpoint, is_selected: Callable[[str], bool]) -> dict[str, tuple[TensorInfo, Source]]:
+    """Return the selected tensors of a checkpoint by name, aliases too, each with the file of its data."""
     found = {
         name: (header.info(name), file)
         for header, file in zip(opened.headers, opened.files, strict=True)
@@ -251,7 +247,7 @@ def _tensors(opened: OpenCheckpoint) -> dict[str, tuple[TensorInfo, Source]]:
     for alias, target in opened.aliases.items():
         info, file = found[target]
         found[alias] = replace(info, name=alias), file
-    return found
+    return {name: one for name, one in found.items() if is_selected(name)}
 
 
 def _compare_values(

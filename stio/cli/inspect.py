@@ -46,7 +46,7 @@ def inspect(path: str, pattern: str | None, as_tree: bool, depth: int | None, wi
     with closing(open_checkpoint(path, strict=False)) as opened:
         listing = _list(opened, pattern)
         if pattern is not None and not listing.tensors and not listing.aliases:
-            raise no_match(listing.path, pattern, [name for header in opened.headers for name in header.names])
+            raise no_match(listing.path, pattern)
     if as_json:
         click.echo(json.dumps(listing.as_json(), indent=2))
         return

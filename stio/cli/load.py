@@ -72,13 +72,7 @@ def load(
     Files in the page cache are not read from the disk; `stio bench` measures the disk. Exit status 3: nothing matches
     --filter.
     """
-    is_selected, seen = matcher(pattern), set[str]()
-
-    def select(name: str) -> bool:
-        seen.add(name)
-        return is_selected(name)
-
-    names = None if pattern is None else select
+    names = None if pattern is None else matcher(pattern)
     trace = Trace()
     if timeline is not None:
         if Path(timeline).suffix.lower() not in _TIMELINES:
@@ -95,7 +89,7 @@ def load(
         with wrong_arguments():
             tensors = run(path, names=names, device=device, memory=memory, verify=verify, trace=trace, progress=bar)
         if pattern is not None and not tensors:
-            raise no_match(without_secrets(path), pattern, seen)
+            raise no_match(without_secrets(path), pattern)
         devices = sorted({str(tensor.device) for tensor in tensors.values()})
         for name in devices:
             if name != "cpu":

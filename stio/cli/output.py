@@ -48,7 +48,7 @@ from stio.errors import (
     printable,
 )
 from stio.runtime.progress import ProgressEvent
-from stio.runtime.text import counted, show_bytes
+from stio.runtime.text import show_bytes
 
 NO, ERROR, NO_MATCH, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 
@@ -203,15 +203,10 @@ def matcher(pattern: str | None) -> Callable[[str], bool]:
     return lambda name: found(name) is not None
 
 
-def no_match(path: str, pattern: str, names: Collection[str]) -> NoMatchError:
-    """Return the error for a `--filter` that matches none of these names."""
-    tensors = counted(len(names), "tensor")
-    text = f"{one_line(path)}: nothing matches --filter {one_line(repr(pattern))} among {tensors}"
-    num_parts = 0 if pattern.startswith("/") else sum(pattern in name for name in names)
-    if not num_parts:
-        return NoMatchError(f"{text}; `stio inspect` lists the names")
-    wider = one_line(repr(f"*{pattern}*"))
-    return NoMatchError(f"{text}; a glob is for the whole name: {wider} matches {num_parts:,} of them")
+def no_match(path: str, pattern: str) -> NoMatchError:
+    """Return the error for a `--filter` that matches no name."""
+    text = f"{one_line(path)}: nothing matches --filter {one_line(repr(pattern))}"
+    return NoMatchError(f"{text}; a glob is for the whole name, and `stio inspect` lists the names")
 
 
 def rate_text(nbytes: int, seconds: float) -> str:
@@ -268,8 +263,6 @@ def cells(text: str) -> int:
 
 
 def _columns_of(character: str) -> int:
-    if unicodedata.combining(character):
-        return 0
     return 2 if unicodedata.east_asian_width(character) in ("F", "W") else 1
 
 

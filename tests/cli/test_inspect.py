@@ -76,10 +76,8 @@ def test_filter(model: Path) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--json"], ["--tree"]])
 def test_nothing_matches(model: Path, more: list[str]) -> None:
-    text = f"Error: {model}: nothing matches --filter 'nothing' among 3 tensors; `stio inspect` lists the names"
-    assert refused("inspect", model, "--filter", "nothing", *more, status=3) == text
     text = refused("inspect", model, "--filter", "weight", *more, status=3)
-    assert text.endswith("; a glob is for the whole name: '*weight*' matches 2 of them")
+    assert text.startswith(f"Error: {model}: nothing matches --filter 'weight'; a glob is for the whole name")
 
 
 def test_an_alias_that_matches_is_no_tensor_and_no_error(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
-import re
 import struct
 import subprocess
 import termios
@@ -94,11 +93,9 @@ def test_a_long_cell_moves_its_own_row_only() -> None:
     assert second == f"b  {rows[1][1]}  y"
 
 
-def test_the_advice_for_no_match() -> None:
-    assert str(no_match("m", "/x/", ["x"]).message).endswith("; `stio inspect` lists the names")
-    assert str(no_match("m", "\x1b[2J", ["\x1b[2Ja"])).isprintable()
-    assert no_match("m", "q", ["a"]).exit_code == 3
-    assert re.search(r"among 1 tensor;", str(no_match("m", "q", ["a"])))
+def test_no_match() -> None:
+    assert str(no_match("m", "\x1b[2J")).isprintable()
+    assert no_match("m", "q").exit_code == 3
 
 
 def test_keywords_are_options() -> None:

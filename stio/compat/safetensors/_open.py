@@ -238,8 +238,8 @@ class safe_open:  # noqa: N801 -- the original's name
         The file object does not change, and may have several loaders. A loader lives on when the file is closed.
 
         Args:
-            plan: By name, None for the whole tensor, or the part to read: an index as in `stio.load(slices=)`, with
-                bounds inside the tensor. A list of slices selects several intervals along one dimension, in this order:
+            plan: By name, None for the whole tensor, or the part to read: an index as in `stio.load(slices=)`. A
+                list of slices selects several intervals along one dimension, in this order:
                 `{"qkv": [slice(0, 8), slice(64, 72)]}`. Other tensors are not read. None: all tensors, whole.
             device: Device of the tensors; None: that of the file.
             threads: Most threads that read. As a rule stio reads with fewer.
