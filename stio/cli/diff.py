@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from importlib import import_module
 from math import inf, isfinite, prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -46,7 +46,10 @@ from stio.runtime.urls import without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
 
-PIECE_BYTES = 768 << 10
+if TYPE_CHECKING:
+    import torch
+
+PIECE_BYTES = 6 << 20
 """Bytes of one side that are read at once: a whole number of values of each dtype, also of packed 6-bit values."""
 
 _MOST_ROWS = 20
@@ -54,6 +57,9 @@ _MOST_ROWS = 20
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E5M2", "F8_E4M3", "F8_E5M2FNUZ", "F8_E4M3FNUZ"})
 """Dtypes that are compared with each other, as a conversion of a checkpoint changes them."""
+
+_PART = 1 << 17
+"""Values that become float64 at once."""
 
 NUM_WORKERS = 2
 """Workers. With their pieces, and the numbers made from them, a comparison holds about 100 MB at most."""
@@ -304,7 +310,7 @@ def differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float
         tolerance: Values differ if they are further apart, or one of them is NaN. None: if their bits differ; of two
             dtypes, if neither is what rounding the other one gives.
     """
-    if not a:
+    if not a:  # torch refuses an empty buffer
         return Difference()
     torch, known = import_module("torch"), import_module("stio.device.tensors").TORCH_DTYPES
     of_a, of_b = (
@@ -316,24 +322,30 @@ def differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float
         item = of_a.itemsize
         differing = (raw_a != raw_b).view(-1, item).any(1)
         raw_a, raw_b = (raw.view(-1, item)[differing].view(-1) for raw in (raw_a, raw_b))
-    wide = torch.complex128 if of_a.is_complex else torch.float64
-    values_a, values_b = raw_a.view(of_a).to(wide), raw_b.view(of_b).to(wide)
-    nan_a, nan_b = values_a.isnan(), values_b.isnan()
+    found = Difference()
+    for part_a, part_b in zip(raw_a.view(of_a).split(_PART), raw_b.view(of_b).split(_PART), strict=True):
+        found = found.with_piece(_compared(part_a, part_b, tolerance))
+    return found
+
+
+def _compared(a: torch.Tensor, b: torch.Tensor, tolerance: float | None) -> Difference:
+    """Compare values; those of one dtype have other bits."""
+    torch: Any = import_module("torch")
+    wide_a, wide_b = (one.to(torch.complex128 if one.is_complex() else torch.float64) for one in (a, b))
+    nan_a, nan_b = wide_a.isnan(), wide_b.isnan()
     is_number = ~(nan_a | nan_b)
-    gaps = torch.where(values_a == values_b, 0, values_a - values_b).abs().nan_to_num(inf, inf)
-    if not (of_a.is_floating_point or of_a.is_complex):
+    gaps = torch.where(wide_a == wide_b, 0, wide_a - wide_b).abs().nan_to_num(inf, inf)
+    if not (a.is_floating_point() or a.is_complex()):
         gaps = gaps.clamp(min=1)  # integers of other bits
-    if tolerance is not None:
-        beyond = gaps > tolerance
-    elif dtype_a == dtype_b:
-        beyond = torch.ones_like(is_number)
-    else:
-        is_rounded = (values_a.to(of_b).to(wide) == values_b) | (values_b.to(of_a).to(wide) == values_a)
-        beyond = ~is_rounded | (values_a.isinf() != values_b.isinf())
     num_nan = int((nan_a != nan_b).sum())
-    num_differing = int((beyond & is_number).sum()) + num_nan
-    if tolerance is None and dtype_a == dtype_b:
-        num_differing = len(values_a)  # NaNs of other bits too
+    if tolerance is not None:
+        num_differing = int((is_number & (gaps > tolerance)).sum()) + num_nan
+    elif a.dtype == b.dtype:
+        num_differing = len(a)  # NaNs of other bits too
+    else:
+        is_rounded = (wide_a.to(b.dtype).to(wide_a.dtype) == wide_b) | (wide_b.to(a.dtype).to(wide_a.dtype) == wide_a)
+        is_beyond = ~is_rounded | (wide_a.isinf() != wide_b.isinf())
+        num_differing = int((is_number & is_beyond).sum()) + num_nan
     return Difference(num_differing, float(gaps[is_number].max()) if is_number.any() else None, num_nan)
 
 
