@@ -69,8 +69,8 @@ class Contestant:
     """Version of its package."""
     seconds: list[float] = field(default_factory=list)
     """Time of each run."""
-    checksums: set[int] = field(default_factory=set)
-    """Checksums of the tensors of its runs."""
+    checksum: int | None = None
+    """That of the tensors of its last run."""
     failure: str | None = None
     """Reason why a run failed."""
 
@@ -173,13 +173,13 @@ def _run_all(contestants: list[Contestant], task: dict[str, Any], rounds: int, t
                 if one.failure is None:
                     one.version = record["version"]
                     one.seconds.append(record["seconds"])
-                    one.checksums |= {record["checksum"]} - {None}
+                    one.checksum = record["checksum"]
                     warm |= (record["resident_fraction"] or 0.0) > _COLD_FRACTION
                     is_direct &= record["is_direct"]
             bar.advance(total_bytes, total_bytes * rounds * len(contestants))
     notes = []
     for one in contestants:
-        if one.checksums and one.checksums != contestants[1].checksums:
+        if one.checksum not in (None, contestants[1].checksum):
             one.failure = "its tensors are not those that stio loads"
     if warm:
         notes.append(

@@ -102,10 +102,6 @@ class Installation:
     def __exit__(self, *error: object) -> None:
         self.uninstall()
 
-    def __repr__(self) -> str:
-        state = "active" if self.is_active else "ended"
-        return f"<stio.compat.Installation over safetensors {self._version}, {state}>"
-
 
 def install(*, any_version: bool = False) -> Installation:
     """Let every framework of this process use stio where it uses safetensors.
