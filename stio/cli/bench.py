@@ -85,13 +85,6 @@ class Contestant:
         return median(self.seconds) if self.seconds and self.failure is None else None
 
 
-_NO_URLS = (
-    "{url}: `stio bench` measures files on a disk: it evicts them from memory, and reads them without stio to find the "
-    "limit, and a store allows neither; `stio load {url}` prints the rate of a load, and `stio pull` copies the files "
-    "to a disk"
-)
-
-
 @click.command()
 @click.argument("path", type=PATH, required=False)
 @click.option("--device", default="cpu", show_default=True, help="Device to load to.")
@@ -110,7 +103,8 @@ def bench(path: str | None, device: str, rounds: int, size: str, as_json: bool, 
     addition to its load, to import torch and to write to memory, so all of them take minutes.
     """
     if path is not None and is_url(path):
-        raise CommandError(_NO_URLS.format(url=one_line(without_secrets(path))))
+        url = one_line(without_secrets(path))
+        raise CommandError(f"{url}: `stio bench` measures files on a disk; `stio load {url}` prints the rate of a load")
     if sys.platform != "linux":
         raise CommandError("only Linux can evict files and read them without the page cache; run it there")
     with _file_to_read(path, size) as source:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from importlib import import_module
 from math import inf, isfinite, prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
@@ -45,9 +45,6 @@ from stio.runtime.text import counted, natural_key
 from stio.runtime.urls import without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
-
-if TYPE_CHECKING:
-    import torch
 
 PIECE_BYTES = 6 << 20
 """Bytes of one side that are read at once: a whole number of values of each dtype, also of packed 6-bit values."""
@@ -328,8 +325,8 @@ def differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float
     return found
 
 
-def _compared(a: torch.Tensor, b: torch.Tensor, tolerance: float | None) -> Difference:
-    """Compare values; those of one dtype have other bits."""
+def _compared(a: Any, b: Any, tolerance: float | None) -> Difference:
+    """Compare two tensors of values; those of one dtype have other bits."""
     torch: Any = import_module("torch")
     wide_a, wide_b = (one.to(torch.complex128 if one.is_complex() else torch.float64) for one in (a, b))
     nan_a, nan_b = wide_a.isnan(), wide_b.isnan()

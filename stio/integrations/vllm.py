@@ -21,7 +21,7 @@ from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from time import perf_counter
-from types import ModuleType, new_class
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -57,11 +57,10 @@ def register() -> None:
 
 @cache
 def _register(loaders: ModuleType) -> None:
-    def fill(namespace: dict[str, Any]) -> None:
-        namespace |= {"__module__": __name__, "__doc__": _Loading.__doc__}
+    class StioModelLoader(_Loading, loaders.BaseModelLoader):  # type: ignore[misc, name-defined]  # known at run time
+        __doc__ = _Loading.__doc__
 
-    loader = new_class("StioModelLoader", (_Loading, loaders.BaseModelLoader), exec_body=fill)
-    loaders.register_model_loader(LOAD_FORMAT)(loader)
+    loaders.register_model_loader(LOAD_FORMAT)(StioModelLoader)
 
 
 _KEYWORDS = tuple(name for name in signature(sync.open).parameters if name != "source")
