@@ -95,6 +95,11 @@ def test_a_url_is_refused_with_what_measures_it(url: str) -> None:
     assert f"`stio load {shown}` prints the rate of a load" in text
 
 
+def test_c246_a_table_fits_80_columns(model: Path, scripted: dict[str, dict[str, Any]]) -> None:
+    scripted["safetensors"]["version"] = "1.23.456.post1.dev7890"
+    assert max(map(len, run("bench", model).stdout.splitlines()[:4])) <= 80
+
+
 def test_what_does_not_fit_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_bench, "fits", lambda nbytes: False)
     assert refused("bench", model).endswith(

@@ -3,7 +3,7 @@
 Reading runs in the caller's thread. It maps the file and copies nothing, or reads the requested bytes only
 (`backend="pread"`). Saving is atomic and durable. Intended differences are described at each function.
 
-`_open` has `safe_open`; `_file` has the open file, the base class of a framework, and the check of indices; `_arrays`
+`_open` has `safe_open`; `_file` has the open file and the base class of a framework; `_arrays`
 (numpy), `_tensors` (torch) and `_accelerator` (torch on a device) are the frameworks. `_prefetch` reads declared
 tensors in the background, `_specs` and `_serialize` have raw tensors without torch, `torch` the saves and shared
 memory, `_errors` the original's errors, `_installed` the objects of `stio.compat.install`. `numpy` works without torch,
