@@ -23,6 +23,8 @@ FSDP `_load_from_checkpoint` and `_load_best_model`, which are not public.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 import sys
@@ -32,7 +34,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal
-from uuid import uuid4
 
 from torch import nn
 
@@ -390,17 +391,12 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._record_best(args, state)
         self._due = False
 
-        def begin() -> tuple[dict[str, Any], str]:
+        def begin() -> dict[str, Any]:
             self.wait()
-            return random_states(), uuid4().hex
+            return random_states()
 
         of_ranks = on_all(args.world_size, begin)
-        training = {
-            "global_step": state.global_step,
-            "at_epoch": at_epoch,
-            "random": [states for states, _ in of_ranks],
-            "save_id": of_ranks[0][1],
-        }
+        training = {"global_step": state.global_step, "at_epoch": at_epoch, "random": of_ranks}
         if self._trainer is not None:
             self._trainer.store_flos()  # gathers from all processes too
         if _is_sharded(event.now["model"]):
@@ -422,7 +418,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         )
 
     def _start(self, event: _Event, training: dict[str, Any]) -> None:
-        with self._begin(event, training) as save:
+        with self._begin(event) as save:
             for start in self._saves_of(event, training):
                 save.add(start(save.path))
         self._publish(event.args, event.state, save)
@@ -438,7 +434,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                 starts.extend(self._saves_of(event, training))
                 if args.process_index:
                     return None
-                published.append(stack.enter_context(self._begin(event, training)))
+                published.append(stack.enter_context(self._begin(event)))
                 return published[0].path
 
             path = on_all(args.world_size, begin)[0]
@@ -455,7 +451,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         else:
             self._publishing = save
 
-    def _begin(self, event: _Event, training: Mapping[str, Any]) -> PublishedSave:
+    def _begin(self, event: _Event) -> PublishedSave:
         """Return a directory with all files of a checkpoint but those that stio saves."""
         args, state, now = event.args, event.state, event.now
         save = PublishedSave(self._directory(args), state.global_step, durable=self._durability == "full")
@@ -464,7 +460,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             if now.get("processing_class") is not None:
                 now["processing_class"].save_pretrained(save.path)
             with_state = self._with_state(args)
-            described = self._describe(state, event.control, training["save_id"] if with_state else None)
+            described = self._describe(state, event.control, with_state, self._directory(args))
             described.save_to_json(os.path.join(save.path, TRAINER_STATE))
         return save
 
@@ -509,14 +505,14 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _directory(self, args: TrainingArguments) -> str:
         return os.path.abspath(self._output(args))
 
-    def _describe(self, state: TrainerState, control: TrainerControl, save_id: str | None) -> TrainerState:
-        """Return the content of `trainer_state.json`; `save_id` tells to which training state it belongs."""
+    def _describe(self, state: TrainerState, control: TrainerControl, with_state: bool, directory: str) -> TrainerState:
+        """Return the content of `trainer_state.json` in a directory of checkpoints."""
         callbacks = {**state.stateful_callbacks, type(control).__name__: control.state()}
         if self._trainer is not None:
             exported = [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
             callbacks = dataclasses.replace(state, stateful_callbacks=[*exported, control]).stateful_callbacks
-        if save_id is not None:
-            callbacks[_STATE_KEY] = {"args": {}, "attributes": {"save_id": save_id}}
+        if with_state:
+            callbacks[_STATE_KEY] = {"args": {}, "attributes": {"saved_to": _digest_of(directory)}}
         return dataclasses.replace(state, stateful_callbacks=callbacks)
 
     # Resuming.
@@ -524,8 +520,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _restore(self, event: _Event, saved: Mapping[str, Any]) -> None:
         """Restore all that Trainer does not: it restores the model, its own state and the position in the data.
 
-        Trainer does not tell a callback from which directory it resumes. So the state that it has loaded names its
-        save.
+        Trainer does not tell a callback from which directory it resumes. So unless `resume` has determined it, the
+        state that it has loaded is compared with that in the callback's own directory.
         """
         args, state, now = event.args, event.state, event.now
         checkpoint = self._resume_from or os.path.join(self._directory(args), f"checkpoint-{state.global_step}")
@@ -535,10 +531,15 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         except CheckpointNotFoundError as error:
             error.add_note("resume from another directory with StioCallback.resume(trainer, checkpoint)")
             raise
-        if training.get("save_id") != saved["attributes"].get("save_id"):
+        if self._resume_from is None and _identity_of(checkpoint) != _identity(saved, state.log_history):
             raise MismatchError(
-                "the training state belongs to another checkpoint than the one that Trainer resumes from; resume with "
-                "StioCallback.resume(trainer, checkpoint)",
+                "Trainer resumes from a checkpoint of another directory, and the training state of this one is of "
+                "another run; resume with StioCallback.resume(trainer, checkpoint)",
+                path=path,
+            )
+        if training["global_step"] != state.global_step:
+            raise MismatchError(
+                "the training state belongs to another checkpoint than the one that Trainer resumes from",
                 path=path,
                 expected=f"step {state.global_step}",
                 found=f"step {training['global_step']}",
@@ -556,6 +557,26 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             logger.warning(
                 "the saved random generators are those of %d processes; they are not restored", len(training["random"])
             )
+
+
+def _digest_of(directory: str) -> str:
+    """Return a digest of a directory's path: equal for the saves of one run, and no name that a push publishes."""
+    return hashlib.blake2b(os.fsencode(os.path.realpath(directory)), digest_size=16).hexdigest()
+
+
+def _identity_of(checkpoint: str) -> str:
+    """Return `_identity` of what a checkpoint holds."""
+    try:
+        with open(os.path.join(checkpoint, TRAINER_STATE), encoding="utf-8") as file:
+            loaded = json.load(file)
+        return _identity(loaded["stateful_callbacks"][_STATE_KEY], loaded["log_history"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""  # Trainer has read another file
+
+
+def _identity(saved: Mapping[str, Any], log_history: Sequence[Mapping[str, Any]]) -> str:
+    """Return text that differs between checkpoints of one step of two runs: where it was saved, and what was logged."""
+    return json.dumps([saved, log_history], sort_keys=True, default=str)
 
 
 class _RequestControl(TrainerControl):  # type: ignore[misc]  # transformers is not followed by mypy
