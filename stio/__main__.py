@@ -12,9 +12,9 @@ try:
         from stio.cli.main import main as command
         from stio.cli.output import ERROR, INTERRUPTED
 except ModuleNotFoundError as error:
-    if error.name is None or error.name.partition(".")[0] not in ("click", "rich"):
+    if error.name is None or error.name.partition(".")[0] not in ("click", "tqdm"):
         raise
-    print(f"stio: the command line needs click and rich: {install_command('cli')}", file=sys.stderr)
+    print(f"stio: the command line needs click and tqdm: {install_command('cli')}", file=sys.stderr)
     sys.exit(2)
 
 __all__ = ["main"]

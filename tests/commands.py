@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -67,6 +70,7 @@ def stio(*arguments: object, **environment: str) -> subprocess.CompletedProcess[
 def terminal(*arguments: object, program: Sequence[str] = PROGRAM, **environment: str) -> str:
     """Run the real program on a pseudoterminal of 80 columns and return all it was sent."""
     main_fd, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     environ = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "CI")}
     environ |= {"TERM": "xterm-256color", "COLUMNS": "80", **environment}
     with subprocess.Popen([*program, *map(str, arguments)], stdin=side, stdout=side, stderr=side, env=environ):

@@ -65,7 +65,7 @@ DYNAMIC_IMPORTS = {
     "__init__.py": "the table of public names: `import stio` must not import torch",
     "cli/bench_child.py": "one process measures one contestant of `stio bench`, and imports that one only",
     "cli/load.py": "torch, when the command runs: all commands are imported to list them",
-    "cli/diff.py": "numpy, when values differ: a comparison of equal checkpoints needs none",
+    "cli/diff.py": "torch, when values differ: a comparison of equal checkpoints needs none",
     "compat/safetensors/__init__.py": "torch is needed with `PrefetchLoader`",
     "compat/replacement.py": "`install` imports safetensors and torch, `import stio.compat` neither",
     "compat/safetensors/_open.py": "torch is needed with framework='pt' only, loading with another device only",
@@ -248,7 +248,7 @@ def test_circles_that_an_import_by_name_closes_are_known() -> None:
 
 
 def test_an_import_by_name_is_found() -> None:
-    assert "cli/numbers.py" in imported_by_name("cli/diff.py")
+    assert "device/tensors.py" in imported_by_name("cli/diff.py")
     assert imported_by_name("compat/replacement.py") >= {"compat/safetensors/_installed.py"}, "a constant names it"
 
 

@@ -1,8 +1,8 @@
-"""`stio diff A B`: compares two checkpoints. Imports no torch.
+"""`stio diff A B`: compares two checkpoints. Imports torch only where values differ.
 
 From top to bottom: the command, the comparison, the text of the result. The comparison matches tensors by name. Those
-with equal dtype and shape are read in pieces by a few workers; where the bytes differ, `numbers.py` compares values.
-Floats of two dtypes, as a conversion leaves them, are compared too: as float64, which holds the values of both.
+with equal dtype and shape are read in pieces by a few workers; where the bytes differ, torch compares values as
+float64. Floats of two dtypes, as a conversion leaves them, are compared too: float64 holds the values of both.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from importlib import import_module
-from math import isfinite, prod
+from math import inf, isfinite, prod
 from typing import Any, NamedTuple
 
 import click
@@ -25,20 +25,15 @@ from stio.cli.output import (
     NO,
     NO_PROGRESS_OPTION,
     PATH,
-    READABLE_NAME,
     ZERO_OR_MORE,
     Bar,
-    broken,
-    cells,
-    columns_of,
-    has_colours,
+    joined,
     matcher,
     no_match,
-    room_for_names,
     say,
-    shortened,
+    styled,
+    table,
     width_of,
-    write,
 )
 from stio.errors import one_line
 from stio.format.dtypes import BITS
@@ -57,8 +52,11 @@ PIECE_BYTES = 6 << 20
 _MOST_ROWS = 20
 """Differences of each kind that are listed."""
 
-_FLOATS = ("F", "BF")
-"""Starts of the names of floating dtypes."""
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E5M2", "F8_E4M3", "F8_E5M2FNUZ", "F8_E4M3FNUZ"})
+"""Dtypes that are compared with each other, as a conversion of a checkpoint changes them."""
+
+_PART = 1 << 17
+"""Values that become float64 at once."""
 
 NUM_WORKERS = 2
 """Workers. With their pieces, and the numbers made from them, a comparison holds about 100 MB at most."""
@@ -105,7 +103,7 @@ def diff(
         )
     a, b = without_secrets(a), without_secrets(b)
     if pattern is not None and found.equal and not found.num_same:
-        raise no_match(f"{a} and {b}", pattern, found.left_out)
+        raise no_match(f"{a} and {b}", pattern)
     if as_json:
         click.echo(json.dumps(_as_json(found, a, b, header_only, tolerance), indent=2))
     else:
@@ -121,16 +119,17 @@ class Difference(NamedTuple):
 
     num_differing: int = 0
     """Number of values with different bits; with a tolerance, of those beyond it."""
-    max_abs: float | int | None = None
+    max_abs: float | None = None
     """Largest absolute difference of values that are numbers on both sides; None: there are none."""
     num_nan: int = 0
     """Number of values that are NaN on one side only."""
 
-    @classmethod
-    def together(cls, parts: Iterable[tuple[int, float | int | None, int]]) -> Difference:
-        """Return the difference of several pieces together, each given by the fields above."""
-        counts, distances, nans = zip((0, None, 0), *parts, strict=True)
-        return cls(sum(counts), max((one for one in distances if one is not None), default=None), sum(nans))
+    def with_piece(self, other: Difference) -> Difference:
+        """Return the difference of two pieces together."""
+        largest = [one for one in (self.max_abs, other.max_abs) if one is not None]
+        return Difference(
+            self.num_differing + other.num_differing, max(largest, default=None), self.num_nan + other.num_nan
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +150,6 @@ class Comparison:
     """With a tolerance: those with other bits, but no value beyond it."""
     cast: tuple[tuple[TensorInfo, TensorInfo, Difference], ...] = ()
     """Without a tolerance: tensors of two floating dtypes. Their values differ beyond rounding, or not at all."""
-    left_out: frozenset[str] = frozenset()
-    """Names on either side that were not selected."""
 
     @property
     def equal(self) -> bool:
@@ -179,7 +176,7 @@ class _Pair:
     def is_cast(self) -> bool:
         """Whether both are floats, of two dtypes and one shape."""
         is_other = self.a.dtype != self.b.dtype and self.a.shape == self.b.shape
-        return is_other and self.a.dtype.startswith(_FLOATS) and self.b.dtype.startswith(_FLOATS)
+        return is_other and self.a.dtype in _FLOATS and self.b.dtype in _FLOATS
 
     @property
     def values_in_piece(self) -> int:
@@ -220,8 +217,7 @@ def compare(
         ):
             for opened in (opened_a, opened_b) if not header_only else ():
                 opened.files = list(opened.open_files(range(len(opened.files)), owned))
-            every_a, every_b = _tensors(opened_a), _tensors(opened_b)
-            of_a, of_b = ({name: one for name, one in of.items() if is_selected(name)} for of in (every_a, every_b))
+            of_a, of_b = _tensors(opened_a, is_selected), _tensors(opened_b, is_selected)
             pairs = [_Pair(*of_a[name], *of_b[name]) for name in of_a if name in of_b]
             cast = [pair for pair in pairs if pair.is_cast and not header_only]
             if not header_only:
@@ -239,14 +235,13 @@ def compare(
             differing=tuple(one for one in compared if one[2].num_differing),
             within=tuple(one for one in compared if not one[2].num_differing),
             cast=() if has_tolerance else tuple((pair.a, pair.b, pair.difference or Difference()) for pair in cast),
-            left_out=frozenset((every_a.keys() | every_b.keys()) - of_a.keys() - of_b.keys()),
         )
 
     return Operation(body, name="diff").result()
 
 
-def _tensors(opened: OpenCheckpoint) -> dict[str, tuple[TensorInfo, Source]]:
-    """Return the tensors of a checkpoint by name, aliases too, each with the file of its data."""
+def _tensors(opened: OpenCheckpoint, is_selected: Callable[[str], bool]) -> dict[str, tuple[TensorInfo, Source]]:
+    """Return the selected tensors of a checkpoint by name, aliases too, each with the file of its data."""
     found = {
         name: (header.info(name), file)
         for header, file in zip(opened.headers, opened.files, strict=True)
@@ -255,7 +250,7 @@ def _tensors(opened: OpenCheckpoint) -> dict[str, tuple[TensorInfo, Source]]:
     for alias, target in opened.aliases.items():
         info, file = found[target]
         found[alias] = replace(info, name=alias), file
-    return found
+    return {name: one for name, one in found.items() if is_selected(name)}
 
 
 def _compare_values(
@@ -278,10 +273,9 @@ def _compare_values(
             a = _read_piece(pair.file_a, pair.a, start, pair.values_in_piece, memory_a)
             b = _read_piece(pair.file_b, pair.b, start, pair.values_in_piece, memory_b)
             if pair.is_cast or not _same(a, b):
-                numbers: Any = import_module("stio.cli.numbers")  # it imports numpy: equal checkpoints do not need that
-                found = numbers.differences(pair.a.dtype, a.tobytes(), pair.b.dtype, b.tobytes(), tolerance)
+                found = differences(pair.a.dtype, a.tobytes(), pair.b.dtype, b.tobytes(), tolerance)
                 with pool.changed:
-                    pair.difference = Difference.together([pair.difference or Difference(), *found])
+                    pair.difference = (pair.difference or Difference()).with_piece(found)
             progress(a.nbytes, total_bytes)
 
     pool.run(work, NUM_WORKERS)
@@ -299,6 +293,59 @@ def _same(a: Region, b: Region) -> bool:
     return not libc.memcmp(*map(ctypes.c_void_p, (a.address, b.address)), ctypes.c_size_t(a.nbytes))
 
 
+def differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float | None = None) -> Difference:
+    """Compare two pieces of memory that hold as many values of one dtype, or of two floating ones.
+
+    Values become float64: of integers beyond 2**53, and of their distances, the last digits are lost. A dtype that
+    torch does not have as numbers (packed ones, BOOL) is compared byte by byte.
+
+    Args:
+        dtype_a: Name in the format of the dtype of `a`.
+        a: One side.
+        dtype_b: That of the dtype of `b`.
+        b: The other side.
+        tolerance: Values differ if they are further apart, or one of them is NaN. None: if their bits differ; of two
+            dtypes, if neither is what rounding the other one gives.
+    """
+    if not a:  # torch refuses an empty buffer
+        return Difference()
+    torch, known = import_module("torch"), import_module("stio.device.tensors").TORCH_DTYPES
+    of_a, of_b = (
+        torch.uint8 if BITS[dtype] < 8 or dtype == "BOOL" else known.get(dtype, torch.uint8)
+        for dtype in (dtype_a, dtype_b)
+    )
+    raw_a, raw_b = (torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in (a, b))
+    if dtype_a == dtype_b:
+        item = of_a.itemsize
+        differing = (raw_a != raw_b).view(-1, item).any(1)
+        raw_a, raw_b = (raw.view(-1, item)[differing].view(-1) for raw in (raw_a, raw_b))
+    found = Difference()
+    for part_a, part_b in zip(raw_a.view(of_a).split(_PART), raw_b.view(of_b).split(_PART), strict=True):
+        found = found.with_piece(_compared(part_a, part_b, tolerance))
+    return found
+
+
+def _compared(a: Any, b: Any, tolerance: float | None) -> Difference:
+    """Compare two tensors of values; those of one dtype have other bits."""
+    torch: Any = import_module("torch")
+    wide_a, wide_b = (one.to(torch.complex128 if one.is_complex() else torch.float64) for one in (a, b))
+    nan_a, nan_b = wide_a.isnan(), wide_b.isnan()
+    is_number = ~(nan_a | nan_b)
+    gaps = torch.where(wide_a == wide_b, 0, wide_a - wide_b).abs().nan_to_num(inf, inf)
+    if not (a.is_floating_point() or a.is_complex()):
+        gaps = gaps.clamp(min=1)  # integers of other bits
+    num_nan = int((nan_a != nan_b).sum())
+    if tolerance is not None:
+        num_differing = int((is_number & (gaps > tolerance)).sum()) + num_nan
+    elif a.dtype == b.dtype:
+        num_differing = len(a)  # NaNs of other bits too
+    else:
+        is_rounded = (wide_a.to(b.dtype).to(wide_a.dtype) == wide_b) | (wide_b.to(a.dtype).to(wide_a.dtype) == wide_a)
+        is_beyond = ~is_rounded | (wide_a.isinf() != wide_b.isinf())
+        num_differing = int((is_number & is_beyond).sum()) + num_nan
+    return Difference(num_differing, float(gaps[is_number].max()) if is_number.any() else None, num_nan)
+
+
 # The text of the result.
 
 
@@ -309,62 +356,30 @@ _STYLES = {"only in A": "red", "only in B": "green", "changed": "yellow", "diffe
 def _print(
     found: Comparison, a: str, b: str, header_only: bool, tolerance: float | None, most_rows: int | None
 ) -> None:
-    """Print the verdict, then a table of the differences; on a terminal with short names and colours."""
+    """Print the verdict, then a table of the differences; on a terminal with colours."""
     sides = (one_line(a), one_line(b)) if found.equal else (f"{one_line(a)} (A)", f"{one_line(b)} (B)")
-    say(f"{' and '.join(sides)}: {_verdict(found, header_only, tolerance)}", style=None if found.equal else "bold")
-    width = width_of(sys.stdout)
-    rows, notes = [["", "name", "dtype and shape", "values"]], []
+    say(f"{' and '.join(sides)}: {_verdict(found, header_only, tolerance)}", bold=not found.equal)
+    rows = [["", "name", "dtype and shape", "differing", "by at most"]]
     for kind, every in _rows(found):
         rows += [[kind, one_line(name), *others] for name, *others in every[:most_rows]]
         if most_rows is not None and len(every) > most_rows:
-            rows.append([kind, "", "", ""])
-            notes.append(f"{len(every) - most_rows:,} more; --all lists them")
+            rows.append([kind, f"{len(every) - most_rows:,} more; --all lists them", "", "", ""])
     if len(rows) == 1:
         return
-    table = [[name, kind, *others] for kind, name, *others in rows]
-    names = [cells(name) for name, *_ in table]
-    if width is not None and room_for_names(table, width) < min(READABLE_NAME, max(names)):
-        lines = _pairs_of_lines(table, width)
-    else:
-        lines = (
-            [kind, _GAP.join([name, *others])] for name, kind, *others in columns_of(table, right=set(), width=width)
-        )
-    waiting = iter(notes)
-    is_styled = has_colours()
-    for has_name, (kind, rest) in zip(names, lines, strict=True):
-        line = f"{kind}  {rest}".rstrip() if has_name else f"{kind}  {next(waiting)}"
-        line = line if width is None else "\n".join(broken(one, width) for one in line.split("\n"))
-        style = _STYLES.get(kind.strip())
-        if is_styled:
-            line = click.style(kind, fg=style) + line[len(kind) :] if style else click.style(line, bold=True)
-        write(line, has_style=is_styled)
-
-
-_GAP = "  "
-
-
-def _pairs_of_lines(table: Sequence[Sequence[str]], width: int) -> Iterator[list[str]]:
-    """Yield kind and text of rows for which a terminal is too narrow: two lines each, the first one with the name."""
-    most_kind, most_shape = (max(cells(row[k]) for row in table) for k in (1, 2))
-    for name, kind, shape, values in table:
-        before = " " * (most_kind + 2 * len(_GAP))
-        details = f"{shape.ljust(min(most_shape, _MAX_SHAPE))}{_GAP}{values}".rstrip()
-        yield [kind.ljust(most_kind), f"{shortened(name, width - most_kind - len(_GAP))}\n{before}{details}"]
-
-
-_MAX_SHAPE = 28
-"""Columns of the longest dtype and shape that others are aligned with: the values need 40 of a narrow terminal's 80."""
+    for kind, *others in table(rows, names=1, width=width_of(sys.stdout)):
+        style = {"fg": _STYLES[kind.strip()]} if kind.strip() else {}
+        click.echo(joined([styled(kind, **style), *others]), file=sys.stdout)
 
 
 def _rows(found: Comparison) -> Iterator[tuple[str, list[list[str]]]]:
-    """Yield each kind of difference with name, dtype and shape, and values of its tensors, in natural order."""
+    """Yield each kind of difference with the cells of its tensors, in natural order."""
     for kind, tensors in (("only in A", found.only_a), ("only in B", found.only_b)):
-        yield kind, [[info.name, _kind(info), ""] for info in sorted(tensors, key=_order)]
-    changed = [(a, b, "") for a, b in found.changed]
-    changed += [(a, b, _amount(a, one, "beyond rounding") or "equal after rounding") for a, b, one in found.cast]
-    yield "changed", [[a.name, _change(a, b), text] for a, b, text in sorted(changed, key=lambda row: _order(row[0]))]
+        yield kind, [[info.name, _kind(info), "", ""] for info in sorted(tensors, key=_order)]
+    changed = [(a, [_change(a, b), "", ""]) for a, b in found.changed]
+    changed += [(a, [_change(a, b), *_amount(a, one)]) for a, b, one in found.cast]
+    yield "changed", [[info.name, *cells] for info, cells in sorted(changed, key=lambda row: _order(row[0]))]
     differing = sorted(found.differing, key=lambda row: _order(row[0]))
-    yield "differs", [[a.name, _change(a, b), _amount(a, difference)] for a, b, difference in differing]
+    yield "differs", [[a.name, _change(a, b), *_amount(a, one)] for a, b, one in differing]
 
 
 def _order(info: TensorInfo) -> tuple[list[Any], str]:
@@ -381,16 +396,11 @@ def _change(a: TensorInfo, b: TensorInfo) -> str:
     return _kind(a) if a.dtype == b.dtype else f"{a.dtype} -> {_kind(b)}"
 
 
-def _amount(info: TensorInfo, difference: Difference, beyond: str = "") -> str:
-    """Return how many values differ, and by how much; empty: none does."""
-    if not difference.num_differing:
-        return ""
-    text = " ".join(filter(None, [f"{difference.num_differing:,} of {prod(info.shape):,}", beyond]))
-    if difference.max_abs is not None:
-        text += f", by at most {difference.max_abs:.6g}"
-    if difference.num_nan:
-        text += f", {difference.num_nan:,} NaN on one side"
-    return text
+def _amount(info: TensorInfo, difference: Difference) -> list[str]:
+    """Return how many values differ, and by how much."""
+    largest = "" if difference.max_abs is None or not difference.num_differing else f"{difference.max_abs:.6g}"
+    every = f"{info.nbytes:,} bytes" if BITS[info.dtype] < 8 else f"{prod(info.shape):,}"
+    return [f"{difference.num_differing:,} of {every}", largest]
 
 
 def _verdict(found: Comparison, header_only: bool, tolerance: float | None) -> str:

@@ -5,6 +5,7 @@ torch is imported when the command runs, before the time is measured. The measur
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
@@ -22,11 +23,11 @@ from stio.cli.output import (
     NO_PROGRESS_OPTION,
     PATH,
     Bar,
+    CommandError,
     matcher,
     no_match,
     print_result,
     rate_text,
-    require_writable,
     wrong_arguments,
 )
 from stio.errors import one_line
@@ -71,16 +72,13 @@ def load(
     Files in the page cache are not read from the disk; `stio bench` measures the disk. Exit status 3: nothing matches
     --filter.
     """
-    is_selected, seen = matcher(pattern), set[str]()
-
-    def select(name: str) -> bool:
-        seen.add(name)
-        return is_selected(name)
-
-    names = None if pattern is None else select
+    names = None if pattern is None else matcher(pattern)
     trace = Trace()
     if timeline is not None:
-        require_writable(timeline, "timeline", _TIMELINES)
+        if Path(timeline).suffix.lower() not in _TIMELINES:
+            raise CommandError(f"{one_line(timeline)}: this is no timeline file; its name must end in .json or .svg")
+        if not os.access(os.path.dirname(timeline) or ".", os.W_OK):  # checked before the work
+            raise CommandError(f"{one_line(timeline)}: its directory is not writable; choose another place")
     with starting():
         run, torch = stio.sync.load, import_module("torch")
         if device != "cpu" and torch.accelerator.is_available():
@@ -91,7 +89,7 @@ def load(
         with wrong_arguments():
             tensors = run(path, names=names, device=device, memory=memory, verify=verify, trace=trace, progress=bar)
         if pattern is not None and not tensors:
-            raise no_match(without_secrets(path), pattern, seen)
+            raise no_match(without_secrets(path), pattern)
         devices = sorted({str(tensor.device) for tensor in tensors.values()})
         for name in devices:
             if name != "cpu":

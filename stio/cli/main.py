@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -44,27 +44,19 @@ class _Program(click.Group):
                 sys.stdout.flush()  # a full disk or a closed pipe must be noticed here
             return result
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **extra: Any,
-    ) -> Any:
-        prog_name = prog_name or "stio"  # for `python -m` too, since help and completion show it
+    def main(self, *arguments: Any, standalone_mode: bool = True, **keywords: Any) -> Any:
+        keywords |= {
+            "prog_name": "stio",
+            "standalone_mode": False,
+        }  # for `python -m` help and completion show this name
         try:
-            status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
-            if not standalone_mode:
-                return status
-        except click.Abort:
-            if not standalone_mode:
-                raise
-            status = _print("Interrupted.", INTERRUPTED)
-        except click.ClickException as error:
+            status: Any = super().main(*arguments, **keywords)
+        except (click.Abort, click.ClickException) as error:
             if not standalone_mode:
                 raise
             status = _explain(error)
+        if not standalone_mode:
+            return status
         _discard_output()
         sys.exit(status if isinstance(status, int) else 0)
 
@@ -89,22 +81,18 @@ def _explained_errors() -> Iterator[None]:
         raise CommandError(f"{where}{why}; look at the path, its permissions and the disk") from error
 
 
-def _explain(error: click.ClickException) -> int:
+def _explain(error: click.Abort | click.ClickException) -> int:
     """Print an error; for a wrong call, name the help of the command too."""
-    if not isinstance(error, click.UsageError):
-        return _print(f"Error: {_sentence(error)}", error.exit_code if isinstance(error, CommandError) else ERROR)
+    if isinstance(error, click.Abort):
+        return _print("Interrupted.", INTERRUPTED)
+    if isinstance(error, CommandError):
+        return _print(f"Error: {one_line(error.format_message()).rstrip('.')}", error.exit_code)
     if type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 shows the help by raising an error
         error.show()
         return ERROR
-    program = error.ctx.command_path if error.ctx is not None else "stio"
-    return _print(f"Error: {_sentence(error)} (see `{program} --help`)", ERROR)
-
-
-def _sentence(error: click.ClickException) -> str:
-    text = error.format_message()
-    if not isinstance(error, CommandError):
-        text = " ".join(text.split())  # click's texts have several lines; those of stio may hold paths with spaces
-    return one_line(text).rstrip(".")
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    text = one_line(" ".join(error.format_message().split())).rstrip(".")  # click's texts have several lines
+    return _print(f"Error: {text} (see `{context.command_path if context is not None else 'stio'} --help`)", ERROR)
 
 
 def _print(text: str, status: int) -> int:

@@ -3,8 +3,7 @@
 Exit status 0: done, and the answer is yes. 1: the answer is no (damage, a difference). 2: an error, one sentence with
 an advice. 3: nothing matches `--filter`. 130: interrupted. 141: the reader of the output has closed the pipe. Names,
 metadata and messages may come from hostile files, so control characters are escaped (`one_line`) before a terminal gets
-them. Only a terminal has a width: there lines are broken between words, and names in tables are shortened. A pipe gets
-whole lines and whole names.
+them. Only a terminal has a width: there long lines and long names go on in the next line. A pipe gets whole lines.
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ import re
 import shlex
 import shutil
 import sys
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from math import isnan
 from textwrap import wrap
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import click
-from rich.cells import cell_len
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from tqdm import tqdm
 
 from stio.errors import (
     AmbiguousCheckpointError,
@@ -47,9 +45,10 @@ from stio.errors import (
     UnsafePathError,
     UnsupportedDtypeError,
     one_line,
+    printable,
 )
 from stio.runtime.progress import ProgressEvent
-from stio.runtime.text import counted, show_bytes
+from stio.runtime.text import show_bytes
 
 NO, ERROR, NO_MATCH, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 
@@ -137,12 +136,6 @@ class _CheckpointPath(click.Path):
         return super().convert(value, param, ctx)
 
 
-class WholeNumber(click.IntRange):
-    """A whole number in a range."""
-
-    name = "whole number"
-
-
 class _Number(click.FloatRange):
     """A number in a range. NaN, which is in every range of click's, is an error."""
 
@@ -210,15 +203,10 @@ def matcher(pattern: str | None) -> Callable[[str], bool]:
     return lambda name: found(name) is not None
 
 
-def no_match(path: str, pattern: str, names: Collection[str]) -> NoMatchError:
-    """Return the error for a `--filter` that matches none of these names."""
-    tensors = counted(len(names), "tensor")
-    text = f"{one_line(path)}: nothing matches --filter {one_line(repr(pattern))} among {tensors}"
-    num_parts = 0 if pattern.startswith("/") else sum(pattern in name for name in names)
-    if not num_parts:
-        return NoMatchError(f"{text}; `stio inspect` lists the names")
-    wider = one_line(repr(f"*{pattern}*"))
-    return NoMatchError(f"{text}; a glob is for the whole name: {wider} matches {num_parts:,} of them")
+def no_match(path: str, pattern: str) -> NoMatchError:
+    """Return the error for a `--filter` that matches no name."""
+    text = f"{one_line(path)}: nothing matches --filter {one_line(repr(pattern))}"
+    return NoMatchError(f"{text}; a glob is for the whole name, and `stio inspect` lists the names")
 
 
 def rate_text(nbytes: int, seconds: float) -> str:
@@ -226,38 +214,7 @@ def rate_text(nbytes: int, seconds: float) -> str:
     return f"{show_bytes(nbytes / max(seconds, 1e-9))}/s"
 
 
-def require_writable(path: str, kind: str, suffixes: Iterable[str]) -> None:
-    """Check, before the work, that the file for its result can be written.
-
-    Args:
-        path: The file.
-        kind: Kind of the file, for messages.
-        suffixes: Allowed ends of its name, in lower case.
-
-    Raises:
-        CommandError: Its name has another end, or it or its directory is not writable.
-    """
-    *others, last = sorted(suffixes)
-    if os.path.splitext(path)[1].lower() not in (*others, last):
-        allowed = f"{', '.join(others)} or {last}" if others else last
-        raise CommandError(f"{one_line(path)}: this is no {kind} file; its name must end in {allowed}")
-    directory = os.path.dirname(path) or "."
-    if not os.access(directory, os.W_OK):
-        raise CommandError(f"{one_line(directory)}: this is no writable directory; choose another place")
-    if os.path.isdir(path) or (os.path.exists(path) and not os.access(path, os.W_OK)):
-        raise CommandError(f"{one_line(path)}: this is no writable file; choose another name")
-
-
 # Lines and tables.
-
-
-def is_encodable(text: str) -> bool:
-    """Return whether the encoding of standard output has these characters."""
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 def width_of(stream: Any) -> int | None:
@@ -269,197 +226,101 @@ def width_of(stream: Any) -> int | None:
     return None
 
 
-_TOGETHER = re.compile(r"\[[\d, ]*\]|[\d.,]+ [kMGT]?B(?:/s)?\b|[\d.,]+ (?:s|ms|µs)\b")
-"""What a line is not broken in: a shape, and a number with its unit."""
-
-
-def say(text: str, *, to_stderr: bool = False, style: Literal["bold", "dim"] | None = None) -> None:
-    """Print lines; on a terminal, a long one continues on the next, indented. Words and numbers stay whole.
+def say(text: str, *, to_stderr: bool = False, **style: Any) -> None:
+    """Print lines; on a terminal, a long one continues on the next, indented.
 
     Args:
         text: The lines.
         to_stderr: Print them on standard error.
-        style: Style of the text, if standard output gets colours.
-    """
-    width = width_of(sys.stderr if to_stderr else sys.stdout)
-    if width is not None:
-        text = "\n".join(broken(line, width) for line in text.split("\n"))
-    if style is not None and has_colours():
-        text = "\n".join(click.style(line, **{style: True}) for line in text.split("\n"))
-        write(text, to_stderr=to_stderr, has_style=True)
-    else:
-        write(text, to_stderr=to_stderr)
-
-
-def write(text: str, *, to_stderr: bool = False, has_style: bool = False) -> None:
-    """Print text in the encoding of the stream. Without the argument `file`, click writes UTF-8 in the place of ASCII.
-
-    Args:
-        text: The text; a character that the encoding does not have is escaped.
-        to_stderr: Print it on standard error.
-        has_style: It has colours, and standard output gets colours.
+        **style: Style of the text, as for `click.style`.
     """
     stream = sys.stderr if to_stderr else sys.stdout
+    width = width_of(stream)
+    if width is not None:
+        text = "\n".join(_broken(line, width) for line in text.split("\n"))
     if stream is not None:
-        click.echo(text, file=stream, color=has_style or None)
+        # Without the argument `file`, click writes UTF-8 in the place of ASCII.
+        click.echo(styled(text, **style), file=stream)
 
 
-def has_colours() -> bool:
-    """Return whether standard output gets colours: it is a terminal, or the environment says so."""
-    return console().color_system is not None
+def styled(text: str, **style: Any) -> str:
+    """Return text in a style, unless the environment wants none. click removes the style where there is no terminal."""
+    return click.style(text, **style) if style and not os.environ.get("NO_COLOR") else text
 
 
-def broken(line: str, width: int) -> str:
-    """Return a line as lines of at most `width` columns, broken between words; all but the first are indented."""
-    if len(line) <= width:
+def _broken(line: str, width: int) -> str:
+    if cells(line) <= width:
         return line
-    joined = _TOGETHER.sub(lambda match: match[0].replace(" ", "\xa0"), line)
-    indent = len(line) - len(line.lstrip(" "))
-    lines = wrap(
-        joined,
-        max(width, 20),
-        subsequent_indent=" " * (indent + 2),
-        expand_tabs=False,
-        replace_whitespace=False,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join(lines).replace("\xa0", " ")
-
-
-def shortened(name: str, width: int, *, telling: Collection[int] = ()) -> str:
-    """Return a name in at most `width` columns: parts between its dots are left out, and numbers as the last ones.
-
-    A name whose last part is too long keeps its end. No number is cut, unless it fills the width.
-
-    Args:
-        name: The name, with any number of dots.
-        width: Most columns.
-        telling: Positions of parts that tell it from others; they are left out after all parts but the numbers.
-    """
-    length = cells(name)
-    if length <= width and len(name) <= max(width, _MAX_SEARCHED):  # some characters take no column, in any number
-        return name
-    dots = "…" if is_encodable("…") else "..."
-    parts = name.split(".") if len(name) <= _MAX_SEARCHED else [name]
-    before_last = range(1, len(parts) - 1)
-    order = sorted((k for k in before_last if not parts[k].isdecimal()), key=lambda k: k in telling)
-    order += [0, *(k for k in before_last if parts[k].isdecimal())] if len(parts) > 1 else []
-    left_out: set[int] = set()
-    for k in order:
-        num_joined = (k - 1 in left_out) + (k + 1 in left_out)  # gaps side by side become one
-        length += len(dots) - cells(parts[k]) - num_joined * (len(dots) + 1)
-        left_out.add(k)
-        if length <= width:
-            joined = {one for one in left_out if one - 1 in left_out}
-            return ".".join(dots if one in left_out else parts[one] for one in range(len(parts)) if one not in joined)
-    start = len(name) - max(0, width - len(dots))
-    while cells(name[start:]) + len(dots) > width and start < len(name):
-        start += 1
-    whole = start
-    while whole < len(name) and name[whole - 1 : whole + 1].isdecimal():
-        whole += 1
-    return dots + (name[whole:] or name[start:])
-
-
-_MAX_SEARCHED = 400
-"""Characters of the longest name whose parts are looked at; one in a hostile file has any number of them."""
+    if not line.isascii():  # textwrap counts characters, of which some have two columns
+        return "\n  ".join(_pieces(line, width - 2))
+    options: dict[str, Any] = {"expand_tabs": False, "replace_whitespace": False, "break_on_hyphens": False}
+    return "\n".join(wrap(line, max(width, 20), subsequent_indent="  ", **options))
 
 
 def cells(text: str) -> int:
     """Return the columns that a terminal needs for some text."""
-    return len(text) if text.isascii() else cell_len(text)
+    return len(text) if text.isascii() else sum(map(_columns_of, text))
 
 
-_MAX_PADDED, _MAX_PADDED_IF_NARROW = 32, 20
-"""Cells that are not names are padded to this width at most; a longer one moves the rest of its own row only."""
-
-READABLE_NAME = 40
-"""Columns that most names of tensors need: `model.layers.10.self_attn.q_proj.weight` has 39."""
+def _columns_of(character: str) -> int:
+    return 2 if unicodedata.east_asian_width(character) in ("F", "W") else 1
 
 
-def columns_of(
-    rows: Sequence[Sequence[str]], *, right: frozenset[int] | set[int], width: int | None = None
-) -> Iterator[list[str]]:
-    """Yield rows with their cells padded to aligned columns; with a width, names in the first column are shortened.
-
-    Args:
-        rows: Cells of each row; all rows have the same number.
-        right: Columns that are aligned right.
-        width: Columns of the terminal; None: no cell is shortened.
-    """
-    widest = [max(map(cells, column)) for column in zip(*rows, strict=True)]
-    widths = _padded(widest, _MAX_PADDED)
-    names = [row[0] for row in rows]
-    if width is not None:
-        if _room(widths, width) < min(widest[0], READABLE_NAME):
-            widths = _padded(widest, _MAX_PADDED_IF_NARROW)
-        widths[0] = min(widths[0], max(_SHORTEST_NAME, _room(widths, width)))
-        names = _shortened_apart(names, widths[0])
-    for name, row in zip(names, rows, strict=True):
-        texts = [name, *row[1:]]
-        for k, most in enumerate(widths):
-            spaces = " " * (most - cells(texts[k]))
-            texts[k] = spaces + texts[k] if k in right else texts[k] + spaces
-        yield texts
+def _pieces(text: str, width: int) -> list[str]:
+    """Return text in pieces of at most `width` columns."""
+    if cells(text) <= width:
+        return [text]
+    pieces, room = [""], width
+    for character in text:
+        needed = _columns_of(character)
+        if needed > room:
+            pieces.append("")
+            room = width
+        pieces[-1] += character
+        room -= needed
+    return pieces
 
 
 _GAP = "  "
+_MAX_PADDED, _MAX_PADDED_NAME = 32, 100
+"""Cells, and names in a pipe, are padded to this width at most; a longer one moves the rest of its own row only."""
+
 _SHORTEST_NAME = 12
 
 
-def _padded(widest: Sequence[int], most: int) -> list[int]:
-    """Return the widths of columns: all of the first and of the last one, and at most `most` of the others."""
-    return [widest[0], *(min(one, most) for one in widest[1:-1]), *widest[1:][-1:]]
+def table(
+    rows: Sequence[Sequence[str]], *, right: Collection[int] = (), names: int = 0, width: int | None = None
+) -> Iterator[list[str]]:
+    """Yield the lines of a table, as cells that are padded to aligned columns.
+
+    Args:
+        rows: Cells of each row, escaped; all rows have the same number.
+        right: Columns that are aligned right.
+        names: The column of names. On a terminal a name that has no room goes on in the next line.
+        width: Columns of the terminal; None: there is none.
+    """
+    if width is not None:
+        rows = [[printable(cell) if k == names else cell for k, cell in enumerate(row)] for row in rows]
+    widest = [max(map(cells, column)) for column in zip(*rows, strict=True)]
+    widths = [*(min(most, _MAX_PADDED) for most in widest[:-1]), widest[-1]]
+    others = sum(widths) - widths[names] + len(_GAP) * (len(widths) - 1)
+    widths[names] = min(widest[names], _MAX_PADDED_NAME if width is None else max(_SHORTEST_NAME, width - others))
+    for row in rows:
+        first, *rest = [row[names]] if width is None else _pieces(row[names], widths[names])
+        lines = [[*row[:names], first, *row[names + 1 :]]]
+        lines += [["" if k != names else piece for k in range(len(row))] for piece in rest]
+        for line in lines:
+            spaces = [" " * (most - cells(text)) for text, most in zip(line, widths, strict=True)]
+            yield [spaces[k] + text if k in right else text + spaces[k] for k, text in enumerate(line)]
 
 
-def _room(widths: Sequence[int], width: int) -> int:
-    """Return the columns that a table of a terminal leaves for the names."""
-    return width - sum(len(_GAP) + one for one in widths[1:])
-
-
-def room_for_names(rows: Sequence[Sequence[str]], width: int) -> int:
-    """Return the columns that a table of these rows leaves for the names, which are the first cells."""
-    return _room(_padded([max(map(cells, column)) for column in zip(*rows, strict=True)], _MAX_PADDED), width)
-
-
-def _shortened_apart(names: Sequence[str], width: int) -> list[str]:
-    """Return names in at most `width` columns; two that would look alike keep the parts in which they differ."""
-    texts = [shortened(name, width) for name in names]
-    alike: dict[str, set[str]] = {}
-    for name, text in zip(names, texts, strict=True):
-        alike.setdefault(text, set()).add(name)
-    for k, (name, text) in enumerate(zip(names, texts, strict=True)):
-        if len(alike[text]) > 1 and len(name) <= _MAX_SEARCHED:
-            others = [one.split(".") for one in list(alike[text])[:_MAX_COMPARED]]
-            telling = {j for j, part in enumerate(name.split(".")) if any(part not in one[j : j + 1] for one in others)}
-            texts[k] = shortened(name, width, telling=telling)
-    return texts
-
-
-_MAX_COMPARED = 8
-"""Names with which one that looks like them is compared; a hostile file has any number of them."""
-
-
-def aligned(
-    rows: Sequence[Sequence[str]], *, right: frozenset[int] | set[int], width: int | None = None
-) -> Iterator[str]:
-    """Yield rows as lines of aligned columns; see `columns_of`."""
-    yield from (_GAP.join(texts).rstrip() for texts in columns_of(rows, right=right, width=width))
-
-
-# The terminal.
-
-
-def console(*, to_stderr: bool = False) -> Console:
-    """Return a console of rich, with the settings of the terminal and of the environment."""
-    # With NO_COLOR set, rich removes colours but not bold; here both are removed.
-    colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    return Console(stderr=to_stderr, color_system=colours, highlight=False, emoji=False, markup=False)
+def joined(line: Sequence[str]) -> str:
+    """Return the cells of a line of a table as text."""
+    return _GAP.join(line).rstrip()
 
 
 class Bar:
-    """A progress bar on standard error if that is a terminal. It disappears after the work. Thread-safe.
+    """A progress bar on standard error if that is a terminal. It disappears after the work.
 
     Args:
         label: Name of the work.
@@ -467,31 +328,20 @@ class Bar:
     """
 
     def __init__(self, label: str, *, is_wanted: bool = True) -> None:
-        screen = console(to_stderr=True)
-        is_drawn = is_wanted and sys.stderr is not None and sys.stderr.isatty() and screen.is_interactive
-        self._progress = Progress(
-            TextColumn(label),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=screen,
-            transient=True,
-            disable=not is_drawn,
-        )
-        self._task = self._progress.add_task("", total=None)
+        is_drawn = is_wanted and sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._bar = tqdm(desc=label, unit="B", unit_scale=True, leave=False, disable=not is_drawn)
 
     def __enter__(self) -> Self:
-        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self._bar.close()
 
     def __call__(self, event: ProgressEvent) -> None:
         """Show the progress of a load or a save."""
-        self._progress.update(self._task, completed=event.done_bytes, total=event.total_bytes)
+        self.advance(event.done_bytes - int(self._bar.n), event.total_bytes)
 
     def advance(self, nbytes: int, total_bytes: int) -> None:
         """Show that `nbytes` more are done."""
-        self._progress.update(self._task, advance=nbytes, total=total_bytes)
+        self._bar.total = total_bytes
+        self._bar.update(nbytes)

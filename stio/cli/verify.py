@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import click
 
-from stio.cli.output import JSON_OPTION, NO, NO_PROGRESS_OPTION, PATH, Bar, CommandError, explained, print_result
+from stio.cli.output import JSON_OPTION, NO, NO_PROGRESS_OPTION, PATH, Bar, explained, print_result
 from stio.errors import (
     FormatError,
     IndexFormatError,
@@ -57,8 +57,6 @@ def verify(path: str, hash_required: bool, as_json: bool, no_progress: bool) -> 
     except (FormatError, IndexFormatError, IntegrityError, UnsafePathError) as error:  # of the whole checkpoint
         problem = error
         report = Report(path=without_secrets(path), files=(), algorithm=None, warnings=())
-    except ImportError as error:  # the package of the hash algorithm
-        raise CommandError(str(error)) from error
     path = without_secrets(path)
     lines = _lines(report) if problem is None else [f"{one_line(path)}: wrong: {_below(path, problem)}"]
     print_result(_as_json(report, problem), lines, as_json=as_json)
@@ -74,7 +72,7 @@ class FileReport:
 
     name: str
     """Name of the shard."""
-    nbytes: int
+    file_bytes: int
     """Size of the file."""
     data_bytes: int
     """Bytes of its tensors."""
@@ -185,16 +183,13 @@ def _odd_bools(file: Source, header: Header, check: Callable[[], None]) -> Itera
 
 def _below(path: str, problem: StioError) -> str:
     """Return the text of a problem after a line's path: a file below that path is named without it."""
-    text, where = explained(problem), problem.path
-    if where is None:
+    text, where = explained(problem), (problem.path or "").rstrip("/")
+    folder = (os.path.dirname(path) if path.endswith(INDEX_SUFFIX) else path).rstrip("/")
+    if not where.startswith(folder):
         return text
-    folder = os.path.dirname(path) if path.endswith(INDEX_SUFFIX) else path
-    folder = folder.rstrip("/")
-    name = where.rstrip("/").removeprefix(folder).lstrip("/") if where.startswith(folder) else where
-    if where.rstrip("/") == path.rstrip("/"):
-        name = ""
+    name = where.removeprefix(folder).lstrip("/") if where != path.rstrip("/") else ""
     shown = f"{one_line(printable(name))}: " if name else ""
-    return shown + text.removeprefix(f"{one_line(printable(where))}: ")
+    return shown + text.removeprefix(f"{one_line(printable(problem.path))}: ")
 
 
 def _lines(report: Report) -> Iterator[str]:
@@ -233,15 +228,6 @@ def _as_json(report: Report, problem: StioError | None) -> dict[str, object]:
         "ok": report.ok and problem is None,
         "problem": None if problem is None else str(problem),
         "algorithm": report.algorithm,
-        "files": [
-            {
-                "name": file.name,
-                "file_bytes": file.nbytes,
-                "num_tensors": file.num_tensors,
-                "ok": file.problem is None,
-                "problem": file.problem,
-            }
-            for file in report.files
-        ],
+        "files": [{**asdict(file), "ok": file.problem is None} for file in report.files],
         "warnings": list(report.warnings),
     }

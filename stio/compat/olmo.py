@@ -25,7 +25,7 @@ import torch
 from stio.conversion.torch_files import read_pickle
 from stio.device.base import resolve_device
 from stio.device.describe import describe_tensors
-from stio.errors import CheckpointNotFoundError, FormatError, printable
+from stio.errors import CheckpointNotFoundError, FormatError, listed, printable
 from stio.format.naming import FILE_SUFFIX
 from stio.format.safe_pickle import (
     MAX_KEYS,
@@ -63,13 +63,6 @@ __all__ = [
 ]
 
 PathLike: TypeAlias = str | os.PathLike[str]
-
-_MOST_REFUSED = 5
-"""Most values that one warning lists."""
-
-_SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
-_SHORT_STEPS = 16
-"""At least as many instructions as a name has beside its keys and the pickle of such a value has, together."""
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
@@ -111,54 +104,27 @@ def _save(state_dict: Mapping[Any, Any], path: str, format: str) -> SaveResult:
     if format != "olmo":
         raise ValueError(f"format= takes 'olmo' or 'stio', not {printable(format)!r}")
     tensors: dict[str, torch.Tensor] = {}
-    reader = _ReadBack()
+    pickles, refused = PlainPickles(), dict[str, str]()
     for keys, leaf in _leaves(state_dict):
         is_tensor = isinstance(leaf, torch.Tensor)
         if is_tensor:
             describe_tensors({shown(keys): leaf})  # refuses with a readable name
         name, data = encode_name(keys, is_pickled=not is_tensor), None if is_tensor else _pickled(keys, leaf)
-        reader.check(keys, leaf, data)
-        tensors[name] = leaf if data is None else torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    reader.warn(path)
-    return run_blocking(PendingSave(tensors, path, SaveOptions(), planner=plan_files).complete())
-
-
-class _ReadBack:
-    """Reads names and pickles as the reader without `trust_pickle` will, with its limits on a whole file."""
-
-    def __init__(self) -> None:
-        self._pickles = PlainPickles()
-        self._num_steps = 0  # those of names and values that are not read here, because only their number matters
-        self._num_refused = 0
-        self._refused: list[str] = []
-
-    def check(self, keys: KeyPath, leaf: object, data: bytes | None) -> None:
-        """Note what will be refused of one value; `data` is its pickle, None for a tensor."""
-        try:
-            self._num_steps += 2 * len(keys) + _SHORT_STEPS
-            for key in keys:
-                self._pickles.require_key(key)
-            if data is not None and type(leaf) not in _SCALARS:
-                self._pickles.loads(data)
-            if self._num_steps > self._pickles.steps_left:
-                raise PickleRefused("the file holds more keys and values than plain state needs")
+        try:  # as the reader without `trust_pickle` will, with its limits on a whole file
+            decode_name(name, pickles)
+            if data is not None:
+                pickles.loads(data)
         except PickleRefused as error:
-            self._num_refused += 1
-            if len(self._refused) < _MOST_REFUSED:
-                self._refused.append(f"{shown(keys)} ({error})")
-
-    def warn(self, path: str) -> None:
-        """Warn of what was refused, before the file is written."""
-        if not self._refused:
-            return
-        left_out = self._num_refused - len(self._refused)
+            refused[shown(keys)] = str(error)
+        tensors[name] = leaf if data is None else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if refused:
         warnings.warn(
-            f"{printable(path)}: only trust_pickle=True will read {', '.join(self._refused)}"
-            f"{f' and {left_out:,} more' if left_out else ''}; save numbers as int or float, tensors as values of "
-            'dicts, or use format="stio"',
+            f"{printable(path)}: only trust_pickle=True will read {listed(refused)}: {next(iter(refused.values()))}; "
+            'save numbers as int or float, tensors as values of dicts, or use format="stio"',
             RuntimeWarning,
-            stacklevel=4,  # the caller of a function of this module
+            stacklevel=3,  # the caller of a function of this module
         )
+    return run_blocking(PendingSave(tensors, path, SaveOptions(), planner=plan_files).complete())
 
 
 def _leaves(state: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, Any]]:

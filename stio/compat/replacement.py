@@ -15,11 +15,9 @@ base, so that every `except` catches it, however it refers to the class. stio's 
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType, ModuleType
 from typing import Any, Self
@@ -35,24 +33,14 @@ _RUST = "safetensors._safetensors_rust"  # some programs import from it
 _REPLACING = "stio.compat.safetensors._installed"
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A global variable of a module that was replaced."""
-
-    module: str
-    namespace: dict[str, Any]
-    name: str
-    original: Any
-    replacement: Any
-
-
 class _State:
     """What is installed in this process."""
 
     def __init__(self) -> None:
         self.lock = new_lock(of_callers=True)
         self.installations: list[Installation] = []  # those that are in effect; changed in single steps
-        self.places: list[_Place] = []
+        self.places: list[tuple[str, dict[str, Any], str, Any, Any]] = []
+        """Module, its globals, name, original and replacement of each global variable that was replaced."""
         self.is_replaced: bool | None = False  # whether stio's objects are in place; None: some may be
         self.originals: dict[int, tuple[Any, Any]] = {}  # replacement and its last original, by the first's identity
 
@@ -95,8 +83,8 @@ class Installation:
         Modules that were imported later are not in it: they took their names from safetensors' modules.
         """
         found: dict[str, list[str]] = {}
-        for place in _state.places.copy():
-            found.setdefault(place.module, []).append(place.name)
+        for module, _, name, _, _ in _state.places.copy():
+            found.setdefault(module, []).append(name)
         return MappingProxyType({module: tuple(sorted(set(names))) for module, names in sorted(found.items())})
 
     def uninstall(self) -> None:
@@ -113,10 +101,6 @@ class Installation:
 
     def __exit__(self, *error: object) -> None:
         self.uninstall()
-
-    def __repr__(self) -> str:
-        state = "active" if self.is_active else "ended"
-        return f"<stio.compat.Installation over safetensors {self._version}, {state}>"
 
 
 def install(*, any_version: bool = False) -> Installation:
@@ -135,23 +119,20 @@ def install(*, any_version: bool = False) -> Installation:
     and what they save through `safetensors.numpy` stio saves.
 
     Args:
-        any_version: Also accept a release of safetensors that stio does not know. Names, arguments and methods are
-            compared as ever; what they do may differ.
+        any_version: Also accept a release of safetensors with which stio was not compared. Names, arguments and
+            what they do may differ.
 
     Returns:
         A context manager that ends this installation, with a table of what was replaced.
 
     Raises:
         ImportError: The package safetensors is not installed.
-        RuntimeError: Its release is not supported, or it has names, arguments or methods that stio has not. Nothing was
-            changed.
+        RuntimeError: Its release is not supported. Nothing was changed.
     """
     # Imports and checks come before the lock: another thread may import a module that calls `install`.
     version = _supported_version(any_version)
     for module in ("safetensors.torch", "safetensors.numpy", _REPLACING):
         import_module(module)
-    if not _state.installations:
-        _require_surface(version)
     installation = Installation(version)
     with _state.lock:
         try:
@@ -193,52 +174,6 @@ def _supported_version(any_version: bool) -> str:
             "install(any_version=True) to try it"
         )
     return version
-
-
-def _require_surface(version: str) -> None:
-    """Require that stio has all that the original has.
-
-    Raises:
-        RuntimeError: It has not.
-    """
-    replacing, drop_in = import_module(_REPLACING), import_module("stio.compat.safetensors")
-    missing = []
-    for module, names in replacing.REPLACEMENTS.items():
-        originals = vars(import_module(module))
-        for name, replacement in names.items():
-            if name not in originals:
-                if not name.startswith("_") and name not in replacing.OPTIONAL:
-                    missing.append(f"{module} has no {name}")
-                continue
-            original = originals[name]
-            if original is replacement:  # `mock.patch` put it back after `uninstall`
-                continue
-            if not (name.startswith("_") or callable(original)):
-                missing.append(f"{module}.{name} cannot be called")
-            if not name.startswith("_"):
-                unknown = _parameters(original) - _parameters(replacement)
-                missing += [f"{module}.{name} has the argument {argument}" for argument in sorted(unknown)]
-            if isinstance(original, type):
-                methods = {method for method in dir(original) if not method.startswith("_")}
-                methods -= set(dir(getattr(drop_in, name)))
-                missing += [f"{module}.{name} has the method {method}" for method in sorted(methods)]
-    error = vars(import_module("safetensors")).get("SafetensorError")
-    if not (isinstance(error, type) and issubclass(error, Exception)):
-        missing.append("safetensors has no class SafetensorError")
-    if missing:
-        raise RuntimeError(
-            f"stio.compat.install() does not know this safetensors {version}: {'; '.join(missing)}. "
-            "Nothing was changed; install another release of it"
-        )
-
-
-def _parameters(function: Any) -> set[str]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return set()  # a function of another language without a signature
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {parameter.name for parameter in parameters if parameter.kind not in variable}
 
 
 def _settle() -> None:
@@ -283,15 +218,15 @@ def _replace(module: str, namespace: dict[str, Any], pairs: Mapping[int, tuple[A
     for name, value in namespace.copy().items():
         pair = pairs.get(id(value))
         if pair is not None:
-            _state.places.append(_Place(module, namespace, name, *pair))
+            _state.places.append((module, namespace, name, *pair))
             namespace[name] = pair[1]
 
 
 def _restore_all() -> None:
     """Put the originals back: in the places that were changed, and in modules that took a replacement from there."""
-    for place in reversed(_state.places):
-        if place.namespace.get(place.name) is place.replacement:
-            place.namespace[place.name] = place.original
+    for _, namespace, name, original, replacement in reversed(_state.places):
+        if namespace.get(name) is replacement:
+            namespace[name] = original
     for _, namespace in _namespaces():
         for name, value in namespace.copy().items():
             pair = _state.originals.get(id(value))

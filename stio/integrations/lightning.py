@@ -34,7 +34,7 @@ import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -145,7 +145,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         self._on_ranks = False
         """Whether all ranks save together; then they have to raise the same errors at the same calls."""
         self._new_saver().close()  # raises for wrong keywords
-        self._under_way: list[_Save] = []  # oldest first
+        self._under_way: _Save | None = None  # one at a time: the saver waits for the one before
         self.trains = False
         """Whether a training has begun and not ended."""
         self._beside: str | None = None
@@ -184,7 +184,9 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         Raises:
             StioError: A save failed, and its error was not raised yet.
         """
-        self._collect(wait=True)
+        failed = self._failure(wait=True)
+        if failed is not None:
+            raise failed
 
     @contextmanager
     def beside_training(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -197,13 +199,10 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
 
     def expects(self, path: str | os.PathLike[str]) -> bool | None:
         """Return whether a file will exist when all saves and removals are complete; None if none of them is of it."""
-        file = _local(path)
-        for save in reversed(self._under_way):
-            if file in save.removed:
-                return False
-            if file == save.file:
-                return True
-        return None
+        file, save = _local(path), self._under_way
+        if save is None or file not in (save.file, *save.removed):
+            return None
+        return file not in save.removed
 
     def begin_training(self) -> None:
         """Let saves in `beside_training` return before they are durable."""
@@ -220,8 +219,8 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             self._close()
             self._on_ranks = on_ranks
         is_beside = self._asynchronous and file == self._beside
-        earlier = self._failure(wait=on_ranks or not is_beside)
-        self._keep(file)
+        earlier = self._failure(wait=True)
+        self._written.pop(file, None)  # it is replaced by the rename, and not removed
         self._require_random_states(checkpoint)
         where = OneFile(file, replaces_link=True)  # as Lightning: what the link leads to is another checkpoint
         try:
@@ -229,7 +228,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             if is_beside:
                 if self._saver is None:
                     self._saver = self._new_saver()
-                self._under_way.append(_Save(self._saver.save_state(state, where), file))
+                self._under_way = _Save(self._saver.save_state(state, where), file)
             else:
                 save = sync.distributed.save if on_ranks else sync.save_state
                 save(state, where, budget_bytes=self._budget_bytes, **self._keywords)
@@ -262,7 +261,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             CheckpointNotFoundError: There is no such file; it is a `FileNotFoundError`.
             StioError: See `stio.load_state`; or an earlier save failed, and its error was not raised yet.
         """
-        self._collect(wait=True)
+        self.collect()
         return _load(_local(path), map_location)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -276,12 +275,13 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         """
         file = _local(path)
         is_beside = file == self._beside
-        if not self._on_ranks:  # there only the first rank is called
-            self._collect(wait=not is_beside)
-        if not self._under_way:
+        # On many ranks only the first one is called.
+        if not self._on_ranks and (failed := self._failure(wait=not is_beside)) is not None:
+            raise failed
+        save = self._under_way
+        if save is None:
             self._remove(file)
             return
-        save = self._under_way[-1]  # those before it end before it
         save.removed.add(file)
         save.unwanted.append(file)
         if not is_beside or save.pending.done():  # in that case the thread has perhaps looked for the last time
@@ -305,7 +305,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
 
     def _close(self) -> None:
         try:
-            self._collect(wait=True)
+            self.collect()
         finally:
             saver, self._saver = self._saver, None
             if saver is not None:
@@ -316,48 +316,28 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         made: sync.Saver = saver(budget_bytes=self._budget_bytes, **self._keywords)
         return made
 
-    def _collect(self, *, wait: bool = False) -> None:
-        """Collect saves that have ended: remove the files that they replace, raise the first error."""
-        failed = self._failure(wait=wait)
-        if failed is not None:
-            raise failed
-
     def _failure(self, *, wait: bool) -> Exception | None:
-        """Collect saves that have ended, or all; return the first error. A signal's handler may call this again."""
+        """Collect a save that has ended: remove the files that it replaces, return its error.
+
+        A signal's handler may call this again.
+        """
+        save = self._under_way
+        if save is None or not (wait or save.pending.done()):
+            return None
         failed: Exception | None = None
-        while self._under_way:
-            save = self._under_way[0]
-            if not (wait or save.pending.done()):
-                break
-            try:
-                save.pending.result()
-                self._written_by(save)
-                if save.removal is not None:
-                    save.removal.result()
-                self._remove_unwanted(save)
-            except Exception as error:
-                failed = failed or error  # the files that it should replace stay
-            with suppress(ValueError):  # the handler has collected it
-                self._under_way.remove(save)
+        try:
+            save.pending.result()
+            if save.pending.written is not None:
+                # A directory that the save made is Lightning's, which puts further checkpoints there: it stays.
+                self._written[save.file] = replace(save.pending.written, made=frozenset())
+            if save.removal is not None:
+                save.removal.result()
+            self._remove_unwanted(save)
+        except Exception as error:
+            failed = error  # the files that it should replace stay
+        if self._under_way is save:  # otherwise the handler has collected it
+            self._under_way = None
         return failed
-
-    def _written_by(self, save: _Save) -> None:
-        if save.pending.written is not None:
-            # A directory that the save made is Lightning's, which puts further checkpoints there: it stays.
-            self._written[save.file] = replace(save.pending.written, made=frozenset())
-
-    def _keep(self, file: str) -> None:
-        """Do not remove a file that is to be replaced: the rename does it in one step."""
-        for save in self._under_way:
-            save.removed.discard(file)
-            while file in save.unwanted:
-                try:
-                    save.unwanted.remove(file)
-                except ValueError:  # the thread took it
-                    break
-            if save.removal is not None and save.pending.done():
-                save.removal.result()  # it may be removing this file
-        self._written.pop(file, None)
 
     def _remove_unwanted(self, save: _Save) -> None:
         """Wait for a save, and remove the files that it replaces; they stay if it fails."""

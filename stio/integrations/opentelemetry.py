@@ -11,7 +11,7 @@ lane and one kind of work become one span. An exporter would drop spans that do 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from stio import Trace
@@ -81,28 +81,21 @@ def export_trace(trace: Trace, *, tracer: otel.Tracer | None = None, max_spans: 
         time.time_ns() - time.perf_counter_ns() + round(trace.origin * 1e9)
     )  # start of the trace, in nanoseconds since 1970
     ordered = usable(tuple(trace.spans))
-    groups = [[span] for span in ordered] if len(ordered) <= max_spans else _groups(ordered)
-    for group in groups:
+    groups: dict[object, list[Span]] = {}
+    for number, span in enumerate(ordered):
+        groups.setdefault(number if len(ordered) <= max_spans else (span.lane, span.name), []).append(span)
+    for group in groups.values():
         start, end = group[0].start, max(span.end for span in group)
-        attributes = {"stio.lane": printable(group[0].lane), **_attributes(group)}
-        if len(group) == 1 and group[0].detail:
+        attributes: dict[str, AttributeValue] = {
+            "stio.lane": printable(group[0].lane),
+            "stio.num_bytes": sum(span.num_bytes for span in group),
+        }
+        if len(group) > 1:
+            attributes |= {"stio.num_spans": len(group), "stio.covered_seconds": covered_seconds(group)}
+        elif group[0].detail:
             attributes["stio.detail"] = printable(group[0].detail)
         made = tracer.start_span(
             f"stio.{printable(group[0].name)}", start_time=zero + round(start * 1e9), attributes=attributes
         )
         made.end(end_time=zero + round(end * 1e9))
     return len(groups)
-
-
-def _groups(ordered: Sequence[Span]) -> list[list[Span]]:
-    by_work: dict[tuple[str, str], list[Span]] = {}
-    for span in ordered:
-        by_work.setdefault((span.lane, span.name), []).append(span)
-    return list(by_work.values())
-
-
-def _attributes(spans: Sequence[Span]) -> dict[str, AttributeValue]:
-    found: dict[str, AttributeValue] = {"stio.num_bytes": sum(span.num_bytes for span in spans)}
-    if len(spans) > 1:
-        found |= {"stio.num_spans": len(spans), "stio.covered_seconds": covered_seconds(spans)}
-    return found

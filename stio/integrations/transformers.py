@@ -263,13 +263,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _begin_training(self, event: _Event) -> bool:
         """Return whether other callbacks are to be called after each save."""
         args, state, now = event.args, event.state, event.now
-        reason = (
-            _unsupported_reason(args, state, now["model"])
-            or self._unsupported_sharding(args, now["model"])
-            or self._missing_states_reason(args, state)
-        )
-        if reason:
-            raise ValueError(f"StioCallback: {reason}")
+        _require_supported(args, state, now["model"], by_resume=self._trainer is not None)
         self._savers = self._make_savers(sharded=_is_sharded(now["model"]))
         pushes = args.push_to_hub and state.is_world_process_zero and args.hub_strategy != "end"
         self._pushes = HubPushes(args) if pushes else None
@@ -521,30 +515,6 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             callbacks[_STATE_KEY] = {"args": {}, "attributes": {"saved_to": _digest_of(directory)}}
         return dataclasses.replace(state, stateful_callbacks=callbacks)
 
-    def _unsupported_sharding(self, args: TrainingArguments, model: nn.Module) -> str | None:
-        """Return the reason why this sharded training cannot be saved, None if there is none."""
-        if getattr(model, "is_distributed_loading_by_transformers", False):
-            return "a model that transformers has sharded (DistributedConfig) needs Trainer's own saving"
-        if not _is_sharded(model):
-            if getattr(args, "fsdp", None):
-                return "FSDP1, and FSDP of XLA, need Trainer's own saving"
-            return (
-                "a model with DTensors that FSDP2 has not made needs Trainer's own saving"
-                if _has_parts(model)
-                else None
-            )
-        if _has_adapters(model):
-            return "adapters under FSDP2 need Trainer's own saving"
-        if args.save_on_each_node:
-            return "under FSDP2 all processes save to one directory; save_on_each_node must be False"
-        return None if self._trainer is not None else "under FSDP2 train with StioCallback.resume(trainer)"
-
-    def _missing_states_reason(self, args: TrainingArguments, state: TrainerState) -> str | None:
-        others = set(state.stateful_callbacks) - {TrainerControl.__name__, _STATE_KEY}
-        if self._trainer is None and others and args.restore_callback_states_from_checkpoint:
-            return f"it cannot reach the states of {listed(sorted(others))}; train with StioCallback.resume(trainer)"
-        return None
-
     # Resuming.
 
     def _restore(self, event: _Event, saved: Mapping[str, Any]) -> None:
@@ -659,19 +629,40 @@ class _Savers:
             self.state.close()
 
 
-def _unsupported_reason(args: TrainingArguments, state: TrainerState, model: nn.Module) -> str | None:
-    """Return the reason why only Trainer itself can save, None if there is none."""
-    if getattr(args, "deepspeed", None):
-        return "DeepSpeed needs Trainer's own saving"
-    if state.is_hyper_param_search:
-        return "a hyperparameter search needs Trainer's own saving"
-    if _has_adapters(model):
-        return None  # only the adapters are saved
-    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
-        return "Trainer resumes adapters only of a model that peft.get_peft_model made"
-    if getattr(model, "hf_quantizer", None) is not None:
-        return "quantized models need Trainer's own saving"
-    return None
+def _require_supported(args: TrainingArguments, state: TrainerState, model: nn.Module, *, by_resume: bool) -> None:
+    """Require a training that the callback can save.
+
+    Args:
+        args: Of the trainer.
+        state: Of the trainer.
+        model: The model.
+        by_resume: Whether `StioCallback.resume` has started the training.
+
+    Raises:
+        ValueError: Only Trainer itself can save it, or only `resume` can start it.
+    """
+    is_sharded, has_adapters = _is_sharded(model), _has_adapters(model)
+    has_own_adapters = getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")
+    is_found = {
+        "DeepSpeed": getattr(args, "deepspeed", None),
+        "a hyperparameter search": state.is_hyper_param_search,
+        "a model with adapters that peft.get_peft_model has not made": not has_adapters and has_own_adapters,
+        "a quantized model": not has_adapters and getattr(model, "hf_quantizer", None) is not None,
+        "a model that transformers has sharded": getattr(model, "is_distributed_loading_by_transformers", False),
+        "FSDP1, or FSDP of XLA,": not is_sharded and getattr(args, "fsdp", None),
+        "a model with DTensors that FSDP2 has not made": not is_sharded and _has_parts(model),
+        "a model with adapters under FSDP2": is_sharded and has_adapters,
+        "save_on_each_node under FSDP2": is_sharded and args.save_on_each_node,
+    }
+    for what, is_so in is_found.items():
+        if is_so:
+            raise ValueError(f"StioCallback: {what} needs Trainer's own saving")
+    others = set(state.stateful_callbacks) - {TrainerControl.__name__, _STATE_KEY}
+    if not args.restore_callback_states_from_checkpoint:
+        others = set()
+    if not by_resume and (is_sharded or others):
+        what = f"it cannot reach the states of {listed(sorted(others))}" if others else "under FSDP2"
+        raise ValueError(f"StioCallback: {what}: train with StioCallback.resume(trainer)")
 
 
 def _has_adapters(model: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from time import perf_counter
-from types import ModuleType, new_class
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -57,11 +57,10 @@ def register() -> None:
 
 @cache
 def _register(loaders: ModuleType) -> None:
-    def fill(namespace: dict[str, Any]) -> None:
-        namespace |= {"__module__": __name__, "__doc__": _Loading.__doc__}
+    class StioModelLoader(_Loading, loaders.BaseModelLoader):  # type: ignore[misc, name-defined]  # known at run time
+        __doc__ = _Loading.__doc__
 
-    loader = new_class("StioModelLoader", (_Loading, loaders.BaseModelLoader), exec_body=fill)
-    loaders.register_model_loader(LOAD_FORMAT)(loader)
+    loaders.register_model_loader(LOAD_FORMAT)(StioModelLoader)
 
 
 _KEYWORDS = tuple(name for name in signature(sync.open).parameters if name != "source")
@@ -70,11 +69,6 @@ _TRACK = "enable_weights_track"
 """A further key, that of vLLM's own loader: whether missing weights are an error."""
 _OBJECTS = {"limits": Limits, "cache": DiskCache}
 """Keywords whose value is an object, which is made of the keys of a JSON object."""
-_INSTEAD = {
-    "eager": "memory='copy' in the extra configuration does the same",
-    "prefetch": "memory='map', the default on most filesystems, does the same",
-}
-"""What to use instead of a strategy of vLLM's own loader."""
 
 _EXPERTS = ".experts."
 
@@ -136,8 +130,8 @@ class _Loading:
         strategy = getattr(load_config, "safetensors_load_strategy", None)
         if strategy not in (None, "lazy"):  # "lazy" is the default of older releases
             raise ValueError(
-                f"load format {LOAD_FORMAT!r} does not take safetensors_load_strategy={strategy!r}; "
-                + _INSTEAD.get(strategy, "use load format 'safetensors'")
+                f"load format {LOAD_FORMAT!r} does not take safetensors_load_strategy={strategy!r}; memory='copy' or "
+                "memory='map' in the extra configuration chooses how files are read"
             )
         extra = dict(load_config.model_loader_extra_config or {})
         if unknown := sorted(map(str, extra.keys() - {*_KEYWORDS, _TRACK})):

@@ -1,8 +1,8 @@
 """Pictures in SVG: the frame of all, of one width, for light and dark viewers; and rates as a bar chart.
 
-A chart has a bar for each median, a line for its spread, one line at the limit. `stio bench --chart` writes one panel,
-the benchmarks write several, one below the other. `text_bar` draws one bar of characters, for tables. Texts may come
-from hostile files. `text` escapes and cuts them, and no text becomes part of the style.
+A chart has a bar for each median, a line for its spread, one line at the limit. The benchmarks write several panels,
+one below the other. Texts may come from hostile files. `text` escapes and cuts them, and no text becomes part of the
+style.
 """
 
 from __future__ import annotations
@@ -97,17 +97,6 @@ class Panel:
     """Text below the title."""
 
 
-def draw_rates(rates: Sequence[Rate], *, title: str, sentences: Sequence[str] = ()) -> str:
-    """Return a chart of rates as SVG.
-
-    Args:
-        rates: From top to bottom.
-        title: A line above the bars.
-        sentences: Text below the title.
-    """
-    return draw_panels([Panel(title, rates, sentences)])
-
-
 def draw_panels(panels: Sequence[Panel]) -> str:
     """Return a chart of several panels as SVG. Each panel has a scale of its own."""
     body, label, y = "", "", 0
@@ -145,20 +134,3 @@ def _row(rate: Rate, y: int, most: float) -> str:
 
 def _at(rate: float, most: float) -> float:
     return round(_LEFT + rate / most * _PLOT, 1)
-
-
-def text_bar(share: float, *, width: int = 24, encoding: str | None = "utf-8") -> str:
-    """Return a bar of characters, exact to an eighth of one if the encoding has block characters.
-
-    Args:
-        share: Length of the bar, from 0 to 1.
-        width: Number of characters at 1.
-        encoding: Encoding of the output; None means ASCII.
-    """
-    eighths = round(share * width * 8)
-    drawn = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-    try:
-        drawn.encode(encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return "#" * round(share * width)
-    return drawn

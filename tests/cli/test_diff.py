@@ -52,12 +52,12 @@ def test_says_what_differs(pair: tuple[Path, Path]) -> None:
     assert done.stdout.splitlines() == [
         f"{a} (A) and {b} (B): different, 1 name only in A, 1 name only in B, 1 tensor of another dtype or shape, "
         "1 tensor of another dtype and equal after rounding, 1 of 2 tensors of other values",
-        "           name  dtype and shape           values",
+        "           name  dtype and shape           differing  by at most",
         "only in A  gone  F32 [1, 6]",
         "only in B  new   F32 [2, 6]",
-        "changed    cast  F32 -> F16 [4, 6]         equal after rounding",
+        "changed    cast  F32 -> F16 [4, 6]         0 of 24",
         "changed    cut   F32 [4, 6] -> F32 [2, 6]",
-        "differs    w     F32 [4, 6]                2 of 24, by at most 0.25, 1 NaN on one side",
+        "differs    w     F32 [4, 6]                2 of 24    0.25",
     ]
 
 
@@ -112,8 +112,8 @@ def test_a_filter_that_matches_nothing_is_no_equality(pair: tuple[Path, Path]) -
     for more in ([], ["--json"], ["--header-only"]):
         text = refused("diff", a, b, "--filter", "am", *more, status=3)
         assert text == (
-            f"Error: {a} and {b}: nothing matches --filter 'am' among 6 tensors; "
-            "a glob is for the whole name: '*am*' matches 1 of them"
+            f"Error: {a} and {b}: nothing matches --filter 'am'"
+            "; a glob is for the whole name, and `stio inspect` lists the names"
         )
     assert "only in" in run("diff", a, b, "--filter", "gone", status=1).stdout, "one side is enough"
 
@@ -152,9 +152,9 @@ def test_values_beyond_the_tolerance_differ(near: tuple[Path, Path]) -> None:
     a, b = near
     assert run("diff", a, b, "--tolerance", "0.2", status=1).stdout.splitlines() == [
         f"{a} (A) and {b} (B): different, 2 of 3 tensors of other values, with a tolerance of 0.2",
-        "         name  dtype and shape  values",
-        "differs  i     I64 [4]          4 of 4, by at most 1",
-        "differs  w     F32 [8]          1 of 8, by at most 0.25",
+        "         name  dtype and shape  differing  by at most",
+        "differs  i     I64 [4]          4 of 4     1",
+        "differs  w     F32 [8]          1 of 8     0.25",
     ]
     assert run("diff", a, b, "--tolerance", "0.25", "--filter", "w").exit_code == 0, "the bound itself is equal"
 
@@ -163,7 +163,7 @@ def test_a_tolerance_does_not_change_names_and_shapes(pair: tuple[Path, Path]) -
     a, b = pair
     lines = run("diff", a, b, "--tolerance", "inf", status=1).stdout.splitlines()
     assert [line.split("  ")[0] for line in lines[2:]] == ["only in A", "only in B", "changed", "differs"]
-    assert lines[-1].endswith("w     F32 [4, 6]                1 of 24, by at most 0.25, 1 NaN on one side")
+    assert lines[-1].endswith("w     F32 [4, 6]                1 of 24    0.25")
 
 
 def test_wrong_tolerances(pair: tuple[Path, Path]) -> None:
@@ -211,7 +211,7 @@ def test_infinity_is_text_in_json(tmp_path: Path) -> None:
     b = write(tmp_path / "b.safetensors", w=torch.tensor([math.inf]))
     (one,) = found(a, b, status=1)["values"]
     assert one["max_abs_difference"] == "Infinity"
-    assert "by at most inf" in run("diff", a, b, status=1).stdout
+    assert " 1 of 1     inf\n" in run("diff", a, b, status=1).stdout
 
 
 def test_empty_and_scalar_tensors(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     code = """
 import resource, sys
 from stio.cli.main import main
-import numpy
+import torch
 used = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (used + (250 << 20), used + (250 << 20)))
 main(["diff", *sys.argv[1:]])
@@ -253,10 +253,10 @@ main(["diff", *sys.argv[1:]])
     env = os.environ | {"MALLOC_ARENA_MAX": "1"}
     done = subprocess.run([sys.executable, "-c", code, *files], capture_output=True, text=True, env=env)
     assert (done.returncode, done.stderr) == (1, "")
-    assert "75,000,000 of 75,000,000, by at most 1\n" in done.stdout
+    assert "75,000,000 of 75,000,000  1\n" in done.stdout
 
 
-def test_equal_checkpoints_cost_no_numpy(tmp_path: Path) -> None:
+def test_equal_checkpoints_cost_no_torch(tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", w=torch.ones(9))
     code = (
         "import sys; from stio.cli.main import main; main(['diff', sys.argv[1], sys.argv[1]], standalone_mode=False);"
@@ -288,8 +288,8 @@ def test_a_terminal_is_not_filled_by_one_name(tmp_path: Path) -> None:
     a = write(tmp_path / "a.safetensors", **{"x" * 50_000: torch.zeros(1)})
     b = write(tmp_path / "b.safetensors", **{"x" * 50_000: torch.ones(1)})
     shown = terminal("diff", a, b, NO_COLOR="1")
-    assert "…" + "x" * 20 in shown
-    assert "x" * 80 not in shown
+    assert "(50,000 characters)" in "".join(line[9:40].strip() for line in shown.splitlines())
+    assert len(shown) < 1000
     assert "x" * 50_000 in run("diff", a, b, status=1).stdout, "a pipe gets the whole name"
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from commands import refused, run, terminal, write_model, write_sharded
 from commands import stio as stio_program
-from rich.cells import cell_len
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tqdm.utils import disp_len
 
 import stio
 
@@ -76,10 +76,8 @@ def test_filter(model: Path) -> None:
 
 @pytest.mark.parametrize("more", [[], ["--json"], ["--tree"]])
 def test_nothing_matches(model: Path, more: list[str]) -> None:
-    text = f"Error: {model}: nothing matches --filter 'nothing' among 3 tensors; `stio inspect` lists the names"
-    assert refused("inspect", model, "--filter", "nothing", *more, status=3) == text
     text = refused("inspect", model, "--filter", "weight", *more, status=3)
-    assert text.endswith("; a glob is for the whole name: '*weight*' matches 2 of them")
+    assert text.startswith(f"Error: {model}: nothing matches --filter 'weight'; a glob is for the whole name")
 
 
 def test_an_alias_that_matches_is_no_tensor_and_no_error(tmp_path: Path) -> None:
@@ -145,21 +143,22 @@ def test_c246_a_table_fits_the_terminal(tmp_path: Path, width: int) -> None:
     shown = terminal("inspect", large(tmp_path / "m"), NO_COLOR="1", COLUMNS=str(width))
     lines = shown.splitlines()
     start = next(k for k, line in enumerate(lines) if line.startswith("name "))  # the path above may take several
-    columns, *rows = lines[start : start + 124]
+    end = next(k for k, line in enumerate(lines) if line.startswith("shard 1/3"))
+    columns, *rows = lines[start:end]
     assert columns.split() == ["name", "dtype", "shape", "size", "shard"]
-    assert max(cell_len(line) for line in [columns, *rows]) <= width
-    for row in rows:
-        assert re.fullmatch(r".+ (BF16|F32) +\[[\d, ]+\] +\d+ B +[123]/3", row), row
-    layers = [int(found[1]) for row in rows if (found := re.search(r"\.(\d+)\.(?:….|self_attn.)q_proj", row))]
-    assert layers == list(range(40)), "each has its number, in natural order"
-    assert any("…" in row for row in rows)
+    assert max(disp_len(line) for line in [columns, *rows]) <= width
+    of_tensors = [row for row in rows if re.fullmatch(r".+ (BF16|F32) +\[[\d, ]+\] +\d+ B +[123]/3", row)]
+    assert len(of_tensors) == 123
+    names = "".join(row[: columns.index("dtype")].rstrip() for row in rows)
+    layers = [int(number) for number in re.findall(r"\.(\d+)\.self_attn.q_proj.weight", names)]
+    assert layers == list(range(40)), "each name is whole, in natural order"
 
 
 def test_nothing_is_shortened_in_pipes_nor_with_wide(tmp_path: Path) -> None:
     folder = large(tmp_path / "m")
     wide = terminal("inspect", folder, "--wide", NO_COLOR="1")
-    assert "…" not in wide
-    assert "…" not in stio_program("inspect", folder, COLUMNS="40", FORCE_COLOR="1").stdout
+    piped = stio_program("inspect", folder, COLUMNS="40").stdout
+    assert wide.replace("\r", "").partition("\nname ")[2] == piped.partition("\nname ")[2]
     with safe_open(folder / "model-00001-of-00003.safetensors", "pt") as file:
         assert all(f"{name} " in wide for name in file.keys())  # noqa: SIM118  # no mapping
 
@@ -173,35 +172,18 @@ def test_many_shards_are_not_all_listed_on_a_terminal(tmp_path: Path) -> None:
     stio.sync.save({f"w{k}": torch.zeros(3) for k in range(12)}, tmp_path / "m", max_shard_size=12)
     text = terminal("inspect", tmp_path / "m", NO_COLOR="1")
     assert "shard 1/12: model-00001-of-00012.safetensors" in text
-    assert "10 more shards: --wide lists them" in text
-    assert "shard 12/12: model-00012-of-00012.safetensors" in text
-    assert "shard 2/12" not in text
+    assert "4 more shards: --wide lists them" in text
+    assert "shard 9/12" not in text
     for whole in (terminal("inspect", tmp_path / "m", "--wide", NO_COLOR="1"), run("inspect", tmp_path / "m").stdout):
-        assert "shard 2/12: model-00002-of-00012.safetensors" in whole
+        assert "shard 9/12: model-00009-of-00012.safetensors" in whole
 
 
 def test_a_tree_fits_the_terminal(tmp_path: Path) -> None:
-    names = [f"model.{'very_long_module_name.' * 5}{k}.{'x' * 30}.weight" for k in range(3)]
+    names = [f"model.{'very_long_module_name.' * 5}{k}.{'x' * 30}.weight" for k in range(3)] + ["模型" * 40]
     text = terminal("inspect", write_names(tmp_path / "m.safetensors", *names), "--tree", NO_COLOR="1")
-    lines = [line for line in text.splitlines() if "─" in line]
-    assert len(lines) == 4
-    assert max(map(len, lines)) <= 80
-    assert all(line.endswith("F32 [2]  8 B") for line in lines[1:])
-
-
-def test_a_tree_of_wide_characters_fits_the_terminal(tmp_path: Path) -> None:
-    names = ["a" * 40, "模型" * 10, "模型" * 40]
-    text = terminal("inspect", write_names(tmp_path / "m.safetensors", *names), "--tree", NO_COLOR="1")
-    lines = [line for line in text.splitlines() if "─" in line]
-    assert {cell_len(line) for line in lines[:2]} == {cell_len(lines[0])}, "aligned"
-    assert max(map(cell_len, lines)) <= 80
-    assert all(line.endswith("  F32 [2]  8 B") for line in lines)
-
-
-def test_a_terminal_that_has_no_ellipsis(model: Path) -> None:
-    text = terminal("inspect", model, NO_COLOR="1", PYTHONIOENCODING="ascii")
-    assert "model.....deep." in text
-    assert max(map(len, text.splitlines()[-9:])) <= 80
+    _, *lines, _ = text.splitlines()
+    assert max(map(disp_len, lines)) <= 80
+    assert len([line for line in lines if line.endswith("F32 [2]  8 B")]) == 4
 
 
 def test_colours_on_terminals_only(model: Path) -> None:
@@ -281,7 +263,7 @@ def test_depth_cuts_a_tree(tmp_path: Path) -> None:
     assert inspect(path, "--depth", 1)[1:3] == ["├─ h  2 tensors, 16 B", "└─ x  F32 [2]  8 B"]
     assert len(inspect(path, "--depth", 2)) == len(inspect(path, "--tree")) == 6
     assert "Invalid value for '--depth'" in refused("inspect", path, "--depth", 0)
-    assert "'x' is not a valid whole number" in refused("inspect", path, "--depth", "x")
+    assert "'x' is not a valid integer range" in refused("inspect", path, "--depth", "x")
 
 
 def test_a_tree_of_hostile_names_is_bounded(tmp_path: Path) -> None:
@@ -289,9 +271,3 @@ def test_a_tree_of_hostile_names_is_bounded(tmp_path: Path) -> None:
     lines = inspect(write_names(tmp_path / "m.safetensors", *names), "--tree")
     assert max(line.count("│") + line.count("   ") for line in lines) < 40
     assert not {"\x1b", "\0"} & set("".join(lines))
-
-
-def test_a_tree_where_the_encoding_has_no_lines(tmp_path: Path) -> None:
-    path = write_names(tmp_path / "m.safetensors", "h.0", "h.1")
-    lines = stio_program("inspect", path, "--tree", PYTHONIOENCODING="ascii").stdout.splitlines()
-    assert [line.split()[0] for line in lines[1:4]] == ["`-", "|-", "`-"]

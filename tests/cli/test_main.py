@@ -84,12 +84,12 @@ def test_importing_the_program_costs_no_torch() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("missing", ["click", "rich"])
+@pytest.mark.parametrize("missing", ["click", "tqdm"])
 def test_missing_extras_are_named(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; import stio.__main__"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == "stio: the command line needs click and rich: pip install 'stio-torch[cli]'\n"
+    assert done.stderr == "stio: the command line needs click and tqdm: pip install 'stio-torch[cli]'\n"
 
 
 # Errors.
@@ -241,10 +241,6 @@ def test_bars_obey_terminals(model: Path) -> None:
     arguments = ("verify", model)
     drawn = terminal(*arguments)
     assert "verifying" in drawn
-    assert re.search(r"\x1b\[[\d;]*m", drawn)
-    plain = terminal(*arguments, NO_COLOR="1")
-    assert "verifying" in plain
-    assert not re.search(r"\x1b\[[\d;]*m", plain)
     for no_bar in (terminal(*arguments, "--no-progress"), terminal(*arguments, TERM="dumb")):
         assert "verifying" not in no_bar
         assert "\x1b" not in no_bar
@@ -297,7 +293,7 @@ program.main()
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-@pytest.mark.parametrize("module", ["click", "rich.console", "stio.loading.open"])
+@pytest.mark.parametrize("module", ["click", "tqdm", "stio.loading.open"])
 def test_ctrl_c_while_the_program_starts(module: str) -> None:
     code = f"""
 import os, signal, sys

@@ -114,11 +114,18 @@ def test_verify_as_json(sharded: Path) -> None:
     first = {
         "name": "model-00001-of-00002.safetensors",
         "file_bytes": 80,
+        "data_bytes": 8,
         "num_tensors": 1,
         "ok": True,
         "problem": None,
     }
-    second = {"name": "model-00002-of-00002.safetensors", "file_bytes": 88, "num_tensors": 1, "ok": False}
+    second = {
+        "name": "model-00002-of-00002.safetensors",
+        "file_bytes": 88,
+        "data_bytes": 16,
+        "num_tensors": 1,
+        "ok": False,
+    }
     assert found == {
         "path": str(sharded),
         "ok": False,

@@ -20,22 +20,17 @@ import numpy as np
 import pytest
 import torch
 from commands import PROGRAM, run
-from rich.cells import cell_len
 from support import save_file
+from tqdm.utils import disp_len
 
 import stio
 from stio import sync
-from stio.cli import numbers
-from stio.cli.diff import Difference, compare
+from stio.cli.diff import compare, differences
 from stio.device.tensors import TORCH_DTYPES
 from stio.runtime.text import show_bytes
 
 LONG = "base_model.model.language_model.layers.{}.self_attention.rotary_projection.lora_A.default.weight"
 WIDTHS = pytest.mark.parametrize("width", [80, 120])
-
-
-def differences(*arguments: Any) -> Difference:
-    return Difference.together(numbers.differences(*arguments))
 
 
 def shown(width: int, *arguments: object, colours: bool = False) -> str:
@@ -61,7 +56,7 @@ def shown(width: int, *arguments: object, colours: bool = False) -> str:
 def lines(width: int, *arguments: object) -> list[str]:
     """Return the lines that are shown, none of them wider than the terminal."""
     found = shown(width, *arguments).splitlines()
-    assert max(map(cell_len, found)) <= width, found
+    assert max(map(disp_len, found)) <= width, found
     return found
 
 
@@ -123,13 +118,12 @@ def test_c333_the_verdict_is_first_and_the_columns_are_aligned(width: int, other
     column = found[start].index("dtype and shape")
     rows = [line for line in found[start + 1 :] if "more; --all" not in line]
     assert len(rows) > 5
-    if width == 80:  # two lines for each tensor, since the name needs most of one
-        names, rows = rows[::2], rows[1::2]
-        assert all(name[column - 2 :] in (*(LONG.format(k) for k in range(60)), "new") or "…" in name for name in names)
-        assert len(set(names)) == len(names)
+    kinds = len("only in A") if other == "tuned.safetensors" else len("changed")
+    names = "".join(row[kinds:column].strip() for row in rows)  # a name that has no room goes on in the next line
+    assert all(LONG.format(k) in names for k in (0, 1, 2) if other == "half.safetensors" or k % 2)
     for row in rows:
-        assert row[column:].startswith(("F32 ", "F32 -> BF16 [16, 4]"))
-        assert row[column - 1] == " "
+        assert row[column:].startswith(("F32 ", "F32 -> BF16 [16, 4]")) or not row[column:]
+        assert row[column - 1 : column] in (" ", "")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--header-only",), ("--tolerance", "0.001")])
@@ -164,7 +158,7 @@ def test_c333_a_converted_checkpoint_is_compared_by_value(tmp_path: Path, dtype:
     for sides in (("few.safetensors", tmp_path / "c.safetensors"), (tmp_path / "c.safetensors", "few.safetensors")):
         text = run("diff", *sides, status=1).stdout
         assert "2 tensors of another dtype and equal after rounding, 0 of 1 tensor of other values" in text
-        assert text.count("equal after rounding") == 3
+        assert (text.count(" 0 of 8"), text.count(" 0 of 400")) == (1, 1)
         assert run("diff", *sides, "--tolerance", "0.5").stdout.startswith(
             f"{sides[0]} and {sides[1]}: equal, 3 tensors compared by values, with a tolerance of 0.5"
         )
@@ -181,10 +175,10 @@ def test_c333_a_converted_checkpoint_with_other_values_is_told(tmp_path: Path) -
     save_file({"w": other}, tmp_path / "b.safetensors")
     text = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", status=1).stdout
     assert "1 tensor of another dtype and other values" in text
-    assert "F32 -> BF16 [5]  1 of 5 beyond rounding, by at most " in text
+    assert "changed  w     F32 -> BF16 [5]  1 of 5     " in text
     text = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--tolerance", "1e-3", status=1).stdout
     assert "different, 1 of 1 tensor of other values, with a tolerance of 0.001" in text
-    assert re.search(r"differs  w     F32 -> BF16 \[5\]  2 of 5, by at most ", text)
+    assert re.search(r"differs  w     F32 -> BF16 \[5\]  2 of 5 ", text)
     assert (
         "another dtype or shape"
         in run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--header-only", status=1).stdout
@@ -255,24 +249,21 @@ def test_c334_no_line_is_wider_than_the_terminal(width: int, name: str, command:
 
 
 @WIDTHS
-def test_c334_aliases_are_short_lines_of_one_row_each(width: int) -> None:
+def test_c334_some_aliases_are_shown_on_a_terminal(width: int) -> None:
     found = lines(width, "inspect", "tied.safetensors")
-    aliases = [line for line in found if line.startswith("alias ")]
-    assert len(aliases) == 8
-    for line in aliases:
-        assert re.fullmatch(r"alias \S+weight = \S+weight", line)
+    text = " ".join(map(str.strip, found))
+    assert len([line for line in found if line.startswith("alias ")]) == 8
     assert "31 more aliases: --wide lists them" in found
-    assert sum("stio.aliases" in line for line in found) == 0
-    (note,) = [line for line in found if line.startswith("metadata note")]
-    assert note.endswith("characters)")
+    assert "stio.aliases" not in text
+    assert re.search(r"metadata note: (word ?)+\.\.\. \(1,000 characters\)", text)
 
 
 def test_c334_a_pipe_and_wide_get_all_of_them() -> None:
     for text in (run("inspect", "tied.safetensors").stdout, shown(80, "inspect", "tied.safetensors", "--wide")):
-        text = " ".join(text.split())
-        assert text.count("alias ") == 39
-        assert f"alias {LONG.format(12)} = {LONG.format(0)}" in text
-        assert "word " * 200 in text + " "
+        text = "".join(text.split())  # a terminal breaks lines
+        assert text.count("alias" + LONG[:4]) == 39
+        assert f"alias{LONG.format(12)}={LONG.format(0)}" in text
+        assert "word" * 200 in text
     assert len(json.loads(run("inspect", "tied.safetensors", "--json").stdout)["aliases"]) == 39
 
 

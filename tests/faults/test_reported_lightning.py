@@ -286,7 +286,7 @@ def test_c314_an_earlier_failure_does_not_prevent_the_save(tmp_path: Path, monke
     monkeypatch.setattr(calls, "fsync", broken)
     with plugin.beside_training(tmp_path / "a.ckpt"):
         plugin.save_checkpoint({"state_dict": {}, "n": 1}, tmp_path / "a.ckpt")
-    while not plugin._under_way[0].pending.done():
+    while not plugin._under_way.pending.done():
         time.sleep(0.01)
     monkeypatch.setattr(calls, "fsync", plain)
     with pytest.raises(stio.StorageError, match="a.ckpt"):

@@ -86,11 +86,6 @@ def test_the_given_state_is_not_changed() -> None:
     assert state == {"a": [Path("x")], "b": {"c": {1}}}
 
 
-def test_arrays_of_earlier_versions_are_restored() -> None:
-    tagged = {"a": {TAG: "ndarray", "value": torch.arange(3)}, "b": {TAG: "scalar", "value": torch.tensor(2.5)}}
-    assert same(from_plain(tagged), {"a": np.arange(3), "b": np.float32(2.5)})
-
-
 def test_a_cycle_or_too_many_levels_end(tmp_path: Path) -> None:
     cycle: list[Any] = []
     cycle.append(cycle)
@@ -121,9 +116,6 @@ def test_the_tag_is_no_key_of_the_callers() -> None:
         {TAG: "defaultdict", "value": {}},
         {TAG: "defaultdict", "value": {}, "factory": "eval"},
         {TAG: "defaultdict", "value": 3, "factory": "list"},
-        {TAG: "ndarray", "value": [1]},
-        {TAG: "scalar", "value": None},
-        {TAG: "scalar", "value": torch.zeros(2, dtype=torch.bfloat16)},
     ],
 )
 def test_a_tag_that_is_wrong(tagged: dict[str, Any]) -> None:

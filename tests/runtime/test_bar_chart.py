@@ -1,4 +1,4 @@
-"""Pictures of rates: bars in proportion, well-formed whatever the labels are, and in plain text too."""
+"""Pictures of rates: bars in proportion, well-formed whatever the labels are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from stio.runtime.svg import Panel, Rate, draw_panels, draw_rates, text_bar
+from stio.runtime.svg import Panel, Rate, draw_panels
 
 SVG = "{http://www.w3.org/2000/svg}"
 RATES = [
@@ -23,7 +23,7 @@ def bars(root: ElementTree.Element) -> dict[str, float]:
 
 
 def test_bars_are_in_proportion() -> None:
-    root = ElementTree.fromstring(draw_rates(RATES, title="A title", sentences=["A sentence."]))
+    root = ElementTree.fromstring(draw_panels([Panel("A title", RATES, ["A sentence."])]))
     widths = bars(root)
     assert widths["ours"] == pytest.approx(widths["limit"] / 2, abs=0.1)
     assert widths["peer"] == pytest.approx(widths["limit"] / 4, abs=0.1)
@@ -35,7 +35,7 @@ def test_bars_are_in_proportion() -> None:
 
 
 def test_everything_stays_within_the_picture() -> None:
-    root = ElementTree.fromstring(draw_rates(RATES, title="x", sentences=["a long sentence " * 30]))
+    root = ElementTree.fromstring(draw_panels([Panel("x", RATES, ["a long sentence " * 30])]))
     width, height = float(root.get("width", "")), float(root.get("height", ""))
     for rect in root.iter(f"{SVG}rect"):
         assert float(rect.get("x", "0")) + float(rect.get("width", "")) <= width
@@ -45,7 +45,7 @@ def test_everything_stays_within_the_picture() -> None:
 @pytest.mark.parametrize("label", ["</text><script>", "a & b", "\x1b[2J\n\x00", "\ud800", "x" * 1000, ""])
 def test_labels_cannot_break_out(label: str) -> None:
     rates = [Rate(label, 1.0, 1.0, 1.0, "peer")]
-    root = ElementTree.fromstring(draw_rates(rates, title=label, sentences=[label]).encode())
+    root = ElementTree.fromstring(draw_panels([Panel(label, rates, [label])]).encode())
     assert {element.tag for element in root.iter()} <= {
         f"{SVG}{t}" for t in ("svg", "style", "rect", "text", "title", "path")
     }
@@ -63,12 +63,4 @@ def test_panels_stand_below_each_other() -> None:
 
 
 def test_nothing_to_draw() -> None:
-    assert not bars(ElementTree.fromstring(draw_rates([], title="")))
-
-
-@pytest.mark.parametrize(
-    ("share", "encoding", "drawn"),
-    [(1, "utf-8", "████"), (0.5, "utf-8", "██"), (0.03125, "utf-8", "▏"), (0, "utf-8", ""), (0.5, "ascii", "##"), (1, None, "####"), (1, "no-such", "####")],
-)  # fmt: skip
-def test_a_bar_of_characters(share: float, encoding: str | None, drawn: str) -> None:
-    assert text_bar(share, width=4, encoding=encoding) == drawn
+    assert not bars(ElementTree.fromstring(draw_panels([Panel("", [])])))

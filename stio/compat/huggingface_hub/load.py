@@ -258,21 +258,9 @@ def read_index(root: Root, name: str, suffix: str) -> ShardIndex:
     if len(raw) > _MAX_INDEX_BYTES:
         raise IndexFormatError(f"Invalid {where}: it is longer than {_MAX_INDEX_BYTES} bytes")
     try:
-        index = parse_index(raw, path=path, suffix="")
-    except UnsafePathError as error:
-        raise UnsafePathError(
-            f"Invalid shard filename '{printable(error.found)}' in {where}. Shard filenames must be relative paths "
-            f"without '..' components: {error.message}"
-        ) from error
-    except IndexFormatError as error:
-        raise IndexFormatError(f"Invalid {where}: {without_path(error)}") from error
-    for shard in index.shards:
-        if not shard.endswith(suffix) or shard.rpartition("/")[2] == suffix:
-            raise IndexFormatError(
-                f"Invalid shard filename '{printable(shard)}' in {where}. Expected '{suffix}' extension to match the "
-                "index format"
-            )
-    return index
+        return parse_index(raw, path=path, suffix=suffix)
+    except (UnsafePathError, IndexFormatError) as error:
+        raise type(error)(f"Invalid {where}: {without_path(error)}") from error
 
 
 def missing_and_unexpected(model: nn.Module, loaded: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -8,12 +8,11 @@ its storage.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -60,26 +59,12 @@ def parse_size_to_int(size_as_str: str) -> int:
             Digits alone are bytes.
 
     Raises:
-        ValueError: No such unit, no number, negative or infinite.
+        ValueError: No such unit, no number, or not a positive, finite size.
     """
-    text = size_as_str.strip()
     try:
-        return parse_size(text)
-    except ValueError:
-        pass
-    number, num_units = re.subn("(?i)[kmgt]i?b$", "", text)
-    try:
-        if 0 <= float(number) < 1 and (num_units or number.isdecimal()):
-            return 0  # an error in stio; in the hub, a shard for each tensor
-    except ValueError:
-        if not num_units:
-            raise ValueError(
-                f"Unit {printable(text[-2:].upper())!r} not supported. Supported units are TB, GB, MB, KB, and TiB, "
-                f"GiB, MiB, KiB. Got {printable(text)!r}."
-            ) from None
-    raise ValueError(
-        f"Could not parse the size value from {printable(text)!r}: a positive, finite number and a unit are wanted"
-    )
+        return parse_size(size_as_str)
+    except ValueError as error:
+        raise ValueError(f"Could not parse the size value from {printable(size_as_str)!r}: {error}") from None
 
 
 def split_state_dict_into_shards_factory(
@@ -138,7 +123,7 @@ def split_state_dict_into_shards_factory(
 def _max_bytes(size: int | str) -> int:
     if isinstance(size, str):
         return parse_size_to_int(size)
-    if size < 0 or not isfinite(size):
+    if not 0 <= size < inf:
         raise ValueError(f"max_shard_size must be zero or more bytes, and finite, not {size}")
     return int(size)
 

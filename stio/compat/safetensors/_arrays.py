@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeError
-from stio.compat.safetensors._file import File, Framework, checked, offsets_in
+from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeError, reading
+from stio.compat.safetensors._file import File, Framework, offsets_in
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import Header
 from stio.format.slicing import select
@@ -65,20 +65,19 @@ class Arrays(Framework):
     def make_part(self, file: File, row: int, index: Any) -> Array:
         header = file.header
         shape, kind = header.shapes[row], numpy_dtype(header.dtypes[row])
-        wanted = checked(index, shape, negative_steps=True)
         if file.is_mapped:
             rows = slice(row, row + 1)
-            part: Array = self.make(file.region_of(rows), header, rows)[header.names[row]][(*wanted, ...)]
-            return part if part.flags.c_contiguous else part.copy()
-        selection = select(wanted, shape, kind.itemsize)
-        region = file.gather(header.begins[row], selection.starts, selection.chunk_bytes)
+            return np.asarray(self.make(file.region_of(rows), header, rows)[header.names[row]][index], order="C")
+        with reading(file.path):
+            selection = select(index, shape, kind.itemsize)
+        region = file.gather(row, selection)
         base = region.address - ctypes.addressof(region.owner)
         compact = _array(region.owner, base, kind, selection.read_shape)
         if selection.post is not None:
             compact = compact[(*selection.post, ...)]
         if selection.flip:
             compact = np.flip(compact, selection.flip)
-        return compact if compact.flags.c_contiguous else compact.copy()
+        return np.asarray(compact, order="C")
 
 
 def _array(owner: Any, at: int, kind: np.dtype[Any], shape: tuple[int, ...]) -> Array:

@@ -60,18 +60,10 @@ class safe_open(_open.safe_open, metaclass=_KnowsOriginal):  # noqa: N801 -- the
         *,
         backend: str = "mmap",
     ) -> Any:
-        served = _of_original(cls, filename, framework, device, backend)
-        return super().__new__(cls) if served is None else served
-
-
-class _safe_open_handle(_open._safe_open_handle, metaclass=_KnowsOriginal):  # noqa: N801 -- the original's name
-    __doc__ = _open._safe_open_handle.__doc__
-    __slots__ = ()
-    drop_in = _open._safe_open_handle
-
-    def __new__(cls, f: Any, *arguments: Any, **options: Any) -> Any:
-        served = _of_original(cls, f, *arguments, **options)
-        return super().__new__(cls) if served is None else served
+        if cls is safe_open and _open.FRAMEWORKS.get(framework) == "other":  # only the original serves it
+            options = {} if backend == "mmap" else {"backend": backend}  # before 0.8 there is no such argument
+            return originals["safe_open"](filename, framework, device, **options)
+        return super().__new__(cls)
 
 
 class PySafeSlice(metaclass=_KnowsOriginal):
@@ -90,14 +82,6 @@ class TensorMeta(metaclass=_KnowsOriginal):
     """What `safe_open.get_tensor_meta` returns, for `isinstance`."""
 
     drop_in = _open.TensorMeta
-
-
-def _of_original(cls: type, file: Any, framework: object, device: object = "cpu", backend: object = "mmap") -> Any:
-    """Return the original's object if only it serves the framework, else None."""
-    if "drop_in" not in vars(cls) or cls.__name__ not in originals or not _open.is_left_to_original(framework):
-        return None
-    options = {} if backend == "mmap" else {"backend": backend}  # before 0.8 there is no such argument
-    return originals[cls.__name__](file, framework, device, **options)
 
 
 def serialize(tensor_dict: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
@@ -180,10 +164,7 @@ def _own(function: Callable[..., Any], module: str) -> Any:
     return own
 
 
-_TORCH = (
-    *("load", "load_file", "load_model", "save", "save_file", "save_model", "storage_ptr", "storage_size"),
-    *("_end_ptr", "_find_shared_tensors", "_getdtype", "_is_complete", "_remove_duplicate_names", "_tobytes"),
-)
+_TORCH = (*("load", "load_file", "load_model", "save", "save_file", "save_model", "storage_ptr", "storage_size"),)
 _NUMPY = ("load", "load_file", "save", "save_file")
 
 REPLACEMENTS: dict[str, dict[str, Any]] = {
@@ -191,7 +172,6 @@ REPLACEMENTS: dict[str, dict[str, Any]] = {
         "PrefetchLoader": PrefetchLoader,
         "PySafeSlice": PySafeSlice,
         "TensorMeta": TensorMeta,
-        "_safe_open_handle": _safe_open_handle,
         "deserialize": _own(_serialize.deserialize, "raw"),
         "safe_open": safe_open,
         "serialize": serialize,
@@ -201,6 +181,3 @@ REPLACEMENTS: dict[str, dict[str, Any]] = {
     "safetensors.numpy": {name: _own(getattr(numpy_names, name), "numpy") for name in _NUMPY},
 }
 """What stands in place of the names of each module of the original."""
-
-OPTIONAL = {"PrefetchLoader", "PySafeSlice", "TensorMeta"}
-"""Public names that not all supported releases have. No release needs the names with an underscore."""

@@ -21,7 +21,7 @@ from stio.compat.safetensors._file import Backend, File, Framework
 if TYPE_CHECKING:
     from stio.compat.safetensors._prefetch import PrefetchLoader
 
-_FRAMEWORKS = {
+FRAMEWORKS = {
     **dict.fromkeys(("pt", "torch", "pytorch"), "torch"),
     **dict.fromkeys(("np", "numpy"), "numpy"),
     **dict.fromkeys(("tf", "tensorflow", "jax", "flax", "mlx", "paddle"), "other"),
@@ -50,7 +50,7 @@ def _framework(name: object, device: str | int) -> Callable[[], Framework]:
     """Return a function that makes the framework; it is called once the file is open, since it may import torch."""
     if not isinstance(name, str):
         raise wrong_type("framework", name, "str")
-    kind = _FRAMEWORKS.get(name)
+    kind = FRAMEWORKS.get(name)
     if kind is None:
         raise SafetensorError(f"framework {name} is invalid")
     if kind == "other":
@@ -60,11 +60,6 @@ def _framework(name: object, device: str | int) -> Callable[[], Framework]:
     if device == "cpu":
         return lambda: cast(Framework, import_module("stio.compat.safetensors._tensors").Tensors(device))
     return lambda: cast(Framework, import_module("stio.compat.safetensors._accelerator").AcceleratorTensors(device))
-
-
-def is_left_to_original(framework: object) -> bool:
-    """Return whether a framework is known, and served by the original library only."""
-    return isinstance(framework, str) and _FRAMEWORKS.get(framework) == "other"
 
 
 def _device(device: object) -> str | int:
@@ -243,8 +238,8 @@ class safe_open:  # noqa: N801 -- the original's name
         The file object does not change, and may have several loaders. A loader lives on when the file is closed.
 
         Args:
-            plan: By name, None for the whole tensor, or the part to read: an index as in `stio.load(slices=)`, with
-                bounds inside the tensor. A list of slices selects several intervals along one dimension, in this order:
+            plan: By name, None for the whole tensor, or the part to read: an index as in `stio.load(slices=)`. A
+                list of slices selects several intervals along one dimension, in this order:
                 `{"qkv": [slice(0, 8), slice(64, 72)]}`. Other tensors are not read. None: all tensors, whole.
             device: Device of the tensors; None: that of the file.
             threads: Most threads that read. As a rule stio reads with fewer.
@@ -275,24 +270,6 @@ class safe_open:  # noqa: N801 -- the original's name
 
     def __exit__(self, *error: object) -> None:
         self._file = None  # closed when the last slice, or read on another thread, has released it
-
-
-class _safe_open_handle(safe_open):  # noqa: N801 -- the original's name
-    """Like `safe_open`, for a file object that has a name.
-
-    Args:
-        f: The file object.
-        framework: See `safe_open`.
-        device: See `safe_open`.
-        backend: See `safe_open`.
-    """
-
-    __module__ = "stio.compat.safetensors"
-    __slots__ = ()
-
-    def __init__(self, f: Any, framework: str, device: str | int | None = "cpu", *, backend: str = "mmap") -> None:
-        _ = f.fileno  # an object that is no file raises its own error
-        super().__init__(f.name, framework, device, backend=backend)
 
 
 def _row(file: File, name: str) -> int:

@@ -20,13 +20,8 @@ def unknown_dtype(dtype: str) -> SafetensorError:
     return SafetensorError(f'Unknown dtype "{printable(dtype)}". Supported dtypes: {", ".join(_FORMAT_NAMES)}')
 
 
-def _unsigned(argument: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"argument '{argument}': '{type(value).__name__}' object cannot be interpreted as an integer"
-        ) from None
+def _unsigned(value: Any) -> int:
+    number = operator.index(value)
     if number < 0:
         raise OverflowError("can't convert negative int to unsigned")
     if number > U64_MAX:
@@ -62,11 +57,11 @@ class TensorSpec:
         if isinstance(shape, str | bytes) or not hasattr(shape, "__len__"):
             raise wrong_type("shape", shape, "Sequence")
         self._dtype = _FORMAT_NAMES[dtype]
-        self._shape = [_unsigned("shape", size) for size in shape]
+        self._shape = [_unsigned(size) for size in shape]
         if self._dtype == "F4" and self._shape:
             self._shape[-1] *= 2
-        self._data_ptr = _unsigned("data_ptr", data_ptr)
-        self._data_len = _unsigned("data_len", data_len)
+        self._data_ptr = _unsigned(data_ptr)
+        self._data_len = _unsigned(data_len)
 
     @property
     def dtype(self) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeError
-from stio.compat.safetensors._file import File, Framework, checked, offsets_in
+from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeError, reading
+from stio.compat.safetensors._file import File, Framework, offsets_in
 from stio.device.tensors import TORCH_DTYPES, select_and_cast, tensors_in, torch_shape, typed
 from stio.device.torch_private import INTEGERS, moved
 from stio.format.header import Header
@@ -68,16 +68,14 @@ class Tensors(Framework):
         header = file.header
         dtype, shape = header.dtypes[row], header.shapes[row]
         _require_torch_dtype(dtype, shape)
+        if dtype == "F4":
+            require_whole_pairs(index, shape)
         tensor = (_view if file.is_mapped else _read)(file, row, dtype, shape, index)
         return tensor if self._device == "cpu" else moved(tensor, self._device)
 
 
 def _view(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
     whole = tensors_in(file.region_of(slice(row, row + 1)), [""], [dtype], [shape], [0])[""]
-    if dtype == "F4":
-        by_elements = torch.empty(shape, device="meta")[index].shape
-        by_pairs = torch.empty(whole.shape, device="meta")[index].shape
-        require_whole_pairs(shape, by_elements, by_pairs)
     # As integers: torch does not index tensors of every dtype, and no bit may change.
     item = whole.itemsize
     numbers = whole.view(INTEGERS[item])
@@ -94,29 +92,23 @@ def _view(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.T
 
 
 def _read(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
-    wanted = checked(index, shape, negative_steps=False)
-    sizes = torch_shape(dtype, shape)
-    selection = select(
-        wanted, sizes, TORCH_DTYPES[dtype].itemsize, gap_bytes=WORTHWHILE_STRIDE_BYTES, image_bytes=_WHOLE_ROWS_BYTES
-    )
-    if dtype == "F4":
-        require_whole_pairs(shape, select(wanted, shape, 1).shape, selection.shape)
-    region = file.gather(file.header.begins[row], selection.starts, selection.chunk_bytes)
+    sizes, item = torch_shape(dtype, shape), TORCH_DTYPES[dtype].itemsize
+    with reading(file.path):
+        selection = select(index, sizes, item, gap_bytes=WORTHWHILE_STRIDE_BYTES, image_bytes=_WHOLE_ROWS_BYTES)
+    region = file.gather(row, selection)
     tensors = tensors_in(region, [""], [dtype], [_format_shape(dtype, selection.read_shape)], [0])
-    return (tensors if selection.post is None else select_and_cast(tensors, {"": selection}, None))[""]
+    if selection.post is not None or selection.flip:
+        tensors = select_and_cast(tensors, {"": selection}, None)
+    return tensors[""]
 
 
 def _format_shape(dtype: str, sizes: Shape) -> Shape:
     return (*sizes[:-1], sizes[-1] * 2) if dtype == "F4" else sizes
 
 
-def require_whole_pairs(shape: Shape, by_elements: Sequence[int], by_pairs: Sequence[int]) -> None:
-    """Refuse an index into packed pairs: it means different elements for the file's shape and for torch's.
-
-    Args:
-        shape: The tensor's shape in the file.
-        by_elements: Shape of the part, if the index counts elements.
-        by_pairs: Shape of the part, if it counts pairs.
-    """
-    if not (by_elements and by_pairs and by_elements[-1] == shape[-1] and by_pairs[-1] * 2 == shape[-1]):
+def require_whole_pairs(index: Any, shape: Shape) -> None:
+    """Refuse an index into packed pairs: it means different elements for the file's shape and for torch's."""
+    items = index if isinstance(index, tuple) else (index,)
+    is_last = len(items) >= len(shape) or any(item is Ellipsis for item in items[:-1])
+    if items and is_last and items[-1] is not Ellipsis and items[-1] != slice(None):
         raise SafetensorError("F4 packs two elements into a byte: slice its other dimensions, not the last one")

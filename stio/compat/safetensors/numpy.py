@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from stio.compat.safetensors._arrays import NUMPY_TYPES, numpy_dtype
+from stio.compat.safetensors._arrays import numpy_dtype
 from stio.compat.safetensors._open import safe_open
 from stio.compat.safetensors._serialize import deserialize, serialize, serialize_file
 from stio.compat.safetensors._specs import TensorSpec
@@ -20,8 +20,6 @@ from stio.compat.safetensors._specs import TensorSpec
 __all__ = ["load", "load_file", "save", "save_file"]
 
 Array = np.ndarray[Any, Any]
-
-_TYPES = NUMPY_TYPES  # a name of the original that other libraries use
 
 
 def save(tensor_dict: dict[str, Array], metadata: dict[str, str] | None = None) -> bytes:

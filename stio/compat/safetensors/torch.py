@@ -33,7 +33,7 @@ from stio.compat.safetensors._tensors import Tensors
 from stio.device.copy_out import copy_out
 from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import require_data_of, require_no_placeholders
-from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, tensors_in
+from stio.device.tensors import FORMAT_DTYPES, tensors_in
 from stio.device.torch_private import copy_of
 from stio.format.sharding import TensorSource
 from stio.format.shared import overlap_groups
@@ -131,9 +131,6 @@ def _remove_duplicate_names(
 
 
 __all__ = ["load", "load_file", "load_model", "save", "save_file", "save_model", "storage_ptr", "storage_size"]
-
-# Names of the original that other libraries use although they begin with an underscore.
-_TYPES = TORCH_DTYPES
 
 
 def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
@@ -346,18 +343,6 @@ def _evaluate_tensor(name: str, tensor: torch.Tensor) -> None:
     if FORMAT_DTYPES[tensor.dtype] == "F4" and not tensor.dim():
         raise SafetensorError(f"Error while serializing: `{name}` is half a byte short: reshape a pair of F4 to [1]")
     checked_name(name)
-
-
-def _getdtype(dtype_str: str) -> torch.dtype:
-    return TORCH_DTYPES[dtype_str]
-
-
-def _tobytes(tensor: torch.Tensor, name: str) -> bytes:
-    """Return the bytes of one tensor, as a file has them."""
-    _evaluate_tensors_for_save({name: tensor})
-    result, target = new_bytes(b"", tensor.nbytes)
-    copy_out([(tensor.detach(), 0, target)])
-    return result
 
 
 # Files.

@@ -23,12 +23,9 @@ from stio.compat import huggingface_hub as hub
         ("1.5GB", 1_500_000_000),
         ("2Tb", 2 * 10**12),
         ("1e3KB", 10**6),
-        ("0KB", 0),
-        ("0.0001KB", 0),
         ("1KiB", 1024),
         ("1.5gib", 3 << 29),
         ("17", 17),
-        ("0", 0),
         (" 17 ", 17),
     ],
 )
@@ -37,16 +34,29 @@ def test_sizes(text: str, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["-1KB", "-1", "infGB", "-infGB", "1e999GB", "nanKB", "1ooKB", "GB", "KB1", "0.5", "0."]
+    "text",
+    [
+        "-1KB",
+        "-1",
+        "infGB",
+        "-infGB",
+        "1e999GB",
+        "nanKB",
+        "1ooKB",
+        "GB",
+        "KB1",
+        "0.5",
+        "0.",
+        "0",
+        "0KB",
+        "1XB",
+        "5 apples",
+        "",
+        "1B",
+    ],
 )
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match=r"Could not parse the size value|not supported"):
-        hub.parse_size_to_int(text)
-
-
-@pytest.mark.parametrize("text, unit", [("1XB", "XB"), ("5 apples", "ES"), ("", ""), ("1B", "1B")])
-def test_units_that_are_none_are_named(text: str, unit: str) -> None:
-    with pytest.raises(ValueError, match=f"Unit '{unit}' not supported"):
+    with pytest.raises(ValueError, match="Could not parse the size value"):
         hub.parse_size_to_int(text)
 
 

@@ -24,7 +24,7 @@ import torch
 from support import needs_f4, python_path
 
 import stio.compat.safetensors as package
-from stio.compat.safetensors import SafetensorError, _safe_open_handle, safe_open
+from stio.compat.safetensors import SafetensorError, safe_open
 from stio.compat.safetensors import numpy as in_numpy
 from stio.compat.safetensors import torch as in_torch
 
@@ -426,13 +426,6 @@ def test_concurrent_use(file: Path, tensors: dict[str, torch.Tensor]) -> None:
             for thread in threads:
                 thread.join()
             assert not wrong
-
-
-def test_a_handle(file: Path) -> None:
-    with open(file, "rb") as handle, _safe_open_handle(handle, framework="np") as opened:
-        assert opened.get_tensor("scalar") == 3
-    with pytest.raises(AttributeError):
-        _safe_open_handle(str(file), "np")
 
 
 def test_errors_pickle_and_have_a_home() -> None:

@@ -353,11 +353,6 @@ def test_parts_of_packed_pairs(tmp_path: Path) -> None:
         ({"absent": None}, "File does not contain tensor absent"),
         ({}, "prefetch plan selects no tensors"),
         ({3: None}, "prefetch plan keys must be tensor names"),
-        ({"w": slice(0, 61)}, "slice stop 61 for w is out of range for 60 rows"),
-        ({"w": slice(-61, 3)}, "slice start -61 for w is out of range for 60 rows"),
-        ({"w": (slice(None), slice(0, 9))}, "slice stop 9 for w is out of range for 8 rows"),
-        ({"w": (..., slice(0, 11))}, "slice stop 11 for w is out of range for 10 rows"),
-        ({"w": [slice(0, 3), slice(50, 61)]}, "slice stop 61 for w is out of range for 60 rows"),
         ({"w": 60}, "out of range"),
         ({"w": slice(0, 3, 0)}, "zero"),
         ({"w": (0, 0, 0, 0)}, "more indices than dimensions"),
@@ -746,17 +741,13 @@ def test_a_file_that_is_cut(own_file: Path, device: FakeDevice, place: str) -> N
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_file_that_was_replaced(own_file: Path, tensors: Tensors, backend: str) -> None:
-    """An open descriptor leads to the file that was opened. A mapping has none: another file is refused."""
+def test_a_file_that_was_replaced(own_file: Path, backend: str) -> None:
+    """A loader opens the path again."""
     with safe_open(own_file, "pt", backend=backend) as opened:
         official.save_file({"w": torch.zeros(3)}, own_file.parent / "new")
         os.replace(own_file.parent / "new", own_file)
-        if backend == "mmap":
-            with pytest.raises(OSError, match="changed"):
-                opened.prefetch()
-        else:
-            with opened.prefetch() as loader:
-                require_equal(dict(loader), tensors)
+        with pytest.raises(OSError, match="changed"):
+            opened.prefetch()
 
 
 def test_a_device_that_is_full(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

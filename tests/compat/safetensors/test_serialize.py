@@ -162,8 +162,3 @@ def test_load_of_dtypes_that_the_original_cannot() -> None:
         assert found[name].dtype == tensor.dtype
         assert found[name].shape == tensor.shape
         assert found[name].view(torch.uint8).tolist() == tensor.view(torch.uint8).tolist()
-
-
-def test_private_helpers() -> None:
-    assert in_torch._getdtype("BF16") == torch.bfloat16
-    assert in_torch._tobytes(T, "t") == T.numpy().tobytes()
