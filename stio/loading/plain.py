@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from time import perf_counter
 
 from stio.loading.cache.entries import FileImage
 from stio.loading.plan import Block, Group
-from stio.loading.scheduler import ReadPath
+from stio.loading.read_paths import ReadPath
 from stio.runtime.locks import Condition
 from stio.runtime.operation import Cancelled
-from stio.runtime.trace import Trace
+from stio.runtime.trace import Trace, traced
 from stio.runtime.workers import WorkerPool
 
 
@@ -127,12 +126,10 @@ class PlainExecutor:
 
     def _read(self, group: Group, block: Block) -> None:
         path = self._paths[group.selection]
-        start = perf_counter()
-        path.read(group, block, self._workers.is_stopped)
+        with traced(self._trace, path.label, num_bytes=block.nbytes, detail=type(path).__name__):
+            path.read(group, block, self._workers.is_stopped)
         if self._workers.stopped:
             raise Cancelled
-        if self._trace is not None:
-            self._trace.add(path.label, start, perf_counter(), num_bytes=block.nbytes, detail=type(path).__name__)
         with self._changed:
             self._num_left[group.index] -= 1
             if not self._num_left[group.index]:

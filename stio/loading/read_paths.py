@@ -81,22 +81,6 @@ def read_ranges(source: Source, read: Sequence[tuple[int, int, int]], target: Re
 # Tensors.
 
 
-def _held_bytes(group: Group, dtype: Casts | None, *, is_mapped: bool) -> int:
-    """Return how much memory the tensors of a group on the host will hold, those over its image included."""
-    if _is_final(group, dtype):
-        return 0 if is_mapped else group.nbytes
-    total = 0
-    for k, (name, stored, shape) in enumerate(zip(group.names, group.dtypes, group.shapes, strict=True)):
-        own = TORCH_DTYPES[stored]
-        wanted = own if dtype is None else cast_dtype(name, own, dtype)
-        post = group.posts.get(k)
-        if wanted != own:
-            total += prod(shape if post is None else post.shape) * wanted.itemsize
-        elif post is not None or not is_mapped:
-            total += prod(shape if post is None else post.shape) * BITS[stored] // 8
-    return total
-
-
 def _is_final(group: Group, dtype: Casts | None) -> bool:
     """Return whether what is read of a group is what the consumer gets: no selection, no cast."""
     return dtype is None and not group.posts
@@ -128,8 +112,8 @@ class Delivery:
 AS_READ = Delivery()
 
 
-class _ReadPath:
-    """What read paths have in common.
+class ReadPath:
+    """How one file is read for one device.
 
     Args:
         source: The open file.
@@ -138,42 +122,70 @@ class _ReadPath:
     """
 
     label = "read"
+    """Name of its reads in a trace."""
 
     def __init__(self, source: Source, delivery: Delivery = AS_READ, cached: CachedFile | None = None) -> None:
         self._source = source
         self._delivery = delivery
         self.image = None if cached is None else cached.image
-        """See `stio.loading.scheduler.ReadPath`."""
+        """The file in a cache. The engine fills it first; what there is no memory for is read from the file."""
         is_there = self.image is not None and self.image.holds(0, self.image.nbytes)
         is_local = getattr(type(source), "read_into", None) is LocalFile.read_into  # also one of `DiskCache`
         self.is_native = (is_there or is_local) and native.available()
-        """See `stio.loading.scheduler.ReadPath`."""
+        """Whether the engine can move its bytes."""
 
     @property
     def memory(self) -> object:
-        """See `stio.loading.scheduler.ReadPath`."""
+        """What its groups are allocated from. Groups of paths with the same one begin in one call."""
         return self
 
     @property
     def file(self) -> LocalFile:
-        """See `stio.loading.scheduler.ReadPath`."""
+        """The file, of a native path."""
         assert isinstance(self._source, LocalFile)
         return self._source
 
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Allocate the memory of groups of all paths with the same `memory`. Called on the thread of the scheduler.
+
+        Raises:
+            HostMemoryError: There is too little memory (`DeviceMemoryError` on a device).
+        """
+        raise NotImplementedError
+
+    def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
+        """Add the bytes of a group that has begun; nothing if there is nothing to read."""
+        raise NotImplementedError
+
     def error(self, failure: native.Failure) -> StioError:
-        """Return the error of a read."""
+        """Return the error of the engine for one of its groups, to be raised."""
         return read_error(self._source, failure)
 
+    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
+        """Read a block into the memory of its group, for any thread and stream. Called by several workers at once.
+
+        Raises:
+            Cancelled: `stopped()` came first.
+        """
+        raise NotImplementedError
+
+    def make_tensors(self, group: Group) -> LoadedGroup:
+        """Make the tensors of a group whose bytes are there. Called on the thread of the scheduler."""
+        raise NotImplementedError
+
     def budget_bytes(self, group: Group) -> int:
-        """Return the size of the group's memory, if it is not what the consumer keeps."""
+        """Return how much of the load's budget a group uses: its memory, if it is not what the consumer keeps."""
         return 0 if self._delivery.kept and _is_final(group, self._delivery.casts) else group.nbytes
 
     def held_bytes(self, group: Group) -> int:
-        """Return how much host memory the tensors of a group will hold."""
+        """Return how much host memory the tensors of a group will hold; pages of the page cache do not count."""
         return 0
 
     def complete(self) -> None:
-        """See `stio.loading.scheduler.ReadPath`."""
+        """Release what only further groups would need: the tensors of the last one have been made."""
+
+    def close(self) -> None:
+        """Release memory. Nothing is under way any more."""
 
     def _fill_image(self, block: Block, stopped: Callable[[], bool]) -> FileImage | None:
         """Read what a cache lacks of a block; return its image, None if it has no memory for the block."""
@@ -186,13 +198,13 @@ class _ReadPath:
         return reads_of(block, most_bytes if is_requested else min(most_bytes, PIECE_BYTES))
 
 
-class CopiedPath(_ReadPath):
+class CopiedPath(ReadPath):
     """Reads a file into separate memory of the tensors, directly or through the file's image in a cache.
 
     Args:
         source: The open file.
-        delivery: See `_ReadPath`.
-        cached: See `_ReadPath`.
+        delivery: See `ReadPath`.
+        cached: See `ReadPath`.
     """
 
     def __init__(self, source: Source, delivery: Delivery = AS_READ, cached: CachedFile | None = None) -> None:
@@ -245,8 +257,23 @@ class CopiedPath(_ReadPath):
             return LoadedGroup(_finished(group, tensors, self._delivery.casts, views=self._delivery.views))
 
     def held_bytes(self, group: Group) -> int:
-        """See `_ReadPath.held_bytes`."""
-        return _held_bytes(group, self._delivery.casts, is_mapped=False)
+        """See `ReadPath.held_bytes`."""
+        is_mapped, casts = self._is_mapped(group), self._delivery.casts
+        if _is_final(group, casts):
+            return 0 if is_mapped else group.nbytes
+        total = 0
+        for k, (name, stored, shape) in enumerate(zip(group.names, group.dtypes, group.shapes, strict=True)):
+            own = TORCH_DTYPES[stored]
+            wanted = own if casts is None else cast_dtype(name, own, casts)
+            post = group.posts.get(k)
+            if wanted != own or post is not None or not is_mapped:
+                num_bits = BITS[stored] if wanted == own else wanted.itemsize * 8
+                total += prod(shape if post is None else post.shape) * num_bits // 8
+        return total
+
+    def _is_mapped(self, group: Group) -> bool:
+        """Return whether the tensors of a group use the page cache."""
+        return False
 
     def close(self) -> None:
         """Release the memory of groups that were not completed."""
@@ -258,7 +285,7 @@ class MappedPath(CopiedPath):
 
     Args:
         mapped: The mapping of the file.
-        delivery: See `_ReadPath`.
+        delivery: See `ReadPath`.
         populates: Read now; otherwise each page is read at its first access.
         cold: The disk limits the rate, so there is time to touch each page after its read.
     """
@@ -302,10 +329,6 @@ class MappedPath(CopiedPath):
         if not self._is_mapped(group):
             return super().make_tensors(group)
         return self._tensors_over(group, self._mapped.region.sub(group.offset, group.nbytes))
-
-    def held_bytes(self, group: Group) -> int:
-        """See `_ReadPath.held_bytes`; pages of the mapping do not count."""
-        return _held_bytes(group, self._delivery.casts, is_mapped=self._is_mapped(group))
 
     def _is_mapped(self, group: Group) -> bool:
         """Return whether a group is mapped. A mapping reads 2 MiB at a time: a smaller slice is copied instead."""
@@ -362,7 +385,7 @@ class StagingSlots:
         self.held_bytes = 0
 
 
-class DevicePath(_ReadPath):
+class DevicePath(ReadPath):
     """Reads a file into the memory of a device.
 
     If a cache has the bytes of a block, the device copies from the cache.
@@ -370,8 +393,8 @@ class DevicePath(_ReadPath):
     Args:
         source: The open file.
         slots: The device, and staging memory for the plain executor, for all files of the load.
-        delivery: See `_ReadPath`.
-        cached: See `_ReadPath`.
+        delivery: See `ReadPath`.
+        cached: See `ReadPath`.
         trace: Records spans of copies by the plain executor.
     """
 
@@ -394,7 +417,7 @@ class DevicePath(_ReadPath):
 
     @property
     def memory(self) -> object:
-        """See `stio.loading.scheduler.ReadPath`: the device's."""
+        """The device's."""
         return self._slots
 
     def begin(self, groups: Sequence[Group]) -> None:
@@ -475,7 +498,7 @@ class DevicePath(_ReadPath):
         self._slots.close()
 
 
-class CacheFillPath(_ReadPath):
+class CacheFillPath(ReadPath):
     """Reads a file into its image in a cache, without tensors.
 
     Args:
@@ -519,9 +542,6 @@ class CacheFillPath(_ReadPath):
     def budget_bytes(self, group: Group) -> int:
         """Return 0: the image is the cache's memory."""
         return 0
-
-    def close(self) -> None:
-        """Do nothing; the cache owns the image."""
 
 
 # Images of cached files.
