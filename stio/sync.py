@@ -178,7 +178,6 @@ class Checkpoint(_Twin):
     read = _blocking_method(loading.Checkpoint.read)
     load_into = _blocking_method(loading.Checkpoint.load_into)
     __repr__ = _same_method(loading.Checkpoint.__repr__)
-    _repr_html_ = _same_method(loading.Checkpoint._repr_html_)
     __len__ = _same_method(loading.Checkpoint.__len__)
     __contains__ = _same_method(loading.Checkpoint.__contains__)
     __iter__ = _same_method(loading.Checkpoint.__iter__)

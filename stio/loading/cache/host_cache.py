@@ -35,7 +35,7 @@ from stio.loading.cache.entries import (
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.prepare import prepare_prefetch
 from stio.runtime import memory
-from stio.runtime.keywords import described_by
+from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
@@ -166,9 +166,7 @@ class HostCache:
             ClosedError: The cache was closed.
             StioError: See `stio.load`.
         """
-        options = LoadOptions(
-            strict=strict, limits=limits, follow_symlinks=follow_symlinks, progress=progress, trace=trace
-        )
+        options = LoadOptions(**keywords_for(LoadOptions, locals()))
         await self.prefetch_by(source, options)
 
     async def prefetch_by(self, source: SourceLike, options: LoadOptions) -> list[str]:

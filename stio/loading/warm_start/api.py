@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -36,7 +35,7 @@ from stio.loading.warm_start.load import (
     restore_ended,
 )
 from stio.runtime.blocking import runs_blocking
-from stio.runtime.keywords import described_by
+from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import collection_paused
@@ -100,20 +99,7 @@ def warm_start(
         StioError: On entering the block, by `done()` or on leaving; see `stio.load`. A use of a parameter then raises
             `ClosedError`, with the error as its cause.
     """
-    options = LoadOptions(
-        device=device,
-        dtype=dtype,
-        memory=memory,
-        budget_bytes=budget_bytes,
-        strict=strict,
-        limits=limits,
-        verify=verify,
-        follow_symlinks=follow_symlinks,
-        progress=progress,
-        cache=cache,
-        trace=trace,
-        switch_interval=switch_interval,
-    )
+    options = LoadOptions(**keywords_for(LoadOptions, locals()))
     return WarmStart(module, source, options, order)
 
 
@@ -161,9 +147,7 @@ class WarmStart:
         self._start_load(module, ready)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             try:
                 await self.done()
