@@ -598,8 +598,8 @@ MUTANTS = (
     mutant(
         "buffers of a warm start are not recorded",
         "the allocator is not told that the caller's stream uses buffers in memory of the copy stream",
-        "stio/loading/warm_start/api.py",
-        ("            record(tensors.values(), ready.device, current_streams().get(ready.device))\n", ""),
+        WARM,
+        ("            record(tensors.values(), self._device, self._stream)\n", ""),
         tests=f"{DROPPED_WARM}[buffer-own stream]",
     ),
     mutant(

@@ -13,7 +13,6 @@ to their class. A hook is removed when the submodule's last parameter is filled,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from stio.device.base import LoadedGroup, current_streams
 from stio.device.cuda import TorchAccelerator, default_stream
 from stio.device.tensor_memory import TargetMemory, copy_all
-from stio.device.tensors import TORCH_DTYPES, Casts, cast, loses_values, require_dtypes
+from stio.device.tensors import TORCH_DTYPES, cast, loses_values, require_dtypes
 from stio.device.torch_private import copy_of, moved
 from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
 from stio.format.state_tree import STATE_KEY
@@ -63,6 +62,73 @@ class MatchedParameter:
     """Dtype of the filled parameter."""
 
 
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The tensors that a module and a checkpoint have in common."""
+
+    report: LoadReport
+    """Names that only one of them has."""
+    parameters: tuple[MatchedParameter, ...]
+    """The parameters to be filled, in the order in which they are read."""
+    buffers: Mapping[int, str]
+    """Name of the data in the checkpoint, by the id of the buffer."""
+    casts: Mapping[str, torch.dtype]
+    """Dtype to cast to, by the checkpoint's name."""
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        into: ModuleTarget,
+        names: Sequence[str],
+        opened: OpenCheckpoint,
+        *,
+        dtype: torch.dtype | None,
+        strict: bool,
+    ) -> Match:
+        """Compare a module with a checkpoint; reads nothing.
+
+        Args:
+            module: The target.
+            into: Its tensors.
+            names: Their names in the order in which they are read.
+            opened: The checkpoint.
+            dtype: Cast floating tensors to it. Others are cast to the module's dtype. None: all are.
+            strict: Missing or unexpected names are an error.
+
+        Raises:
+            MismatchError: Module and checkpoint differ.
+            UnsupportedDtypeError: torch has no such dtype, or no such cast.
+        """
+        stored = opened.dtypes_and_shapes()
+        is_state = STATE_KEY in opened.metadata
+        _, report = into.match(stored, opened.aliases, strict=strict, path=opened.path, is_state=is_state)
+        parameters: list[MatchedParameter] = []
+        buffers: dict[int, str] = {}
+        casts: dict[str, torch.dtype] = {}
+        seen: set[int] = set()
+        sources = into.sources
+        for name in names:
+            source, target = sources[name]
+            if source not in stored or id(target) in seen:
+                continue
+            seen.add(id(target))
+            final = _final_dtype(name, stored[source][0], target, dtype, opened.path)
+            casts.setdefault(source, final)
+            if isinstance(target, nn.Parameter):
+                parameters.append(MatchedParameter(target, name, source, final))
+            else:
+                buffers[id(target)] = source
+        _require_meta(module, parameters, seen, opened.path)
+        parameters += [
+            MatchedParameter(parameter, name, None, parameter.dtype)
+            for name, parameter in module.named_parameters()
+            if parameter.is_meta and id(parameter) not in seen
+        ]
+        casts = {name: final for name, final in casts.items() if final != TORCH_DTYPES[stored[name][0]]}
+        return cls(report, tuple(parameters), buffers, casts)
+
+
 @dataclass(slots=True)
 class _Owner:
     """A submodule and the placeholders that its forward needs."""
@@ -81,15 +147,27 @@ class WarmStartLoad:
     Args:
         opened: The checkpoint; closed when the load has ended.
         options: Options of the load.
-        casts: Dtypes to cast to, by the checkpoint's names; instead of `options.dtype`.
-        device: Device of the parameters.
+        match: What module and checkpoint have in common; its `casts` are used instead of `options.dtype`.
+        buffers: Loaded buffers, not yet passed to the stream of the caller's thread.
+        device: Device of the parameters and buffers.
     """
 
-    def __init__(self, opened: OpenCheckpoint, options: LoadOptions, casts: Casts | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        opened: OpenCheckpoint,
+        options: LoadOptions,
+        match: Match,
+        buffers: Sequence[LoadedGroup],
+        device: torch.device,
+    ) -> None:
+        self.report = match.report
+        """Names that only the module or only the checkpoint has."""
         self._opened = opened
         self._path = opened.path
         self._options = options
-        self._casts = casts
+        self._casts = match.casts or None
+        self._names_of_buffers = match.buffers
+        self._buffers = buffers
         self._device = device
         self._placeholders: list[Placeholder] = []
         self._by_source: dict[str, list[Placeholder]] = {}
@@ -101,7 +179,6 @@ class WarmStartLoad:
         self._groups: list[int] = []  # of the plan, in the order of the parameters
         self._group_of: dict[str, int] = {}
         self._needed: list[str] = []
-        self._process = os.getpid()
         self._stream: Any = None
         self.notifier = Notifier()
         """Notified when parameters were filled, and at the end."""
@@ -198,10 +275,20 @@ class WarmStartLoad:
 
     # The load.
 
-    def start(self) -> None:
-        """Start the load. Called on the caller's thread, whose current stream will use the parameters."""
+    def start(self, module: nn.Module) -> None:
+        """Place the buffers, and start the load. Called on the caller's thread, whose current stream will use both."""
         self._stream = current_streams().get(self._device)
-        self.operation.start()
+        buffers, self._buffers = self._buffers, ()
+        try:
+            tensors: dict[str, torch.Tensor] = {}
+            for group in buffers:
+                tensors |= group.take()
+            record(tensors.values(), self._device, self._stream)
+            place_buffers(module, self._names_of_buffers, tensors, self._device, path=self._path)
+            self.operation.start()
+        except BaseException:
+            self.abandon()
+            raise
 
     def _body(self, operation: Operation[None]) -> None:
         try:
@@ -263,11 +350,8 @@ class WarmStartLoad:
         """
         for placeholder in placeholders:
             if placeholder.source is None:
-                raise TensorNotFoundError(
-                    "the checkpoint has no data for this parameter, which strict=False allows",
-                    path=self._path,
-                    requested=placeholder.name,
-                )
+                message = "the checkpoint has no data for this parameter, which strict=False allows"
+                raise TensorNotFoundError(message, path=self._path, requested=placeholder.name)
         if all(placeholder.filled for placeholder in placeholders):
             return
         self._require_ordinary()
@@ -308,15 +392,9 @@ class WarmStartLoad:
         scheduler.arrange([*first, *self._groups[self._groups.index(first[0]) :]])
 
     def _error_for(self, placeholder: Placeholder) -> ClosedError:
-        name, failure = printable(placeholder.name), self.operation.failure
-        if os.getpid() != self._process:
-            return ClosedError(
-                f"{name} is not loaded in a forked child: the parent's warm start loads it; fork after `done()`",
-                path=self._path,
-            )
-        if failure is None:
-            return ClosedError(f"{name} was not loaded: the warm start ended before that", path=self._path)
-        error = ClosedError(f"{name} was not loaded: the warm start failed: {failure}", path=self._path)
+        failure = self.operation.failure
+        why = "ended before that (a forked child has none)" if failure is None else f"failed: {failure}"
+        error = ClosedError(f"{printable(placeholder.name)} was not loaded: the warm start {why}", path=self._path)
         error.__cause__ = failure
         return error
 
@@ -376,10 +454,8 @@ def require_supported(module: nn.Module) -> None:
             why = _FOREIGN["torch._dynamo"]
         if why:
             shown = f"{type(part).__name__} {printable(name)!r}" if name else f"a {type(part).__name__}"
-            raise WarmStartError(
-                f"{shown} cannot be warm-started, {why}; "
-                "warm-start the plain module, and wrap or compile it after `done()`"
-            )
+            advice = "warm-start the plain module, and wrap or compile it after `done()`"
+            raise WarmStartError(f"{shown} cannot be warm-started, {why}; {advice}")
         for leaf, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None and (why := _unsupported(tensor)):
                 shown = f"{name}.{leaf}" if name else leaf
@@ -438,111 +514,30 @@ def in_order(names: Sequence[str], order: Iterable[str] | None) -> list[str]:
     return [*found, *(name for name in names if name not in found)]
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The tensors that a module and a checkpoint have in common."""
-
-    report: LoadReport
-    """Names that only one of them has."""
-    parameters: tuple[MatchedParameter, ...]
-    """The parameters to be filled, in the order in which they are read."""
-    buffers: Mapping[int, str]
-    """Name of the data in the checkpoint, by the id of the buffer."""
-    casts: Mapping[str, torch.dtype]
-    """Dtype to cast to, by the checkpoint's name."""
-
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        into: ModuleTarget,
-        names: Sequence[str],
-        opened: OpenCheckpoint,
-        *,
-        dtype: torch.dtype | None,
-        strict: bool,
-    ) -> Match:
-        """Compare a module with a checkpoint; reads nothing.
-
-        Args:
-            module: The target.
-            into: Its tensors.
-            names: Their names in the order in which they are read.
-            opened: The checkpoint.
-            dtype: Cast floating tensors to it. Others are cast to the module's dtype. None: all are.
-            strict: Missing or unexpected names are an error.
-
-        Raises:
-            MismatchError: Module and checkpoint differ.
-            UnsupportedDtypeError: torch has no such dtype, or no such cast.
-        """
-        stored = opened.dtypes_and_shapes()
-        is_state = STATE_KEY in opened.metadata
-        _, report = into.match(stored, opened.aliases, strict=strict, path=opened.path, is_state=is_state)
-        parameters: list[MatchedParameter] = []
-        buffers: dict[int, str] = {}
-        casts: dict[str, torch.dtype] = {}
-        seen: set[int] = set()
-        sources = into.sources
-        for name in names:
-            source, target = sources[name]
-            if source not in stored or id(target) in seen:
-                continue
-            seen.add(id(target))
-            final = _final_dtype(name, stored[source][0], target, dtype, opened.path)
-            casts.setdefault(source, final)
-            if isinstance(target, nn.Parameter):
-                parameters.append(MatchedParameter(target, name, source, final))
-            else:
-                buffers[id(target)] = source
-        _require_meta(module, parameters, seen, opened.path)
-        parameters += [
-            MatchedParameter(parameter, name, None, parameter.dtype)
-            for name, parameter in module.named_parameters()
-            if parameter.is_meta and id(parameter) not in seen
-        ]
-        casts = {name: final for name, final in casts.items() if final != TORCH_DTYPES[stored[name][0]]}
-        return cls(report, tuple(parameters), buffers, casts)
-
-
 def _final_dtype(name: str, stored: str, target: torch.Tensor, cast_to: torch.dtype | None, path: str) -> torch.dtype:
     require_dtypes([stored], path=path)
     own = TORCH_DTYPES[stored]
     final = cast_to if cast_to is not None and own.is_floating_point else target.dtype
     if loses_values(stored, final):
-        raise MismatchError(
-            "a cast would lose the values of a tensor, whose dtype in the module is of another kind; "
-            "load_into(..., assign=True) keeps the dtype of the checkpoint",
-            path=path,
-            expected=str(final),
-            found=f"{stored} for {name}",
-        )
+        message = "a cast would lose the values of a tensor; load_into(..., assign=True) keeps the checkpoint's dtype"
+        raise MismatchError(message, path=path, expected=str(final), found=f"{stored} for {name}")
     if final != own:
         cast(name, torch.empty(1, dtype=own), final)  # an error of the cast is raised now, and not during the load
     if target.requires_grad and not (final.is_floating_point or final.is_complex):
-        raise MismatchError(
-            "the parameter requires a gradient, and this dtype cannot have one; call requires_grad_(False) on it first",
-            path=path,
-            expected="a floating or complex dtype",
-            found=f"{final} for {name}",
-        )
+        message = "a parameter of this dtype cannot have a gradient; call requires_grad_(False) on it first"
+        raise MismatchError(message, path=path, found=f"{final} for {name}")
     return final
 
 
 def _require_meta(module: nn.Module, parameters: Sequence[MatchedParameter], seen: set[int], path: str) -> None:
     """Require that all parameters to fill are on `meta`, and that no buffer stays there."""
     if real := tuple(matched.name for matched in parameters if not matched.parameter.is_meta):
-        raise MismatchError(
-            f"these parameters have data, a warm start fills those on 'meta'; load_into copies: {listed(real)}",
-            path=path,
-        )
+        message = "these parameters have data, a warm start fills those on 'meta'; load_into copies"
+        raise MismatchError(f"{message}: {listed(real)}", path=path)
     left = tuple(name for name, buffer in module.named_buffers() if buffer.is_meta and id(buffer) not in seen)
     if left:
-        raise MismatchError(
-            "the checkpoint does not hold these buffers, and a forward would compute without their data; make them on "
-            f"a device and not on 'meta': {listed(left)}",
-            path=path,
-        )
+        message = "the checkpoint does not hold these buffers; make them on a device and not on 'meta'"
+        raise MismatchError(f"{message}: {listed(left)}", path=path)
 
 
 def place_buffers(
