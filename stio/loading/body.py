@@ -81,20 +81,12 @@ def _damage_discarded(cache: ObjectCache | None) -> Iterator[None]:
 
 def fetch_all(opened: OpenCheckpoint, cache: ObjectCache, options: LoadOptions) -> None:
     """Replace all files of a checkpoint by files of a cache on disk."""
-    try:
-        with ExitStack() as opening:
-            files = cache.fetch(
-                opened.files,
-                [file.identity.nbytes for file in opened.files],
-                budget_bytes=options.budget or DEFAULT_BUDGET_BYTES,
-                owned=opening,
-            )
-            opening.pop_all()
-    except BaseException:
-        opened.close()
-        raise
-    before, opened.files = opened.files, files
-    for old, new in zip(before, files, strict=True):
+    before, nbytes = opened.files, [file.identity.nbytes for file in opened.files]
+    with ExitStack() as undo:
+        undo.callback(opened.close)
+        opened.files = cache.fetch(before, nbytes, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES, owned=undo)
+        undo.pop_all()
+    for old, new in zip(before, opened.files, strict=True):
         if new is not old:
             old.close()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 
 from stio.device.base import LoadedGroup
@@ -48,21 +49,18 @@ class GroupQueue:
         self._trace = trace
         self._taken = 0.0  # when the consumer took the group that it uses
         self.operation: Operation[None] = Operation(
-            self._carry_out(body), name=name, kind="load", about=about, notifier=self._notifier
+            partial(self._run, body), name=name, kind="load", about=about, notifier=self._notifier
         )
         """The operation of the load; a cancel of it ends the queue."""
 
-    def _carry_out(self, body: Callable[[Operation[None], GroupQueue], None]) -> Callable[[Operation[None]], None]:
-        def run(operation: Operation[None]) -> None:
-            try:
-                body(operation, self)
-            except BaseException:
-                self._items.clear()  # they have no consumer, and the error's frames refer to this queue
-                raise
-            finally:
-                self._scheduler = None  # it refers to this queue: without the cycle both are freed at once
-
-        return run
+    def _run(self, body: Callable[[Operation[None], GroupQueue], None], operation: Operation[None]) -> None:
+        try:
+            body(operation, self)
+        except BaseException:
+            self._items.clear()  # they have no consumer, and the error's frames refer to this queue
+            raise
+        finally:
+            self._scheduler = None  # it refers to this queue: without the cycle both are freed at once
 
     def attach(self, scheduler: LoadScheduler, aliases: Mapping[str, str] | None = None) -> None:
         """Set the scheduler that delivers, and the names that share another tensor's data (called by the body)."""
@@ -89,6 +87,8 @@ class GroupQueue:
             self._waiting.append(True)
             try:
                 await self.operation.wait_until(lambda: bool(self._items))
+                if self.operation.done:
+                    self.operation.outcome()  # raises its error: after that no further group is returned
             except BaseException:
                 self._items.clear()
                 raise
@@ -98,8 +98,6 @@ class GroupQueue:
             if self._trace is not None:
                 self._trace.add("wait", since, self._taken, detail="for the next group")
             since = self._taken
-            if self.operation.done:
-                self._require_no_error()
             try:
                 _, loaded = self._items.popleft()
             except IndexError:  # another consumer took it, or the end
@@ -129,14 +127,6 @@ class GroupQueue:
             await self.operation.aclose()
         finally:
             self._items.clear()
-
-    def _require_no_error(self) -> None:
-        """Raise the error of the load; after an error no further group is returned."""
-        try:
-            self.operation.outcome()
-        except BaseException:
-            self._items.clear()
-            raise
 
     def _release(self, now: float) -> None:
         """Release the budget of the groups that consumers have taken. A signal handler may do so at the same time."""

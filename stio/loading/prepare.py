@@ -118,24 +118,14 @@ def prepare(
         SliceError: A slice does not fit its tensor.
         UnsupportedDtypeError: torch does not have the dtype of a tensor.
     """
-    slices = checked_slices(slices)
+    names, slices = reusable_names(names), checked_slices(slices)
     with traced(options.trace, "plan", detail=opened.path):
         device = resolve_placement(options.device)
         if placements is not None:
-            names = reusable_names(names)
-            placed = placed_parts(
-                opened.headers,
-                opened.aliases,
-                names,
-                slices,
-                placements,
-                device,
-                path=opened.path,
-                strict=options.strict,
-            )
+            placed = placed_parts(opened, names, slices, placements, device, strict=options.strict)
             slices, deliver = placed.slices, partial(_deliver_made, deliver, placed)
         by_stored_name = _by_stored_name(slices, opened)
-        selections = select_by_device(opened.headers, opened.aliases, names, device, path=opened.path)
+        selections = select_by_device(opened, names, device)
         wanted = [shard for shard in range(len(opened.files)) if any(chosen[shard] for _, chosen, _ in selections)]
         with ExitStack() as undo:
             owned = undo.enter_context(ExitStack())
@@ -484,10 +474,7 @@ def _by_stored_name(slices: Mapping[str, object], opened: OpenCheckpoint) -> dic
         if not any(target in header for header in opened.headers):
             raise TensorNotFoundError("slices= names a tensor that does not exist", path=opened.path, requested=name)
         if target in stored and not _is_same_index(stored[target], index):
-            raise ValueError(
-                f"slices= has two different parts of one tensor, {printable(name)} and another name of it; "
-                "load one of them after the other"
-            )
+            raise ValueError(f"slices= has two different parts of one tensor, {printable(name)} and another name of it")
         stored[target] = index
     return stored
 
