@@ -827,16 +827,6 @@ MUTANTS = (
         tests="tests/loading/cache/test_host_cache.py::test_segments_are_filled_while_others_are_pinned",
     ),
     mutant(
-        "a load waits for what another one reads",
-        "all workers of the plain executor wait for blocks that another load is reading into a cache",
-        "stio/loading/plain.py",
-        (
-            "            if image is None or not image.is_coming(block.offset, block.offset + block.nbytes):\n",
-            "            if True:\n",
-        ),
-        tests="tests/loading/cache/test_host_cache_faults.py::test_what_is_there_is_loaded_while_the_rest_is_coming[fake-store]",
-    ),
-    mutant(
         "a saver pins whatever a snapshot takes",
         "the default budget of a saver is not bounded by the host's memory",
         "stio/saving/staging_pool.py",

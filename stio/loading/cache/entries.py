@@ -264,12 +264,13 @@ class CacheEntries:
         needed, free = sum(file.file.identity.nbytes for file in files), self._free_bytes()
         if needed > free:
             raise NoSpaceError(
-                f"the checkpoint does not fit into the cache of {self._budget_bytes:,} bytes; use a larger budget, or "
-                "wait until other loads have ended",
+                "the checkpoint does not fit into the cache; use a larger budget, or wait until other loads have ended",
                 path=path,
                 errno=errno.ENOSPC,
                 needed_bytes=needed,
                 free_bytes=free,
+                expected=f"{needed:,} bytes",
+                found=f"{free:,} of {self._budget_bytes:,}",
             )
         if not self._admit(files, out):
             message = "the host has too little memory for the cache"
@@ -440,11 +441,6 @@ class FileImage:
         """Return whether all bytes of `[begin, end)` are present."""
         first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
         return self._chunks.count(_PRESENT, first, last) == last - first
-
-    def is_coming(self, begin: int, end: int) -> bool:
-        """Return whether other readers have claimed all that is missing of `[begin, end)`."""
-        first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
-        return self._chunks.find(_CLAIMED, first, last) >= 0 and self._chunks.find(_MISSING, first, last) < 0
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Call a function whenever other bytes are present or missing, until `unwatch`. It must take no lock."""
