@@ -39,27 +39,13 @@ from stio.loading.plan import Group
 from stio.loading.prepare import prepare
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.target import LoadReport
-from stio.loading.warm_start.parameter import Placeholder, PlaceholderParameter, placeholder_of
+from stio.loading.warm_start.parameter import MatchedParameter, Placeholder, PlaceholderParameter, placeholder_of
 from stio.runtime.locks import new_lock
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation
 from stio.runtime.process import switch_interval as shortened
 
 _is_tracing: Callable[[], bool] = is_tracing  # torch leaves it untyped
-
-
-@dataclass(frozen=True, slots=True)
-class MatchedParameter:
-    """One parameter of the module, and its data in the checkpoint."""
-
-    parameter: nn.Parameter
-    """The parameter, on `meta`."""
-    name: str
-    """Name of the parameter in the module."""
-    source: str | None
-    """Name of its data in the checkpoint; None if the checkpoint has no data for it."""
-    dtype: torch.dtype
-    """Dtype of the filled parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,33 +177,23 @@ class WarmStartLoad:
 
     def make_placeholders(self, module: nn.Module, parameters: Sequence[MatchedParameter]) -> None:
         """Make placeholders of a module's parameters: of all of them or, after an error, of none."""
+        loaded: dict[int, Placeholder] = {}
         try:
             for found in parameters:
-                placeholder = Placeholder(
-                    found.parameter,
-                    name=found.name,
-                    source=found.source,
-                    dtype=found.dtype,
-                    device=self._device,
-                    wait=self.wait,
-                    has_ended=self.has_ended,
-                )
+                placeholder = Placeholder(found, device=self._device, wait=self.wait, has_ended=self.has_ended)
                 self._placeholders.append(placeholder)
                 if found.source is not None:
                     self._by_source.setdefault(found.source, []).append(placeholder)
-            self._attach(module)
+                    loaded[id(found.parameter)] = placeholder
+            self._attach(module, loaded)
         except BaseException:
             self.abandon()
             raise
 
-    def _attach(self, module: nn.Module) -> None:
-        placeholder_of = {
-            id(placeholder.parameter): placeholder
-            for placeholders in self._by_source.values()
-            for placeholder in placeholders
-        }
+    def _attach(self, module: nn.Module, loaded: Mapping[int, Placeholder]) -> None:
+        """Add hooks to the modules of placeholders that will be filled, which are given by the id of the parameter."""
         for part in module.modules():
-            own = [placeholder_of[id(p)] for p in part._parameters.values() if id(p) in placeholder_of]
+            own = [loaded[id(parameter)] for parameter in part._parameters.values() if id(parameter) in loaded]
             if own:
                 owner = _Owner(own, set(own))
                 for placeholder in own:
@@ -244,11 +220,8 @@ class WarmStartLoad:
         """Undo `make_placeholders`; the operation was not started."""
         self._abandoned = True
         self.notifier.notify()
-        self._detach()
-        for placeholder in self._placeholders:
-            placeholder.restore()
-        self._placeholders, self._by_source = [], {}
-        self._opened.discard()
+        self._release_all()
+        self.restore_unfilled()
 
     def close(self) -> None:
         """Release module and files, as the end of the load does, if the operation was never started."""
@@ -427,13 +400,8 @@ def record(tensors: Iterable[torch.Tensor], device: torch.device, stream: Any) -
         TorchAccelerator(device).record(tensors, default_stream(device) if stream is None else stream)
 
 
-_FOREIGN = {
-    "torch.distributed": "it shards or replicates its parameters",
-    "torch.nn.parallel": "it replicates its parameters",
-    "torch._dynamo": "it is compiled",
-    "torch.jit": "it is compiled, and its parameters are not Python's",
-}
-"""Python modules whose classes handle parameters themselves, with the reason in the error."""
+_FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.jit")
+"""Python modules whose classes handle parameters themselves."""
 
 
 def require_supported(module: nn.Module) -> None:
@@ -444,18 +412,17 @@ def require_supported(module: nn.Module) -> None:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"warm_start takes a module, not {type(module).__name__}")
-    reasons: dict[type[nn.Module], str] = {}  # a model has thousands of modules, of a few kinds
+    foreign: dict[type[nn.Module], bool] = {}  # a model has thousands of modules, of a few kinds
     for name, part in module.named_modules():
         kind = type(part)
-        if kind not in reasons:
-            reasons[kind] = next((why for package, why in _FOREIGN.items() if is_from(kind, package)), "")
-        why = reasons[kind]
-        if not why and getattr(part, "_compiled_call_impl", None) is not None:
-            why = _FOREIGN["torch._dynamo"]
-        if why:
-            shown = f"{type(part).__name__} {printable(name)!r}" if name else f"a {type(part).__name__}"
-            advice = "warm-start the plain module, and wrap or compile it after `done()`"
-            raise WarmStartError(f"{shown} cannot be warm-started, {why}; {advice}")
+        if kind not in foreign:
+            foreign[kind] = any(is_from(kind, package) for package in _FOREIGN)
+        if foreign[kind] or getattr(part, "_compiled_call_impl", None) is not None:
+            shown = f"the submodule {printable(name)!r}, a {kind.__name__}," if name else f"a {kind.__name__}"
+            raise WarmStartError(
+                f"{shown} cannot be warm-started: it is compiled, or shards or replicates its parameters; warm-start "
+                "the plain module, and wrap or compile it after `done()`"
+            )
         for leaf, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None and (why := _unsupported(tensor)):
                 shown = f"{name}.{leaf}" if name else leaf
