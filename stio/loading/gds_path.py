@@ -97,7 +97,7 @@ class GdsPath(DevicePath):
 
     @property
     def memory(self) -> object:
-        """See `stio.loading.scheduler.ReadPath`: of the device, but it is waited for (see `begin`)."""
+        """Of the device, but it is waited for (see `begin`)."""
         return self._device
 
     def begin(self, groups: Sequence[Group]) -> None:

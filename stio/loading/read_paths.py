@@ -11,7 +11,7 @@ The engine (`engine.py`) moves what `add_ranges` describes. The plain executor (
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import prod
@@ -123,6 +123,7 @@ class ReadPath:
 
     label = "read"
     """Name of its reads in a trace."""
+    _most_bytes = sys.maxsize  # of a read by the plain executor
 
     def __init__(self, source: Source, delivery: Delivery = AS_READ, cached: CachedFile | None = None) -> None:
         self._source = source
@@ -167,6 +168,22 @@ class ReadPath:
         Raises:
             Cancelled: `stopped()` came first.
         """
+        image = self.image
+        if image is not None and fill_image(self._source, image, block, stopped):
+            self._copy(group, image_regions(image, block), stopped)
+            return
+        # A request behind a network is not cut for a cancel.
+        most_bytes = sys.maxsize if isinstance(self._source, RequestedSource) else PIECE_BYTES
+        for read in reads_of(block, min(most_bytes, self._most_bytes)):
+            _require_not_stopped(stopped)
+            self._read(group, read, stopped)
+
+    def _copy(self, group: Group, regions: Iterable[tuple[int, Region]], stopped: Callable[[], bool]) -> None:
+        """Copy regions of host memory, each with its offset in the group, into the group's memory."""
+        raise NotImplementedError
+
+    def _read(self, group: Group, read: Sequence[tuple[int, int, int]], stopped: Callable[[], bool]) -> None:
+        """Read ranges of the file, as `reads_of` returns them, into the group's memory."""
         raise NotImplementedError
 
     def make_tensors(self, group: Group) -> LoadedGroup:
@@ -186,16 +203,6 @@ class ReadPath:
 
     def close(self) -> None:
         """Release memory. Nothing is under way any more."""
-
-    def _fill_image(self, block: Block, stopped: Callable[[], bool]) -> FileImage | None:
-        """Read what a cache lacks of a block; return its image, None if it has no memory for the block."""
-        image = self.image
-        return image if image is not None and fill_image(self._source, image, block, stopped) else None
-
-    def _reads(self, block: Block, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
-        """Return the reads of a block; a request behind a network is not cut for a cancel."""
-        is_requested = isinstance(self._source, RequestedSource)
-        return reads_of(block, most_bytes if is_requested else min(most_bytes, PIECE_BYTES))
 
 
 class CopiedPath(ReadPath):
@@ -233,19 +240,13 @@ class CopiedPath(ReadPath):
                     length = max(length, min(region.nbytes - at, file.identity.nbytes - offset))
                 ranges.file_to_host(group.index, file.fd, file.direct_fd, offset, length, region.address + at)
 
-    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
-        """Read a block into its group's memory."""
-        target = self._regions[group.index]
-        if (image := self._fill_image(block, stopped)) is not None:
-            for at, region in image_regions(image, block):
-                if stopped():
-                    raise Cancelled
-                memory.copy(target.sub(at, region.nbytes), region)
-            return
-        for read in self._reads(block, sys.maxsize):
-            if stopped():
-                raise Cancelled
-            read_ranges(self._source, read, target, 0)
+    def _copy(self, group: Group, regions: Iterable[tuple[int, Region]], stopped: Callable[[], bool]) -> None:
+        for at, region in regions:
+            _require_not_stopped(stopped)
+            memory.copy(self._regions[group.index].sub(at, region.nbytes), region)
+
+    def _read(self, group: Group, read: Sequence[tuple[int, int, int]], stopped: Callable[[], bool]) -> None:
+        read_ranges(self._source, read, self._regions[group.index], 0)
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the group's memory, which they own together."""
@@ -320,8 +321,7 @@ class MappedPath(CopiedPath):
             super().read(group, block, stopped)
             return
         for ((offset, _, nbytes),) in reads_of(block, PIECE_BYTES) if self._populates else ():
-            if stopped():
-                raise Cancelled
+            _require_not_stopped(stopped)
             self._mapped.populate(offset, nbytes)
 
     def make_tensors(self, group: Group) -> LoadedGroup:
@@ -374,7 +374,7 @@ class StagingSlots:
             return slot
 
     def give(self, slot: Region) -> None:
-        """Give a slot back that no copy reads. After a failed copy it is not given back: the device may read it."""
+        """Give a slot back that no copy reads."""
         self._free.append(slot)
 
     def close(self) -> None:
@@ -412,6 +412,7 @@ class DevicePath(ReadPath):
         self._accelerator = slots.accelerator
         self._trace = trace
         self._memories = slots.memories
+        self._most_bytes = slots.slot_bytes
         self._ring: DeviceRing | None = ring_of(self._accelerator) if self.is_native else None
         self.is_native = self._ring is not None
 
@@ -455,28 +456,18 @@ class DevicePath(ReadPath):
             return copy_error(self._accelerator.device, failure)
         return super().error(failure)
 
-    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
-        """Read a block into a slot read by read, or find it in the cache; wait for the copies."""
-        target = self._memories[group.index]
-        if (image := self._fill_image(block, stopped)) is not None:
-            self._copy([copy for at, region in image_regions(image, block) for copy in target.copies(at, region)])
-            return
+    def _read(self, group: Group, read: Sequence[tuple[int, int, int]], stopped: Callable[[], bool]) -> None:
+        """Read into a slot, and copy from there."""
+        begin, end = read[0][1], read[-1][1] + read[-1][2]
         slot = self._slots.take()
-        for read in self._reads(block, slot.nbytes):
-            begin, end = read[0][1], read[-1][1] + read[-1][2]
-            try:
-                if stopped():
-                    raise Cancelled
-                read_ranges(self._source, read, slot, begin)
-            except BaseException:
-                self._slots.give(slot)
-                raise
-            self._copy(target.copies(begin, slot.sub(0, end - begin)))
-        self._slots.give(slot)
+        read_ranges(self._source, read, slot, begin)
+        self._copy(group, [(begin, slot.sub(0, end - begin))], stopped)
+        self._slots.give(slot)  # not after a failed copy: the device may read it
 
-    def _copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> None:
-        """Copy regions into tensors of the device, and wait for that."""
-        start = perf_counter()
+    def _copy(self, group: Group, regions: Iterable[tuple[int, Region]], stopped: Callable[[], bool]) -> None:
+        """Copy to the device, and wait for that."""
+        target, start = self._memories[group.index], perf_counter()
+        pairs = [pair for at, region in regions for pair in target.copies(at, region)]
         self._accelerator.copy(pairs).synchronize()
         if self._trace is not None:
             nbytes = sum(region.nbytes for _, region in pairs)
@@ -528,7 +519,7 @@ class CacheFillPath(ReadPath):
         Raises:
             HostMemoryError: The host has too little memory.
         """
-        if self._fill_image(block, stopped) is None:
+        if self.image is None or not fill_image(self._source, self.image, block, stopped):
             raise self._shortage(block)
 
     def _shortage(self, block: Block) -> StioError:
@@ -566,14 +557,18 @@ def _read_claimed(source: Source, image: FileImage, claimed: range, stopped: Cal
     most_bytes = len(claimed) if isinstance(source, RequestedSource) else PIECE_BYTES
     try:
         for start in range(claimed.start, claimed.stop, most_bytes):
-            if stopped():
-                raise Cancelled
+            _require_not_stopped(stopped)
             length = min(most_bytes, claimed.stop - start)
             source.read_into(start, image.regions(start, length))
             done = start + length
             image.mark_present(claimed.start, done)
     finally:
         image.mark_missing(done, claimed.stop)
+
+
+def _require_not_stopped(stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise Cancelled
 
 
 def is_in_image(image: FileImage | None, block: Block) -> TypeGuard[FileImage]:
