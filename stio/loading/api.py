@@ -27,7 +27,6 @@ from stio.loading.body import (
     fill,
     open_with_options,
     reading_operation,
-    stream_to,
     verify,
 )
 from stio.loading.consumers import GroupQueue
@@ -35,6 +34,7 @@ from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.plan import Names
+from stio.loading.prepare import prepare
 from stio.loading.select import PlacementsLike, checked_placements, plain_names, reusable_names, shards_of
 from stio.loading.target import LoadReport
 from stio.runtime.blocking import runs_blocking
@@ -424,7 +424,11 @@ class Checkpoint:
 
         def body(operation: Operation[None], queue: GroupQueue) -> None:
             with shortened(options.switch_interval):
-                stream_to(operation, queue, opened, names, options, slices, placed)
+                scheduler = prepare(
+                    opened, names, options, slices=slices, placements=placed, deliver=queue.put, hold=True, kept=()
+                )
+                queue.attach(scheduler, opened.aliases)
+                scheduler.run_for(operation)  # the consumer releases the budget, so reading waits for it
 
         queue = GroupQueue(body, name="stream", about=opened.path, trace=options.trace)
         self._own(queue.operation)

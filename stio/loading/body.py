@@ -150,23 +150,6 @@ def collect(
     return take
 
 
-def stream_to(
-    operation: Operation[None],
-    queue: GroupQueue,
-    opened: OpenCheckpoint,
-    names: Names | None,
-    options: LoadOptions,
-    slices: Mapping[str, object] | None,
-    placements: PlacementsLike | None,
-) -> None:
-    """Deliver all groups to a queue. The budget is released by the consumer, so reading waits for it."""
-    scheduler = prepare(
-        opened, names, options, slices=slices, placements=placements, deliver=queue.put, hold=True, kept=()
-    )
-    queue.attach(scheduler, opened.aliases)
-    scheduler.run_for(operation)
-
-
 def fill(
     operation: Operation[None],
     queue: GroupQueue,
@@ -186,42 +169,32 @@ def fill(
         verify(operation, opened, options)
         if fill_first is not None:
             names = fill_first(operation, opened, target, names)
-        if names or fill_first is None:
-            _fill(operation, queue, opened, target, options, names)
-
-
-def _fill(
-    operation: Operation[None],
-    queue: GroupQueue,
-    opened: OpenCheckpoint,
-    target: Target,
-    options: LoadOptions,
-    names: list[str],
-) -> None:
-    if isinstance(target, ModuleTarget) and target.assigns:
-        scheduler = prepare(opened, names, options, deliver=lambda _, loaded: target.keep(loaded))
+        if not names and fill_first is not None:
+            return
+        if isinstance(target, ModuleTarget) and target.assigns:
+            scheduler = prepare(opened, names, options, deliver=lambda _, loaded: target.keep(loaded))
+            queue.attach(scheduler)
+            scheduler.run_for(operation)
+            with collection_paused(len(names)):
+                target.make()
+            return
+        options = replace(options, device=target.device)  # the copies stay on one device
+        # If no device queue orders the copies, the load's thread makes them, and no event loop is needed.
+        direct = target.on_cpu and resolve_placement(options.device) == torch.device("cpu")
+        kept = target.kept_names
+        scheduler = prepare(
+            opened,
+            names,
+            options,
+            deliver=(lambda _, loaded: target.copy(loaded)) if direct else queue.put,
+            hold=not direct,
+            kept=kept,
+            slices=target.slices,
+            views=not kept,
+            copied=frozenset() if direct else target.copied_names,
+        )
         queue.attach(scheduler)
         scheduler.run_for(operation)
-        with collection_paused(len(names)):
-            target.make()
-        return
-    options = replace(options, device=target.device)  # the copies stay on one device
-    # If no device queue orders the copies, the load's thread makes them, and no event loop is needed.
-    direct = target.on_cpu and resolve_placement(options.device) == torch.device("cpu")
-    kept = target.kept_names
-    scheduler = prepare(
-        opened,
-        names,
-        options,
-        deliver=(lambda _, loaded: target.copy(loaded)) if direct else queue.put,
-        hold=not direct,
-        kept=kept,
-        slices=target.slices,
-        views=not kept,
-        copied=frozenset() if direct else target.copied_names,
-    )
-    queue.attach(scheduler)
-    scheduler.run_for(operation)
 
 
 def reading_operation(

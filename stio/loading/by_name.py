@@ -18,6 +18,7 @@ import torch
 
 from stio.device.base import LoadedGroup
 from stio.errors import ClosedError
+from stio.loading.body import gather
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plan import Group
@@ -208,19 +209,11 @@ class LoadByName:
 
     def _read_alone(self, name: str) -> torch.Tensor:
         """Read one tensor outside the budget, for the caller that waits for it."""
-        groups: list[LoadedGroup] = []
+        slices = {name: self._slices[name]} if name in self._slices else {}
 
         def body(operation: Operation[torch.Tensor]) -> torch.Tensor:
-            scheduler = prepare(
-                self._opened,
-                [name],
-                self._options,
-                deliver=lambda _, loaded: groups.append(loaded),
-                slices={name: self._slices[name]} if name in self._slices else {},
-                max_workers=self._max_workers,
-            )
-            scheduler.run_for(operation)
-            return groups.pop().tensors[name]
+            (group,) = gather(operation, self._opened, [name], self._options, slices)
+            return group.tensors[name]
 
         operation = Operation(body, name="load", kind="load", about=self._opened.path)
         self._alone.append(operation)

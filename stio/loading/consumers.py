@@ -18,7 +18,7 @@ from stio.loading.plan import Group
 from stio.loading.scheduler import LoadScheduler
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation
-from stio.runtime.trace import Trace
+from stio.runtime.trace import Trace, traced
 
 
 class GroupQueue:
@@ -81,12 +81,12 @@ class GroupQueue:
         Raises:
             BaseException: The error of the load. Groups that are still in the queue are dropped.
         """
-        since = perf_counter()
-        self._release(since)
+        self._release(perf_counter())
         while True:
             self._waiting.append(True)
             try:
-                await self.operation.wait_until(lambda: bool(self._items))
+                with traced(self._trace, "wait", detail="for the next group"):
+                    await self.operation.wait_until(lambda: bool(self._items))
                 if self.operation.done:
                     self.operation.outcome()  # raises its error: after that no further group is returned
             except BaseException:
@@ -95,9 +95,6 @@ class GroupQueue:
             finally:
                 self._waiting.pop()
             self._taken = perf_counter()
-            if self._trace is not None:
-                self._trace.add("wait", since, self._taken, detail="for the next group")
-            since = self._taken
             try:
                 _, loaded = self._items.popleft()
             except IndexError:  # another consumer took it, or the end

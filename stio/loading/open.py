@@ -164,21 +164,17 @@ class OpenCheckpoint:
             raise
         return file
 
-    def header_of(self, name: str) -> Header:
-        """Return the header that holds a tensor.
+    def info(self, name: str) -> TensorInfo:
+        """Return the entry of a tensor in its header; for an alias, the entry of its target.
 
         Raises:
             TensorNotFoundError: No header has a tensor of this name.
         """
-        for header in self.headers:
-            if name in header:
-                return header
-        raise TensorNotFoundError("the checkpoint has no such tensor", path=self.path, requested=name)
-
-    def info(self, name: str) -> TensorInfo:
-        """Return the entry of a tensor in its header; for an alias, the entry of its target."""
         target = self.aliases.get(name, name)
-        return self.header_of(target).info(target)
+        for header in self.headers:
+            if target in header:
+                return header.info(target)
+        raise TensorNotFoundError("the checkpoint has no such tensor", path=self.path, requested=name)
 
     def dtypes_and_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return dtype and shape of all tensors by name, as in the format; aliases are not among them."""

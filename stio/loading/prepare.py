@@ -146,7 +146,7 @@ def prepare(
             plan = plan_reads([selection for _, _, selection in reads], by_stored_name)
             cached = {} if options.host_cache is None else _held_images(options.host_cache, reads, plan)
             for one in cached.values():
-                undo.callback(one.release)
+                owned.callback(one.release)
             paths = [load.read_path(file, cached.get(id(file))) for file, load, _ in reads]
             budget_bytes = _budget_bytes(plan, paths, loads, kept, path=opened.path)
             num_workers = min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize)
@@ -161,7 +161,6 @@ def prepare(
                 first_bytes=FIRST_BYTES if any(load.must_grow for load in loads) else sys.maxsize,
                 files=list({id(file): file for file, _, _ in reads}.values()),
                 owned=owned,
-                cached_files=list(cached.values()),
                 progress=progress_callback(options.progress),
                 trace=options.trace,
             )
@@ -191,7 +190,9 @@ def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], optio
         files = opened.open_files(range(len(opened.files)), owned)
         for file in files:
             read_past_cache(file, resident_fraction(file))
-        paths = [CacheFillPath(file, image) for file, image in zip(files, cached, strict=True)]
+        for one in cached:
+            owned.callback(one.release)
+        paths = [CacheFillPath(file, one) for file, one in zip(files, cached, strict=True)]
         num_workers = NUM_WORKERS if requests is None else requests.num_in_flight
         budget_bytes = sys.maxsize  # there is no consumer
         executor = _executor(plan, paths, budget_bytes, options, num_workers)
@@ -203,7 +204,6 @@ def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], optio
             budget_bytes=budget_bytes,
             files=files,
             owned=owned.pop_all(),
-            cached_files=cached,
             progress=progress_callback(options.progress, "prefetching"),
             trace=options.trace,
         )

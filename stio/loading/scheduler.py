@@ -19,7 +19,6 @@ from itertools import accumulate
 from typing import Any
 
 from stio.device.base import LoadedGroup
-from stio.loading.cache.entries import CachedFile
 from stio.loading.engine import EngineExecutor
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import Group, ReadPlan
@@ -53,8 +52,7 @@ class LoadScheduler:
         budget_bytes: See `Budget`.
         first_bytes: The first groups, with so many bytes, begin before memory is allocated for the others.
         files: Files that must be unchanged at the end.
-        owned: Closed when the load has ended.
-        cached_files: Files in a cache that the load uses; released when the load has ended.
+        owned: Closed when the load has ended: files, and holds on files in a cache.
         progress: Called with an event at the start and after each group.
         trace: Records the spans of the load.
     """
@@ -72,7 +70,6 @@ class LoadScheduler:
         first_bytes: int = sys.maxsize,
         files: Sequence[Source] = (),
         owned: ExitStack | None = None,
-        cached_files: Sequence[CachedFile] = (),
         progress: Callable[[ProgressEvent], object] | None = None,
         trace: Trace | None = None,
     ) -> None:
@@ -86,7 +83,6 @@ class LoadScheduler:
         self._first_bytes = first_bytes
         self._files = files
         self._owned = owned
-        self._cached_files = cached_files
         self._progress = ProgressReporter(progress, total_bytes=plan.total_bytes, total_tensors=plan.num_tensors)
         self._close_bar = partial(close_bar, progress)
         self._trace = trace
@@ -130,9 +126,7 @@ class LoadScheduler:
             closing.callback(self._close_bar)
             if self._owned is not None:
                 closing.push(self._owned)
-            for cached in self._cached_files:
-                closing.callback(cached.release)
-            for path in self._paths:  # closed before the cached files are released: copies read those
+            for path in self._paths:  # closed before the files in a cache are released: copies read those
                 closing.callback(path.close)
             closing.callback(self._executor.close)
             stats.add_run(self)

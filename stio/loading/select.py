@@ -20,7 +20,6 @@ import torch
 from stio.device.base import Placement, Target
 from stio.device.tensors import torch_shape
 from stio.errors import MismatchError, TensorNotFoundError, listed, printable
-from stio.format.header import Header
 from stio.format.index import ShardIndex
 from stio.format.shared import ALIASES_KEY
 from stio.loading.open import OpenCheckpoint
@@ -53,9 +52,22 @@ def select_by_device(opened: OpenCheckpoint, names: Names | None, device: Target
             selected.setdefault(opened.aliases.get(name, name), []).append(name)
         names = list(selected)
     positions = select_names(opened.headers, names, path=opened.path)
-    if isinstance(device, Placement):
-        return _by_device(opened.headers, positions, selected, device)
-    return [(device, positions, selected)]
+    if not isinstance(device, Placement):
+        return [(device, positions, selected)]
+    found: dict[int, tuple[Target, list[list[int]], dict[str, list[str]]]] = {}
+    for shard, (header, chosen) in enumerate(zip(opened.headers, positions, strict=True)):
+        for k in chosen:
+            name = header.names[k]
+            for selected_name in selected.get(name, (name,)):
+                target = device(selected_name)
+                if id(target) not in found:
+                    found[id(target)] = target, [[] for _ in opened.headers], {}
+                _, mine, my_names = found[id(target)]
+                if not mine[shard] or mine[shard][-1] != k:  # several names of one tensor: it is read once
+                    mine[shard].append(k)
+                if selected:
+                    my_names.setdefault(name, []).append(selected_name)
+    return list(found.values())
 
 
 def shards_of(
@@ -125,28 +137,6 @@ def listed_names(opened: OpenCheckpoint, names: Names | None) -> Iterable[str]:
         return names
     every = [name for header in opened.headers for name in header.names] + list(opened.aliases)
     return every if names is None else filter(names, every)
-
-
-def _by_device(
-    headers: Sequence[Header],
-    positions: Sequence[Sequence[int]],
-    selected: Mapping[str, Sequence[str]],
-    place: Placement,
-) -> list[Selected]:
-    found: dict[int, tuple[Target, list[list[int]], dict[str, list[str]]]] = {}
-    for shard, (header, chosen) in enumerate(zip(headers, positions, strict=True)):
-        for k in chosen:
-            name = header.names[k]
-            for selected_name in selected.get(name, (name,)):
-                device = place(selected_name)
-                if id(device) not in found:
-                    found[id(device)] = device, [[] for _ in headers], {}
-                _, mine, my_names = found[id(device)]
-                if not mine[shard] or mine[shard][-1] != k:  # several names of one tensor: it is read once
-                    mine[shard].append(k)
-                if selected:
-                    my_names.setdefault(name, []).append(selected_name)
-    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)
