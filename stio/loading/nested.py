@@ -93,7 +93,7 @@ def _tree_text(opened: OpenCheckpoint, limits: Limits) -> tuple[bytes, set[str]]
     text = opened.metadata.get(STATE_KEY)
     if text is None:
         message = "the checkpoint has no nested state: `stio.load` loads its tensors, `stio.save_state` saves a state"
-        raise FormatError(message, path=opened.path)
+        raise FormatError(message, path=opened.path, expected=f"{STATE_KEY!r} in the metadata")
     if not isinstance(text, str):
         raise FormatError(f"{STATE_KEY} is not text", path=opened.path, found=type(text).__name__)
     if text != POINTER:
