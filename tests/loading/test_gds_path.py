@@ -95,7 +95,7 @@ def test_large_tensors_are_read_by_cufile_and_small_ones_by_the_ring(
     assert warnings() == []
     assert {span.detail for span in trace.spans if span.name == "read"} == {"GdsPath"}
     large = sum(t.nbytes for t in tensors.values() if t.nbytes > 100_000)
-    read = here.cufile.read_bytes - 2 * (1 << 20)  # without the two trials
+    read = here.cufile.read_bytes
     assert read == large if budget_bytes > BUDGET else read <= large
     assert here.driver.num_copies >= 100
     del found
@@ -134,7 +134,7 @@ def test_scattered_pieces_go_through_the_ring(make, source, tensors) -> None:
     names = [f"small.{k:03}" for k in range(0, 100, 4)]  # every other one of the first shard
     found = here.load(source, names=names)
     require_equal(found, {name: tensors[name] for name in names})
-    assert here.cufile.num_reads == 1  # the trial
+    assert here.cufile.num_reads == 0
     assert here.driver.num_copies
     del found
     here.require_freed()
