@@ -355,8 +355,8 @@ MUTANTS = (
     mutant(
         "a cache releases too early",
         "the memory of a cached file is released while copies of the load still read it",
-        "stio/loading/scheduler.py",
-        ("                closing.callback(cached.release)\n", "                cached.release()\n"),
+        "stio/loading/prepare.py",
+        ("                owned.callback(one.release)\n", "                one.release()\n"),
         tests=f"{ORDERS}test_a_cache_keeps_what_is_copied_from",
     ),
     mutant(
