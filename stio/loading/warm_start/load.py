@@ -503,8 +503,8 @@ def _require_meta(module: nn.Module, parameters: Sequence[MatchedParameter], see
         raise MismatchError(f"{message}: {listed(real)}", path=path)
     left = tuple(name for name, buffer in module.named_buffers() if buffer.is_meta and id(buffer) not in seen)
     if left:
-        message = "the checkpoint does not hold these buffers; make them on a device and not on 'meta'"
-        raise MismatchError(f"{message}: {listed(left)}", path=path)
+        message = "the checkpoint does not hold these buffers, and a forward would compute without their data"
+        raise MismatchError(f"{message}; make them on a device and not on 'meta': {listed(left)}", path=path)
 
 
 def place_buffers(
