@@ -23,7 +23,7 @@ from stio.loading.nested import read_nested
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.runtime.hashing import HashName
-from stio.runtime.keywords import described_by
+from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused
@@ -80,24 +80,9 @@ async def save_state(
         LimitError: The state exceeds the default `stio.Limits` of a load, or containers are nested more than 200 deep.
         StioError: See `stio.save`.
     """
-    tensors, metadata = await flatten(state, metadata)
-    return await save(
-        tensors,
-        destination,
-        budget_bytes=budget_bytes,
-        max_shard_size=max_shard_size,
-        metadata=metadata,
-        filename_pattern=filename_pattern,
-        shared=shared,
-        shard_names=shard_names,
-        commit=commit,
-        durability=durability,
-        hash=hash,
-        lock_timeout=lock_timeout,
-        progress=progress,
-        trace=trace,
-        switch_interval=switch_interval,
-    )
+    options = keywords_for(save, locals())
+    tensors, options["metadata"] = await flatten(state, metadata)
+    return await save(tensors, **options)
 
 
 @described_by(load)
@@ -135,20 +120,7 @@ async def load_state(
         FormatError: The checkpoint has no nested state (`stio.load` loads its tensors), or a malformed one.
         StioError: See `stio.load`.
     """
-    options = LoadOptions(
-        device=device,
-        dtype=dtype,
-        memory=memory,
-        budget_bytes=budget_bytes,
-        strict=strict,
-        limits=limits,
-        verify=verify,
-        follow_symlinks=follow_symlinks,
-        progress=progress,
-        cache=cache,
-        trace=trace,
-        switch_interval=switch_interval,
-    )
+    options = LoadOptions(**keywords_for(LoadOptions, locals()))
 
     operation = reading_operation(source, options, lambda operation, opened: restore(operation, opened, options))
     take = await operation.wait()

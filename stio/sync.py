@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from inspect import iscoroutinefunction
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
@@ -57,7 +57,7 @@ A = TypeVar("A")
 _warned = False
 
 
-def _warn_under_a_loop() -> None:
+def _warn_under_a_loop(stacklevel: int = 3) -> None:
     """Warn once that the call blocks a running loop, except in a notebook, where that is intended."""
     global _warned
     if _warned or "ipykernel" in sys.modules or not in_event_loop():
@@ -66,16 +66,16 @@ def _warn_under_a_loop() -> None:
     warnings.warn(
         "stio.sync blocks the running event loop until it is done; use the function of the same name in stio there",
         RuntimeWarning,
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
 
 
-def _blocking(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
+def _blocking(function: Callable[P, Coroutine[Any, Any, T]], *, stacklevel: int = 3) -> Callable[P, T]:
     """Return the blocking twin of a public coroutine function."""
 
     @functools.wraps(function)
     def twin(*args: P.args, **kwargs: P.kwargs) -> T:
-        _warn_under_a_loop()
+        _warn_under_a_loop(stacklevel)
         return run_blocking(function(*args, **kwargs))
 
     twin.__module__ = __name__
@@ -84,14 +84,7 @@ def _blocking(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, T]:
 
 def _blocking_method(method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
     """Return the blocking twin of a coroutine method, for a class whose `_twin` has that method."""
-
-    @functools.wraps(method)
-    def twin(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        _warn_under_a_loop()
-        return run_blocking(method(self._twin, *args, **kwargs))
-
-    twin.__module__ = __name__
-    return twin
+    return _same_method(_blocking(method, stacklevel=4))
 
 
 def _same_method(method: Callable[Concatenate[A, P], T]) -> Callable[Concatenate[Any, P], T]:
@@ -156,10 +149,8 @@ class _Twin:
         run_blocking(self._twin.__aenter__())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        run_blocking(self._twin.__aexit__(kind, error, trace))
+    def __exit__(self, *error: object) -> None:
+        run_blocking(self._twin.__aexit__(*error))
 
     def close(self) -> None:
         """End the work under way and release its resources, as leaving the block does. Idempotent."""

@@ -358,8 +358,8 @@ MUTANTS = (
     mutant(
         "a cache releases too early",
         "the memory of a cached file is released while copies of the load still read it",
-        "stio/loading/scheduler.py",
-        ("                closing.callback(cached.release)\n", "                cached.release()\n"),
+        "stio/loading/prepare.py",
+        ("                owned.callback(one.release)\n", "                one.release()\n"),
         tests=f"{ORDERS}test_a_cache_keeps_what_is_copied_from",
     ),
     mutant(
@@ -601,8 +601,8 @@ MUTANTS = (
     mutant(
         "buffers of a warm start are not recorded",
         "the allocator is not told that the caller's stream uses buffers in memory of the copy stream",
-        "stio/loading/warm_start/api.py",
-        ("            record(tensors.values(), ready.device, current_streams().get(ready.device))\n", ""),
+        WARM,
+        ("            record(tensors.values(), self._device, self._stream)\n", ""),
         tests=f"{DROPPED_WARM}[buffer-own stream]",
     ),
     mutant(
@@ -818,16 +818,6 @@ MUTANTS = (
             "                pass\n",
         ),
         tests="tests/loading/cache/test_host_cache.py::test_segments_are_filled_while_others_are_pinned",
-    ),
-    mutant(
-        "a load waits for what another one reads",
-        "all workers of the plain executor wait for blocks that another load is reading into a cache",
-        "stio/loading/plain.py",
-        (
-            "            if image is None or not image.is_coming(block.offset, block.offset + block.nbytes):\n",
-            "            if True:\n",
-        ),
-        tests="tests/loading/cache/test_host_cache_faults.py::test_what_is_there_is_loaded_while_the_rest_is_coming[fake-store]",
     ),
     mutant(
         "a saver pins whatever a snapshot takes",

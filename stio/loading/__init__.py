@@ -5,10 +5,11 @@ on a thread of stio's own. `open.py` opens every shard and checks its header. `p
 device (a `DeviceLoad` each) and how each file is read for it (a `FileSelection` each). `plan.py` turns that into a
 `ReadPlan`: groups of neighbouring tensors that are delivered together, cut into blocks of one read each.
 `scheduler.py` executes it: it begins groups within the budget, an executor moves their bytes, and a group that is
-complete (a `LoadedGroup`) goes to a `load`, to a queue or to threads that take tensors by name (`consumers.py`), or
-into memory of the caller (`target.py`): a module (`module.py`, `module_tree.py`), a nested state (`nested.py`), parts
-of tensors. A read path (`read_paths.py`, `gds_path.py`) says where the bytes of a group go, and makes its tensors. The
-executor is the engine (`engine.py`, `stio.native`) or, where that cannot move the bytes, the plain one (`plain.py`).
+complete (a `LoadedGroup`) goes to a `load`, to a queue (`consumers.py`), to threads that take tensors by name
+(`by_name.py`), or into memory of the caller (`target.py`): a module (`module.py`, `module_tree.py`), a nested state
+(`nested.py`), parts of tensors. A read path (`read_paths.py`, `gds_path.py`) says where the bytes of a group go, and
+makes its tensors. The executor is the engine (`engine.py`, `stio.native`) or, where that cannot move the bytes, the
+plain one (`plain.py`).
 
 Invariants. The memory of a group counts against the budget from its begin until its last user has released it, unless
 the consumer keeps it. Groups begin in the plan's order; a group that is larger than the budget is read alone. A group

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -28,7 +27,6 @@ from stio.loading.body import (
     fill,
     open_with_options,
     reading_operation,
-    stream_to,
     verify,
 )
 from stio.loading.consumers import GroupQueue
@@ -36,10 +34,11 @@ from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.plan import Names
+from stio.loading.prepare import prepare
 from stio.loading.select import PlacementsLike, checked_placements, plain_names, reusable_names, shards_of
 from stio.loading.target import LoadReport
 from stio.runtime.blocking import runs_blocking
-from stio.runtime.keywords import described_by
+from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import switch_interval as shortened
@@ -120,20 +119,7 @@ async def load(
         IntegrityError: With `verify=True`: a file differs from the checkpoint's manifest, or there is no manifest.
         StioError: See `stio.errors`.
     """
-    options = LoadOptions(
-        device=device,
-        dtype=dtype,
-        memory=memory,
-        budget_bytes=budget_bytes,
-        strict=strict,
-        limits=limits,
-        verify=verify,
-        follow_symlinks=follow_symlinks,
-        progress=progress,
-        cache=cache,
-        trace=trace,
-        switch_interval=switch_interval,
-    )
+    options = LoadOptions(**keywords_for(LoadOptions, locals()))
     chosen, placements = reusable_names(names), checked_placements(placements)
     take = await reading_operation(
         source,
@@ -187,20 +173,7 @@ async def load_into(
             would lose the values (floats into integers).
         StioError: See `stio.load`.
     """
-    options = LoadOptions(
-        device=device,
-        dtype=dtype,
-        memory=memory,
-        budget_bytes=budget_bytes,
-        strict=strict,
-        limits=limits,
-        verify=verify,
-        follow_symlinks=follow_symlinks,
-        progress=progress,
-        cache=cache,
-        trace=trace,
-        switch_interval=switch_interval,
-    )
+    options = LoadOptions(**keywords_for(LoadOptions, locals()))
     target = ModuleTarget(module, assign=assign)
     target.warn_of_device(device)
     return await fill_from(source, target, options)
@@ -282,20 +255,7 @@ def open(
         ValueError: An argument has a wrong value, or two of them contradict each other.
         StioError: On entering the block; see `stio.load`.
     """
-    options = LoadOptions(
-        device=device,
-        dtype=dtype,
-        memory=memory,
-        budget_bytes=budget_bytes,
-        strict=strict,
-        limits=limits,
-        verify=verify,
-        follow_symlinks=follow_symlinks,
-        progress=progress,
-        cache=cache,
-        trace=trace,
-        switch_interval=switch_interval,
-    )
+    options = LoadOptions(**keywords_for(LoadOptions, locals()))
     return Checkpoint(source, options)
 
 
@@ -325,8 +285,15 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         opened = self._opened
-        what = f"{printable(shown(self._source))!r}, not open" if opened is None else headline(opened)
-        return f"<Checkpoint {what}>"
+        if opened is None:
+            return f"<Checkpoint {printable(shown(self._source))!r}, not open>"
+        headers = opened.headers
+        parts = [counted(sum(map(len, headers)), "tensor"), show_bytes(sum(header.data_bytes for header in headers))]
+        if len(headers) > 1:
+            parts.append(counted(len(headers), "shard"))
+        if opened.aliases:
+            parts.append(f"tied names: {len(opened.aliases):,}")
+        return f"<Checkpoint {printable(opened.path)!r}: {', '.join(parts)}>"
 
     def keys(self) -> list[str]:
         """Return the names of all tensors in the order of their data, aliases last."""
@@ -379,9 +346,7 @@ class Checkpoint:
         self._opened = await operation.wait()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, *error: object) -> None:
         await self._close(may_wait=kind is not GeneratorExit or runs_blocking())
 
     async def aclose(self) -> None:
@@ -459,7 +424,11 @@ class Checkpoint:
 
         def body(operation: Operation[None], queue: GroupQueue) -> None:
             with shortened(options.switch_interval):
-                stream_to(operation, queue, opened, names, options, slices, placed)
+                scheduler = prepare(
+                    opened, names, options, slices=slices, placements=placed, deliver=queue.put, hold=True, kept=()
+                )
+                queue.attach(scheduler, opened.aliases)
+                scheduler.run_for(operation)  # the consumer releases the budget, so reading waits for it
 
         queue = GroupQueue(body, name="stream", about=opened.path, trace=options.trace)
         self._own(queue.operation)
@@ -580,9 +549,7 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
         self._begin()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, *error: object) -> None:
         if kind is GeneratorExit and not runs_blocking():
             self._closed = True
             self._discard()
@@ -610,14 +577,3 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
     def __del__(self) -> None:
         if hasattr(self, "_queue"):
             self._queue.operation.cancel()
-
-
-def headline(opened: OpenCheckpoint) -> str:
-    """Return one line: the path, and what the checkpoint holds."""
-    headers = opened.headers
-    parts = [counted(sum(map(len, headers)), "tensor"), show_bytes(sum(header.data_bytes for header in headers))]
-    if len(headers) > 1:
-        parts.append(counted(len(headers), "shard"))
-    if opened.aliases:
-        parts.append(f"tied names: {len(opened.aliases):,}")
-    return f"{printable(opened.path)!r}: {', '.join(parts)}"

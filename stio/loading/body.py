@@ -81,20 +81,12 @@ def _damage_discarded(cache: ObjectCache | None) -> Iterator[None]:
 
 def fetch_all(opened: OpenCheckpoint, cache: ObjectCache, options: LoadOptions) -> None:
     """Replace all files of a checkpoint by files of a cache on disk."""
-    try:
-        with ExitStack() as opening:
-            files = cache.fetch(
-                opened.files,
-                [file.identity.nbytes for file in opened.files],
-                budget_bytes=options.budget or DEFAULT_BUDGET_BYTES,
-                owned=opening,
-            )
-            opening.pop_all()
-    except BaseException:
-        opened.close()
-        raise
-    before, opened.files = opened.files, files
-    for old, new in zip(before, files, strict=True):
+    before, nbytes = opened.files, [file.identity.nbytes for file in opened.files]
+    with ExitStack() as undo:
+        undo.callback(opened.close)
+        opened.files = cache.fetch(before, nbytes, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES, owned=undo)
+        undo.pop_all()
+    for old, new in zip(before, opened.files, strict=True):
         if new is not old:
             old.close()
 
@@ -158,23 +150,6 @@ def collect(
     return take
 
 
-def stream_to(
-    operation: Operation[None],
-    queue: GroupQueue,
-    opened: OpenCheckpoint,
-    names: Names | None,
-    options: LoadOptions,
-    slices: Mapping[str, object] | None,
-    placements: PlacementsLike | None,
-) -> None:
-    """Deliver all groups to a queue. The budget is released by the consumer, so reading waits for it."""
-    scheduler = prepare(
-        opened, names, options, slices=slices, placements=placements, deliver=queue.put, hold=True, kept=()
-    )
-    queue.attach(scheduler, opened.aliases)
-    scheduler.run_for(operation)
-
-
 def fill(
     operation: Operation[None],
     queue: GroupQueue,
@@ -194,42 +169,32 @@ def fill(
         verify(operation, opened, options)
         if fill_first is not None:
             names = fill_first(operation, opened, target, names)
-        if names or fill_first is None:
-            _fill(operation, queue, opened, target, options, names)
-
-
-def _fill(
-    operation: Operation[None],
-    queue: GroupQueue,
-    opened: OpenCheckpoint,
-    target: Target,
-    options: LoadOptions,
-    names: list[str],
-) -> None:
-    if isinstance(target, ModuleTarget) and target.assigns:
-        scheduler = prepare(opened, names, options, deliver=lambda _, loaded: target.keep(loaded))
+        if not names and fill_first is not None:
+            return
+        if isinstance(target, ModuleTarget) and target.assigns:
+            scheduler = prepare(opened, names, options, deliver=lambda _, loaded: target.keep(loaded))
+            queue.attach(scheduler)
+            scheduler.run_for(operation)
+            with collection_paused(len(names)):
+                target.make()
+            return
+        options = replace(options, device=target.device)  # the copies stay on one device
+        # If no device queue orders the copies, the load's thread makes them, and no event loop is needed.
+        direct = target.on_cpu and resolve_placement(options.device) == torch.device("cpu")
+        kept = target.kept_names
+        scheduler = prepare(
+            opened,
+            names,
+            options,
+            deliver=(lambda _, loaded: target.copy(loaded)) if direct else queue.put,
+            hold=not direct,
+            kept=kept,
+            slices=target.slices,
+            views=not kept,
+            copied=frozenset() if direct else target.copied_names,
+        )
         queue.attach(scheduler)
         scheduler.run_for(operation)
-        with collection_paused(len(names)):
-            target.make()
-        return
-    options = replace(options, device=target.device)  # the copies stay on one device
-    # If no device queue orders the copies, the load's thread makes them, and no event loop is needed.
-    direct = target.on_cpu and resolve_placement(options.device) == torch.device("cpu")
-    kept = target.kept_names
-    scheduler = prepare(
-        opened,
-        names,
-        options,
-        deliver=(lambda _, loaded: target.copy(loaded)) if direct else queue.put,
-        hold=not direct,
-        kept=kept,
-        slices=target.slices,
-        views=not kept,
-        copied=frozenset() if direct else target.copied_names,
-    )
-    queue.attach(scheduler)
-    scheduler.run_for(operation)
 
 
 def reading_operation(

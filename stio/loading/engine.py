@@ -14,7 +14,7 @@ from stio import native
 from stio.errors import StorageError
 from stio.loading.cache.entries import FileImage
 from stio.loading.plan import Group
-from stio.loading.scheduler import ReadPath
+from stio.loading.read_paths import ReadPath
 from stio.runtime.control_groups import num_processors
 from stio.runtime.trace import Trace
 

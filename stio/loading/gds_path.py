@@ -2,8 +2,7 @@
 
 The engine carries it out: cuFile reads into the memory of the tensors. It waits for no stream, so `begin` waits until
 the device has done what is queued there. Short and scattered ranges go through the ring, which reads several at once.
-Before the first tensor a part of each file is read by both paths and compared. If the bytes differ, or a later read
-fails, the load continues through the ring.
+If a read fails, the load continues through the ring.
 """
 
 from __future__ import annotations
@@ -16,17 +15,14 @@ import torch
 
 from stio import native
 from stio.device.base import Accelerator, LoadedGroup
-from stio.device.cuda import DeviceRing, TorchAccelerator, bytes_of, copy_error, ring_of
-from stio.errors import DeviceMemoryError, StorageError
+from stio.device.cuda import TorchAccelerator, ring_of
+from stio.errors import StorageError
 from stio.loading.plan import Block, Group
-from stio.loading.read_paths import Delivery, DevicePath, StagingSlots, read_error
-from stio.runtime import memory
-from stio.runtime.limits import PAGE_BYTES
+from stio.loading.read_paths import Delivery, DevicePath, StagingSlots
 from stio.storage.local import GdsFile, LocalFile, require_cufile
 
 logger = logging.getLogger("stio")
 
-_PROBE_BYTES = 1 << 20
 _LEAST_BYTES = 64 << 10  # of a range for cuFile; the ring reads shorter ones together
 
 
@@ -46,33 +42,21 @@ class GdsDevice:
         self._is_compatible = False
         self._files = ExitStack()
         self._accelerator = accelerator
-        self._ring = ring_of(accelerator)
-        if self._ring is not None and torch.version.hip is None:
+        if ring_of(accelerator) is not None and torch.version.hip is None:
             require_cufile()
         else:
             self.disable("it needs " + ("a GPU of NVIDIA" if native.available() else "the engine"))
 
     def open(self, file: LocalFile) -> GdsFile | None:
-        """Open a file and test a read; None, with a warning, if GPUDirect Storage is not usable.
-
-        Raises:
-            TruncatedError: The file is shorter than when it was opened.
-            DeviceError: The device is not usable.
-        """
+        """Open a file; None, with a warning, if GPUDirect Storage is not usable."""
         if not self.is_usable:
             return None
         accelerator = self._accelerator
-        assert self._ring is not None
         try:
             # Any other kind of accelerator is a fake (tests), which has no current device.
             with accelerator.as_current() if isinstance(accelerator, TorchAccelerator) else nullcontext():
                 direct = GdsFile(file)
-            try:
-                _require_same(file, direct, accelerator, self._ring)
-            except BaseException:
-                direct.close()
-                raise
-        except (StorageError, DeviceMemoryError) as error:
+        except StorageError as error:
             self.disable(str(error))
             return None
         self._files.callback(direct.close)
@@ -113,7 +97,7 @@ class GdsPath(DevicePath):
 
     @property
     def memory(self) -> object:
-        """See `stio.loading.scheduler.ReadPath`: of the device, but it is waited for (see `begin`)."""
+        """Of the device, but it is waited for (see `begin`)."""
         return self._device
 
     def begin(self, groups: Sequence[Group]) -> None:
@@ -138,36 +122,3 @@ class GdsPath(DevicePath):
         with ExitStack() as closing:
             closing.callback(super().close)
             closing.callback(self._device.close)
-
-
-def _require_same(plain: LocalFile, direct: GdsFile, accelerator: Accelerator, ring: DeviceRing) -> None:
-    """Read a part of the file by both read paths, and compare.
-
-    Raises:
-        StorageError: The bytes differ, or a read fails.
-        DeviceError: The device is not usable.
-    """
-    nbytes = min(_PROBE_BYTES, plain.identity.nbytes)
-    offset = (plain.identity.nbytes - nbytes) // 2 // PAGE_BYTES * PAGE_BYTES
-    expected, wrong = memory.allocate(nbytes), memory.allocate(nbytes)
-    plain.read_into(offset, [expected])
-    torch.bitwise_not(bytes_of(expected), out=bytes_of(wrong))  # so that a read that does nothing does not pass
-    (target,) = accelerator.allocate([(torch.uint8, (nbytes,))])
-    accelerator.copy([(target, wrong)]).synchronize()
-    ranges, transfer = native.Ranges(), native.Transfer()
-    ranges.file_to_device(0, plain.fd, -1, offset, nbytes, target.data_ptr(), ring.ring, direct)
-    try:
-        transfer.add(ranges)
-        transfer.take()
-    except native.Failure as failure:
-        raise (
-            copy_error(accelerator.device, failure) if failure.kind == native.DRIVER else read_error(plain, failure)
-        ) from None
-    finally:
-        transfer.end()
-    if direct.error is not None:
-        raise direct.error
-    with accelerator.on_stream():
-        found = target.cpu()
-    if not torch.equal(found, bytes_of(expected)):
-        raise StorageError("GPUDirect Storage reads other bytes than a plain read", path=plain.path, offset=offset)

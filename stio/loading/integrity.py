@@ -6,21 +6,20 @@ Each file is hashed as a whole, in pieces. This module imports no torch, for `st
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stio.errors import IntegrityError, StioError
 from stio.format.manifest import FileState, Manifest, merge_states, parse_manifest
-from stio.loading.open import ManifestText, OpenCheckpoint
+from stio.loading.open import OpenCheckpoint
 from stio.runtime.control_groups import num_processors
 from stio.runtime.hashing import new_hasher
 from stio.runtime.limits import PAGE_BYTES
-from stio.runtime.memory import Region, allocate, default_budget_bytes
+from stio.runtime.memory import allocate, default_budget_bytes
 from stio.runtime.operation import Cancelled
 from stio.runtime.workers import WorkerPool
-from stio.storage.base import digest_of_source
+from stio.storage.base import Source, digest_of_source
 
 MOST_WORKERS = 8
 """Most threads that hash, on a machine with as many cores: at 2 GB/s each they are as fast as a fast disk."""
@@ -84,12 +83,9 @@ def verify_files(
 
 def no_manifest(opened: OpenCheckpoint) -> IntegrityError:
     """Return the error for a checkpoint that cannot be verified."""
-    return IntegrityError(
-        "the checkpoint has no manifest to verify it; a save makes one with hash='sha256'",
-        path=opened.path,
-        expected=os.path.basename(opened.manifest.path) if opened.manifest is not None else None,
-        found=None if opened.manifest is None else "no such file",
-    )
+    message = "the checkpoint has no manifest to verify it; a save makes one with hash='sha256'"
+    expected = None if opened.manifest is None else os.path.basename(opened.manifest.path)
+    return IntegrityError(message, path=opened.path, expected=expected)
 
 
 def judge_files(
@@ -120,83 +116,60 @@ def judge_files(
     """
     new_hasher(manifest.algorithm)  # raises if its package is missing, before any file is read
     assert opened.manifest is not None
-    comparison = _Comparison(opened, manifest, opened.manifest, check, to_the_end, advance)
-    comparison.run(budget_bytes)
-    return [Finding(header.shard, comparison.wrong.get(k)) for k, header in enumerate(opened.headers)]
+    files, place = opened.files, opened.manifest.path
+    states = [manifest.files.get(name, ()) for name in opened.manifest.names]
+    wrong: dict[int, StioError] = {}
+    workers = WorkerPool("hash")
 
+    def judge(k: int, error: StioError | None) -> None:
+        if error is not None:
+            if not to_the_end:
+                raise error
+            wrong[k] = error
 
-@dataclass(frozen=True, slots=True)
-class _Comparison:
-    """Files that a few workers compare with a manifest; see `judge_files`."""
+    for k, file in enumerate(files):
+        judge(k, _wrong_size(file, states[k], place))
+    left = [k for k in reversed(range(len(files))) if k not in wrong]
+    budget_bytes = min(budget_bytes, default_budget_bytes(sum(files[k].identity.nbytes for k in left)))
+    num_workers = max(1, min(len(left), num_processors(), MOST_WORKERS, budget_bytes // _LEAST_PIECE_BYTES))
+    piece_bytes = max(PAGE_BYTES, min(PIECE_BYTES, budget_bytes // num_workers))
 
-    opened: OpenCheckpoint
-    manifest: Manifest
-    text: ManifestText
-    check: Callable[[], None]
-    to_the_end: bool
-    advance: Callable[[int], object]
-    wrong: dict[int, StioError] = field(default_factory=dict)
-    """Difference of a file, by its position."""
-    waiting: deque[int] = field(default_factory=deque)
-    workers: WorkerPool = field(default_factory=lambda: WorkerPool("hash"))
-
-    def run(self, budget_bytes: int) -> None:
-        """Compare all files, or until the first error."""
-        files = self.opened.files
-        for k, file in enumerate(files):
-            self._compare_size(k, file.identity.nbytes)
-        self.waiting.extend(k for k in range(len(files)) if k not in self.wrong)
-        total_bytes = sum(files[k].identity.nbytes for k in self.waiting)
-        budget_bytes = min(budget_bytes, default_budget_bytes(total_bytes))
-        num_workers = max(1, min(len(self.waiting), num_processors(), MOST_WORKERS, budget_bytes // _LEAST_PIECE_BYTES))
-        piece_bytes = max(PAGE_BYTES, min(PIECE_BYTES, budget_bytes // num_workers))
-        self.workers.run(lambda: self._work(piece_bytes), num_workers)
-
-    def _work(self, piece_bytes: int) -> None:
-        memory = allocate(piece_bytes)
-        while not self.workers.stopped:
-            try:
-                k = self.waiting.popleft()
-            except IndexError:
-                return
-            self._compare_digest(k, memory)
-
-    def _states(self, k: int) -> Sequence[FileState]:
-        return self.manifest.files.get(self.text.names[k], ())
-
-    def _compare_size(self, k: int, nbytes: int) -> None:
-        states, path = self._states(k), self.opened.files[k].path
-        if not states:
-            self._record(k, IntegrityError("the manifest does not name this file", path=path, found=self.text.path))
-        elif all(state.nbytes != nbytes for state in states):
-            message = "the file has another size than in the manifest"
-            expected = _either(state.nbytes for state in states)
-            self._record(k, IntegrityError(message, path=path, expected=expected, found=nbytes))
-
-    def _compare_digest(self, k: int, memory: Region) -> None:
-        file = self.opened.files[k]
-        try:
-            with ExitStack() as owned:
-                file = self.opened.open_files([k], owned)[k]
-                found = digest_of_source(file, new_hasher(self.manifest.algorithm), memory, self._before_piece)
-        except StioError as error:
-            self._record(k, error)
-            return
-        expected = [state.digest for state in self._states(k) if state.nbytes == file.identity.nbytes]
-        if found not in expected:
-            message = f"the file is damaged or another one: its {self.manifest.algorithm} differs from the manifest"
-            self._record(k, IntegrityError(message, path=file.path, expected=_either(expected), found=found))
-
-    def _before_piece(self, nbytes: int) -> None:
-        if self.workers.stopped:
+    def before_piece(nbytes: int) -> None:
+        if workers.stopped:
             raise Cancelled
-        self.check()
-        self.advance(nbytes)
+        check()
+        advance(nbytes)
 
-    def _record(self, k: int, error: StioError) -> None:
-        if not self.to_the_end:
-            raise error
-        self.wrong[k] = error
+    def work() -> None:
+        memory = allocate(piece_bytes)
+        for k in workers.items(left):
+            try:
+                with ExitStack() as owned:
+                    file = opened.open_files([k], owned)[k]
+                    found = digest_of_source(file, new_hasher(manifest.algorithm), memory, before_piece)
+                judge(k, _wrong_digest(file, found, states[k], manifest.algorithm))
+            except StioError as error:
+                judge(k, error)
+
+    workers.run(work, num_workers)
+    return [Finding(header.shard, wrong.get(k)) for k, header in enumerate(opened.headers)]
+
+
+def _wrong_size(file: Source, states: Sequence[FileState], place: str) -> StioError | None:
+    if not states:
+        return IntegrityError("the manifest does not name this file", path=file.path, found=place)
+    if all(state.nbytes != file.identity.nbytes for state in states):
+        message, expected = "the file has another size than in the manifest", _either(state.nbytes for state in states)
+        return IntegrityError(message, path=file.path, expected=expected, found=file.identity.nbytes)
+    return None
+
+
+def _wrong_digest(file: Source, found: str, states: Sequence[FileState], algorithm: str) -> StioError | None:
+    expected = [state.digest for state in states if state.nbytes == file.identity.nbytes]
+    if found in expected:
+        return None
+    message = f"the file is damaged or another one: its {algorithm} differs from the manifest"
+    return IntegrityError(message, path=file.path, expected=_either(expected), found=found)
 
 
 def _either(values: Iterable[object]) -> str:

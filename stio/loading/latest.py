@@ -33,6 +33,7 @@ _FILES = (FILE_SUFFIX, ".sft", ".ckpt")
 """Ends of the names of files that are checkpoints: those of safetensors, and of Lightning by stio."""
 
 _DATED = "its name has a date, whose numbers are no step; load it by its path, or name it such as step-100"
+_UNFINISHED = "its name is one that programs give to a checkpoint until it is complete; if it is, rename it"
 _DEEPEST = 3
 """Most directories inside each other in the one of a step: `step-3/model/`."""
 
@@ -71,7 +72,10 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False) 
             by_step[step].append(entry) if step is not None else dated.append(f"{entry}: {_DATED}")
     left_out: list[str] = []
     for step in sorted(by_step, reverse=True):
-        reasons = {entry: _why_left_out(entry, follow_symlinks) for entry in by_step[step]}
+        reasons = {
+            entry: _UNFINISHED if is_unfinished(os.path.basename(entry)) else _why_incomplete(entry, follow_symlinks)
+            for entry in by_step[step]
+        }
         left_out += [f"{entry}: {reason}" for entry, reason in reasons.items() if reason]
         complete = [entry for entry, reason in reasons.items() if reason is None]
         if len(complete) > 1:
@@ -85,13 +89,6 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False) 
                 log(logging.WARNING, "%s is the newest complete checkpoint; left out: %s", complete[0], reason)
             return complete[0]
     raise _none(path, [*left_out, *dated], follow_symlinks)
-
-
-def _why_left_out(path: str, follow_symlinks: bool) -> str | None:
-    """Return what `_why_incomplete` does, or that the name is one of work."""
-    if is_unfinished(os.path.basename(path)):
-        return "its name is one that programs give to a checkpoint until it is complete; if it is, rename it"
-    return _why_incomplete(path, _DEEPEST, follow_symlinks)
 
 
 def _names_in(path: str) -> list[str]:
@@ -109,7 +106,7 @@ def _may_be_checkpoint(path: str) -> bool:
     return os.path.isdir(path) or (path.endswith(_FILES) and os.path.isfile(path))
 
 
-def _why_incomplete(path: str, depth: int, follow_symlinks: bool) -> str | None:
+def _why_incomplete(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> str | None:
     """Return why there is no complete checkpoint at a path: empty text if there is none at all; None if there is."""
     pickled = ""
     try:
@@ -125,18 +122,14 @@ def _why_incomplete(path: str, depth: int, follow_symlinks: bool) -> str | None:
         if not os.path.isdir(path):
             return str(error) if os.path.islink(path) else ""  # removed meanwhile
         names = _names_in(path)
-        if any(name.endswith(INDEX_SUFFIX) or _is_shard(name) for name in names):
+        if any(name.endswith(INDEX_SUFFIX) or (name.endswith(FILE_SUFFIXES) and shard_number(name)) for name in names):
             return str(error)
         pickled = str(error) if any(map(is_pickle_of_weights, names)) else ""
     entries = [os.path.join(path, name) for name in names]
     parts = [one for one in entries if one.endswith((*_FILES, INDEX_SUFFIX)) or (depth and os.path.isdir(one))]
-    reasons = [_why_incomplete(part, depth - 1, follow_symlinks) for part in parts]
+    reasons = [_why_incomplete(part, follow_symlinks, depth - 1) for part in parts]
     found = [reason for reason in reasons if reason != ""]
     return next((reason for reason in found if reason is not None), None) if found else pickled
-
-
-def _is_shard(name: str) -> bool:
-    return name.endswith(FILE_SUFFIXES) and shard_number(name) is not None
 
 
 def _why_shards_are_missing(path: str, names: Sequence[str]) -> str:
@@ -155,6 +148,6 @@ def _none(path: str, left_out: list[str], follow_symlinks: bool) -> CheckpointNo
     message = "there is no complete checkpoint of a step in this directory"
     if left_out:
         return CheckpointNotFoundError(f"{message}; left out: {left_out[0]}", path=path)
-    if _why_incomplete(path, 0, follow_symlinks) is None:
+    if _why_incomplete(path, follow_symlinks, 0) is None:
         message += ": it is a checkpoint itself; load it by its path"
     return CheckpointNotFoundError(message, path=path, expected="names with a number, such as step-100")

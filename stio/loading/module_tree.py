@@ -357,15 +357,13 @@ def why_not_copied(tensor: torch.Tensor, *, in_inference_mode: bool, can_assign:
     """
     if tensor.__class__ not in _PLAIN and is_lazy(tensor):
         return ""
-    if tensor.layout is not torch.strided:
-        remedy = "assign=True replaces it by a dense tensor" if can_assign else "give a dense tensor"
-        return f"its layout is {tensor.layout}; {remedy}"
-    if tensor.is_quantized:
-        return f"it is a quantized tensor; {'assign=True replaces it' if can_assign else 'give a floating one'}"
     also = ", or pass assign=True" if can_assign else ""
+    if tensor.layout is not torch.strided:
+        return f"its layout is {tensor.layout}; give a dense tensor{also}"
+    if tensor.is_quantized:
+        return f"it is a quantized tensor; give a floating one{also}"
     if not in_inference_mode and traits_of(tensor).is_inference:
         return f"it was made in inference mode; load inside torch.inference_mode(){also}"
     if has_overlap(tensor):
-        remedy = f"register a clone() of it{also}" if can_assign else "give a clone() of it"
-        return f"its elements share memory (expand, as_strided); {remedy}"
+        return f"its elements share memory (expand, as_strided); give a clone() of it{also}"
     return ""

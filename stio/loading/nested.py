@@ -92,11 +92,8 @@ def _tree_text(opened: OpenCheckpoint, limits: Limits) -> tuple[bytes, set[str]]
     """Return the text of the tree, and the name of the tensor that holds it, if one does."""
     text = opened.metadata.get(STATE_KEY)
     if text is None:
-        raise FormatError(
-            "the checkpoint has no nested state; load its tensors by `stio.load`",
-            path=opened.path,
-            expected=f"{STATE_KEY!r} in the metadata, as `stio.save_state` writes it",
-        )
+        message = "the checkpoint has no nested state: `stio.load` loads its tensors, `stio.save_state` saves a state"
+        raise FormatError(message, path=opened.path, expected=f"{STATE_KEY!r} in the metadata")
     if not isinstance(text, str):
         raise FormatError(f"{STATE_KEY} is not text", path=opened.path, found=type(text).__name__)
     if text != POINTER:
@@ -111,12 +108,8 @@ def _read_bytes(opened: OpenCheckpoint, name: str) -> bytes:
     """Read the data of a U8 tensor."""
     info = opened.info(name)
     if info.dtype != "U8" or len(info.shape) != 1:
-        raise FormatError(
-            f"tensor {printable(name)!r} should hold bytes",
-            path=opened.path,
-            expected="U8 of one dimension",
-            found=f"{info.dtype} {list(info.shape)}",
-        )
+        message, found = f"tensor {printable(name)!r} should hold bytes", f"{info.dtype} {list(info.shape)}"
+        raise FormatError(message, path=opened.path, expected="U8 of one dimension", found=found)
     return _read(opened, info).tobytes() if info.nbytes else b""
 
 
@@ -197,10 +190,7 @@ def _numpy_value(tag: str, text: str) -> object:
             raise ValueError("the bytes do not fit its dtype and shape")
         if tag == "numpy_scalar":
             return _numpy_scalar(dtype, shape, data)
-        array = np.zeros(shape, dtype)
-        if data:
-            array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
-        return array
+        return np.ndarray(shape, dtype, bytearray(data))
     except (TypeError, OverflowError, MemoryError) as error:
         raise ValueError(str(error)) from None
 
@@ -230,7 +220,7 @@ class StateTarget(LoadTarget):
         self._replaced: list[tuple[Any, Any, object]] = []  # container, key or index, new value
         self._missing: list[str] = []
         self._unexpected: list[str] = []
-        self._is_nested = True
+        self._is_nested, self._hint = True, ""
         self._stored: Mapping[str, Stored] = {}
         self._aliases: Mapping[str, str] = {}
         self._host_values: Mapping[str, object] = {}
@@ -245,17 +235,16 @@ class StateTarget(LoadTarget):
         self._begin(opened.path)
         self._stored, self._aliases = opened.dtypes_and_shapes(), opened.aliases
         self._is_nested = STATE_KEY in opened.metadata
+        self._hint = "" if self._is_nested else ", which has tensors by name, and no nested state"
         if self._merge(self._state, self._stored_state(opened, options, check), []) is not self._state:
-            raise MismatchError(
-                "the state is a plain value, or a tuple with such values, and the checkpoint has others; they cannot "
-                "be replaced: put the state into a list or a dictionary",
-                path=opened.path,
+            message = (
+                "the checkpoint has other values, and this state cannot be changed: put it into a list or a dictionary"
             )
+            raise MismatchError(message, path=opened.path)
         if options.strict and (self._missing or self._unexpected):
-            hint = "" if self._is_nested else "; the checkpoint has tensors by name, and no nested state"
             raise MismatchError(
-                "the checkpoint does not fit the state; strict=False loads what both have: "
-                f"missing {listed(self._missing)}; unexpected {listed(self._unexpected)}{hint}",
+                f"the checkpoint does not fit the state{self._hint}; strict=False loads what both have: "
+                f"missing {listed(self._missing)}; unexpected {listed(self._unexpected)}",
                 path=opened.path,
             )
         self._join_parts()
@@ -305,11 +294,9 @@ class StateTarget(LoadTarget):
             if new is value:
                 continue
             if not hasattr(type(mine), "__setitem__"):
-                raise MismatchError(
-                    f"{self._shown([*keys, key])} has another value in the checkpoint, and cannot be replaced: a "
-                    f"{printable(type(mine).__name__)} cannot be changed",
-                    path=self._path,
-                )
+                where, kind = self._shown([*keys, key]), printable(type(mine).__name__)
+                message = f"{where} has another value in the checkpoint, and a {kind} cannot be changed"
+                raise MismatchError(message, path=self._path)
             self._replaced.append((mine, key, new))
         self._unexpected += [self._shown([*keys, key]) for key in stored if key not in mine]
 
@@ -326,13 +313,8 @@ class StateTarget(LoadTarget):
         return python_path(keys) if self._is_nested or len(keys) != 1 else printable(str(keys[0]))
 
     def _fail(self, keys: _Keys, mine: object, stored: object) -> NoReturn:
-        hint = "" if self._is_nested else "; the checkpoint has tensors by name, and no nested state"
-        raise MismatchError(
-            f"{self._shown(keys)} is of another kind in the checkpoint{hint}",
-            path=self._path,
-            expected=_kind(mine),
-            found=_kind(stored),
-        )
+        message = f"{self._shown(keys)} is of another kind in the checkpoint{self._hint}"
+        raise MismatchError(message, path=self._path, expected=_kind(mine), found=_kind(stored))
 
     def complete(self) -> LoadReport:
         """Replace the plain values."""

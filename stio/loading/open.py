@@ -42,7 +42,7 @@ from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
 from stio.format.index import ShardIndex, as_in_index, check_against_shards, parse_index, require_distinct
 from stio.format.manifest import MAX_MANIFEST_BYTES
-from stio.format.naming import FILE_SUFFIXES, MANIFEST_SUFFIX, is_index, shard_number
+from stio.format.naming import MANIFEST_SUFFIX, is_index, shard_number
 from stio.format.other_sources import (
     HEAD_BYTES,
     SAFETENSORS,
@@ -164,21 +164,17 @@ class OpenCheckpoint:
             raise
         return file
 
-    def header_of(self, name: str) -> Header:
-        """Return the header that holds a tensor.
+    def info(self, name: str) -> TensorInfo:
+        """Return the entry of a tensor in its header; for an alias, the entry of its target.
 
         Raises:
             TensorNotFoundError: No header has a tensor of this name.
         """
-        for header in self.headers:
-            if name in header:
-                return header
-        raise TensorNotFoundError("the checkpoint has no such tensor", path=self.path, requested=name)
-
-    def info(self, name: str) -> TensorInfo:
-        """Return the entry of a tensor in its header; for an alias, the entry of its target."""
         target = self.aliases.get(name, name)
-        return self.header_of(target).info(target)
+        for header in self.headers:
+            if target in header:
+                return header.info(target)
+        raise TensorNotFoundError("the checkpoint has no such tensor", path=self.path, requested=name)
 
     def dtypes_and_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return dtype and shape of all tensors by name, as in the format; aliases are not among them."""
@@ -298,17 +294,10 @@ class _Opening:
             raise
 
     def _at_path(self, path: str) -> OpenCheckpoint:
-        if not path.endswith(FILE_SUFFIXES) and os.path.isdir(path):  # also one that is named like an index
+        if os.path.isdir(path):  # also one that is named like a file or an index
             return self._in_directory(path, None)
         folder, name = os.path.split(path)
-        if is_index(name):
-            return self._in_directory(folder or ".", name)
-        try:
-            return self._single(path)
-        except StorageError:
-            if not os.path.isdir(path):
-                raise
-        return self._in_directory(path, None)  # a directory that is named like a file
+        return self._in_directory(folder or ".", name) if is_index(name) else self._single(path)
 
     def _single(self, path: str) -> OpenCheckpoint:
         """Open one file that the caller named."""
@@ -368,7 +357,9 @@ class _Opening:
             whole_index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.limits)
             if not whole_index.shards and (whole := self._instead_of_shards(root, found, text, names)):
                 return self._named(root, whole, b"", names)
-            index = self._part(whole_index)
+            index = whole_index
+            if not self.with_manifest and (wanted := self.shards_of(index)) is not None:
+                index = index.part(wanted)
             files = index.shards
         openers = {name: partial(root.open, name) for name in files}
         if isinstance(root, ParallelRoot):
@@ -422,19 +413,10 @@ class _Opening:
                 return NamedCheckpoint(None, (name,), name)
         return None
 
-    def _part(self, index: ShardIndex) -> ShardIndex:
-        """Return the part of an index that names the shards to open."""
-        wanted = self.shards_of(index)
-        if wanted is None:
-            return index
-        return index.part(index.shards if self.with_manifest else wanted)
-
     def _index_text(self, root: Root, name: str, named: bool) -> bytes:
+        message = f"the index is larger than the limit `header_bytes`{advice_on_limit('header_bytes')}"
         with closing(root.open(name, trusted=named)) as file:
-            advice = advice_on_limit("header_bytes")
-            return _read_whole(
-                file, self.limits.header_bytes, f"the index is larger than the limit `header_bytes`{advice}"
-            )
+            return _read_whole(file, self.limits.header_bytes, message)
 
     def _shards(
         self, path: str, openers: Mapping[str, Callable[[], Source]], index: ShardIndex | None
@@ -584,11 +566,8 @@ def _shard(open_one: Callable[[], Source], index: ShardIndex | None) -> Source:
     except CheckpointNotFoundError as error:
         if index is None:
             raise
-        raise CheckpointNotFoundError(
-            "the index names a shard that does not exist; the download may be incomplete"
-            + broken_link(error.path or ""),
-            path=error.path,
-        ) from None
+        message = "the index names a shard that does not exist; the download may be incomplete"
+        raise CheckpointNotFoundError(message + broken_link(error.path or ""), path=error.path) from None
 
 
 def _read(file: Source, offset: int, nbytes: int) -> bytes:

@@ -1,8 +1,8 @@
 """The plain executor of loads, where the engine cannot move the bytes: a few threads of Python that read and copy.
 
 It is used for sources that are no local files, for devices whose driver the engine does not know, and where there is
-no engine (`STIO_NATIVE=0`). Each worker reads a block, copies it, and waits for the copy. What another load is reading
-into a cache is left for later.
+no engine (`STIO_NATIVE=0`). Each worker reads a block, copies it, and waits for the copy. It also waits for what
+another load is reading into a cache.
 Beside a busy Python thread it is slower: each call needs the interpreter's lock when it ends.
 """
 
@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from time import perf_counter
 
-from stio.loading.cache.entries import FileImage
 from stio.loading.plan import Block, Group
-from stio.loading.scheduler import ReadPath
+from stio.loading.read_paths import ReadPath
 from stio.runtime.locks import Condition
 from stio.runtime.operation import Cancelled
-from stio.runtime.trace import Trace
+from stio.runtime.trace import Trace, traced
 from stio.runtime.workers import WorkerPool
 
 
@@ -44,14 +42,9 @@ class PlainExecutor:
         self._done: list[Group] = []
         self._num_threads = 0
         self._woken = False
-        self._watched: set[FileImage] = set()
 
     def add(self, groups: Sequence[Group]) -> None:
         """Move the bytes of groups that have begun, behind those that were added before."""
-        images = {image for group in groups if (image := self._paths[group.selection].image) is not None}
-        for image in images - self._watched:
-            self._watched.add(image)
-            image.watch(self._changed.wake)
         with self._changed:
             for group in groups:
                 self._num_left[group.index] = len(group.blocks)
@@ -67,17 +60,12 @@ class PlainExecutor:
         self._orders.append(order)  # the next worker that takes a block applies it: the caller takes no lock
 
     def _next_block(self) -> tuple[Group, Block] | None:
-        """Take the next block that no other load is reading into a cache, if any; the caller holds the lock."""
+        """Take the next block, if there is one; the caller holds the lock."""
         while self._orders:
             order = self._orders.popleft()
             rank = {index: k for k, index in enumerate(dict.fromkeys(order))}
             self._blocks = deque(sorted(self._blocks, key=lambda one: rank.get(one[0].index, len(rank))))
-        for k, (group, block) in enumerate(self._blocks):
-            image = self._paths[group.selection].image
-            if image is None or not image.is_coming(block.offset, block.offset + block.nbytes):
-                del self._blocks[k]
-                return group, block
-        return None
+        return self._blocks.popleft() if self._blocks else None
 
     def take(self) -> list[Group]:
         """Wait for groups that are complete; empty after `wake` or `stop`.
@@ -87,7 +75,8 @@ class PlainExecutor:
         """
         if not self._num_threads and self._blocks:  # the system refuses new threads
             with self._changed:
-                one = self._next_block() or self._blocks.popleft()
+                one = self._next_block()
+            assert one is not None
             self._read(*one)
             self._woken = True  # nobody else would wake this thread for the next block
         with self._changed:
@@ -112,8 +101,6 @@ class PlainExecutor:
         """Stop, and wait until no worker is left."""
         self._workers.stop()
         self._workers.join()
-        for image in self._watched:
-            image.unwatch(self._changed.wake)
 
     def _work(self) -> None:
         while True:
@@ -127,12 +114,10 @@ class PlainExecutor:
 
     def _read(self, group: Group, block: Block) -> None:
         path = self._paths[group.selection]
-        start = perf_counter()
-        path.read(group, block, self._workers.is_stopped)
+        with traced(self._trace, path.label, num_bytes=block.nbytes, detail=type(path).__name__):
+            path.read(group, block, self._workers.is_stopped)
         if self._workers.stopped:
             raise Cancelled
-        if self._trace is not None:
-            self._trace.add(path.label, start, perf_counter(), num_bytes=block.nbytes, detail=type(path).__name__)
         with self._changed:
             self._num_left[group.index] -= 1
             if not self._num_left[group.index]:

@@ -286,10 +286,10 @@ def stored_shape(dtype: str, shape: tuple[int, ...], *, name: str) -> tuple[tupl
     if bits(dtype) >= 8:
         return shape, bits(dtype) // 8
     if not shape or shape[-1] * bits(dtype) % 8:
-        raise FormatError(
-            f"tensor {printable(name)!r}: torch has no rows of {dtype} that end within a byte; leave it out by names=",
-            found=list(shape),
+        message = (
+            f"tensor {printable(name)!r}: torch has no rows of {dtype} that end within a byte; leave it out by names="
         )
+        raise FormatError(message, found=list(shape))
     return (*shape[:-1], shape[-1] * bits(dtype) // 8), 1
 
 

@@ -36,8 +36,16 @@ from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import GAP_BYTES, FileSelection, Group, Names, ReadPlan, plan_reads
-from stio.loading.read_paths import CacheFillPath, CopiedPath, Delivery, DevicePath, MappedPath, StagingSlots
-from stio.loading.scheduler import FIRST_BYTES, Executor, LoadScheduler, ReadPath
+from stio.loading.read_paths import (
+    CacheFillPath,
+    CopiedPath,
+    Delivery,
+    DevicePath,
+    MappedPath,
+    ReadPath,
+    StagingSlots,
+)
+from stio.loading.scheduler import FIRST_BYTES, LoadScheduler
 from stio.loading.select import (
     PlacedParts,
     PlacementsLike,
@@ -110,24 +118,14 @@ def prepare(
         SliceError: A slice does not fit its tensor.
         UnsupportedDtypeError: torch does not have the dtype of a tensor.
     """
-    slices = checked_slices(slices)
+    names, slices = reusable_names(names), checked_slices(slices)
     with traced(options.trace, "plan", detail=opened.path):
         device = resolve_placement(options.device)
         if placements is not None:
-            names = reusable_names(names)
-            placed = placed_parts(
-                opened.headers,
-                opened.aliases,
-                names,
-                slices,
-                placements,
-                device,
-                path=opened.path,
-                strict=options.strict,
-            )
+            placed = placed_parts(opened, names, slices, placements, device, strict=options.strict)
             slices, deliver = placed.slices, partial(_deliver_made, deliver, placed)
         by_stored_name = _by_stored_name(slices, opened)
-        selections = select_by_device(opened.headers, opened.aliases, names, device, path=opened.path)
+        selections = select_by_device(opened, names, device)
         wanted = [shard for shard in range(len(opened.files)) if any(chosen[shard] for _, chosen, _ in selections)]
         with ExitStack() as undo:
             owned = undo.enter_context(ExitStack())
@@ -148,7 +146,7 @@ def prepare(
             plan = plan_reads([selection for _, _, selection in reads], by_stored_name)
             cached = {} if options.host_cache is None else _held_images(options.host_cache, reads, plan)
             for one in cached.values():
-                undo.callback(one.release)
+                owned.callback(one.release)
             paths = [load.read_path(file, cached.get(id(file))) for file, load, _ in reads]
             budget_bytes = _budget_bytes(plan, paths, loads, kept, path=opened.path)
             num_workers = min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize)
@@ -163,7 +161,6 @@ def prepare(
                 first_bytes=FIRST_BYTES if any(load.must_grow for load in loads) else sys.maxsize,
                 files=list({id(file): file for file, _, _ in reads}.values()),
                 owned=owned,
-                cached_files=list(cached.values()),
                 progress=progress_callback(options.progress),
                 trace=options.trace,
             )
@@ -193,7 +190,9 @@ def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], optio
         files = opened.open_files(range(len(opened.files)), owned)
         for file in files:
             read_past_cache(file, resident_fraction(file))
-        paths = [CacheFillPath(file, image) for file, image in zip(files, cached, strict=True)]
+        for one in cached:
+            owned.callback(one.release)
+        paths = [CacheFillPath(file, one) for file, one in zip(files, cached, strict=True)]
         num_workers = NUM_WORKERS if requests is None else requests.num_in_flight
         budget_bytes = sys.maxsize  # there is no consumer
         executor = _executor(plan, paths, budget_bytes, options, num_workers)
@@ -205,18 +204,27 @@ def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], optio
             budget_bytes=budget_bytes,
             files=files,
             owned=owned.pop_all(),
-            cached_files=cached,
             progress=progress_callback(options.progress, "prefetching"),
             trace=options.trace,
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Shared:
-    """What the loads of all devices have in common."""
+@dataclass(kw_only=True)
+class DeviceLoad:
+    """The tensors of one device, and how they are read for it."""
 
+    device: Target
+    """The device."""
+    positions: Sequence[Sequence[int]]
+    """For each shard, the ascending positions of its tensors in the header."""
+    selected: Mapping[str, Sequence[str]]
+    """By the name that has data, the names under which its tensor is returned. Empty: its own."""
+    total_bytes: int
+    """Size of its tensors."""
     options: LoadOptions
+    """Options of the load."""
     delivery: Delivery
+    """How the consumer gets the tensors."""
     prompt: bool
     """See `prepare`."""
     num_accelerators: int
@@ -228,34 +236,8 @@ class _Shared:
     requests: Requests | None
     """How the files are read if they are behind a network."""
 
-
-class DeviceLoad:
-    """The tensors of one device, and how they are read for it.
-
-    Args:
-        shared: What it has in common with those of other devices.
-        device: The device.
-        positions: For each shard, the ascending positions of its tensors in the header.
-        selected: By the name that has data, the names under which its tensor is returned. Empty: its own.
-        total_bytes: Size of its tensors.
-    """
-
-    def __init__(
-        self,
-        shared: _Shared,
-        device: Target,
-        positions: Sequence[Sequence[int]],
-        selected: Mapping[str, Sequence[str]],
-        total_bytes: int,
-    ) -> None:
-        self.positions = positions
-        """See above."""
-        self.budget_bytes = shared.budget_bytes
-        """The load's budget."""
-        self._shared = shared
-        self._selected = selected
-        self._total_bytes = total_bytes
-        requests, options = shared.requests, shared.options
+    def __post_init__(self) -> None:
+        requests, options = self.requests, self.options
         self.num_workers = NUM_WORKERS if requests is None else requests.num_in_flight
         """Threads of the plain executor that read for it."""
         self._mapped: dict[LocalFile, MappedFile | None] = {}
@@ -267,9 +249,9 @@ class DeviceLoad:
         """Size of its groups, and of requests behind a network."""
         self.staging_bytes = 0
         """Part of the budget that slots of the plain executor use."""
-        accelerator = _accelerator(device, options)
+        accelerator = _accelerator(self.device, options)
         if accelerator is not None:
-            slot_bytes = min(_SLOT_BYTES, self.budget_bytes // (2 * self.num_workers * shared.num_accelerators))
+            slot_bytes = min(_SLOT_BYTES, self.budget_bytes // (2 * self.num_workers * self.num_accelerators))
             if requests is not None:
                 slot_bytes = requests.nbytes
             else:
@@ -277,17 +259,17 @@ class DeviceLoad:
             self._slots = StagingSlots(accelerator, max(_LEAST_SLOT_BYTES, whole_pages(slot_bytes)))
             if options.memory == "gds":
                 self._gds = GdsDevice(accelerator)
-        if shared.prompt:
-            most_bytes = total_bytes // _SMALLEST_PARTS if requests is None else requests.nbytes // 4
+        if self.prompt:
+            most_bytes = self.total_bytes // _SMALLEST_PARTS if requests is None else requests.nbytes // 4
             self.block_bytes = min(self.block_bytes, whole_pages(most_bytes))
 
     @property
     def must_grow(self) -> bool:
         """Whether the device's allocator has not enough memory at hand for all tensors, as far as it says so."""
         accelerator = None if self._slots is None else self._slots.accelerator
-        if self._total_bytes <= FIRST_BYTES or not isinstance(accelerator, TorchAccelerator):
+        if self.total_bytes <= FIRST_BYTES or not isinstance(accelerator, TorchAccelerator):
             return False
-        return accelerator.must_grow(self._total_bytes)
+        return accelerator.must_grow(self.total_bytes)
 
     def close(self) -> None:
         """Release staging memory and files, if nothing will be read."""
@@ -298,7 +280,7 @@ class DeviceLoad:
 
     def selection(self, file: Source, header: Header, shard: int) -> FileSelection:
         """Return what is read of a shard for this device."""
-        requests = self._shared.requests
+        requests = self.requests
         maps = isinstance(file, LocalFile) and self._mapping(file) is not None
         return FileSelection(
             header=header,
@@ -311,8 +293,8 @@ class DeviceLoad:
 
     def under_selected_names(self, loaded: LoadedGroup) -> LoadedGroup:
         """Return a group's tensors under the names that were selected."""
-        if self._selected and loaded.image is None:
-            loaded.tensors = {new: tensor for name, tensor in loaded.tensors.items() for new in self._selected[name]}
+        if self.selected and loaded.image is None:
+            loaded.tensors = {new: tensor for name, tensor in loaded.tensors.items() for new in self.selected[name]}
         return loaded
 
     def read_path(self, file: Source, cached: CachedFile | None) -> ReadPath:
@@ -322,9 +304,9 @@ class DeviceLoad:
             file: The open file.
             cached: Its image in a cache, if there is one.
         """
-        fraction, delivery = UNKNOWN, self._shared.delivery
+        fraction, delivery = UNKNOWN, self.delivery
         if isinstance(file, LocalFile):
-            fraction = self._shared.resident[file]
+            fraction = self.resident[file]
             mapped = self._mapping(file)
             del self._mapped[file]  # the read path refers to it as long as it needs it
             if mapped is not None:
@@ -338,13 +320,13 @@ class DeviceLoad:
             direct = self._gds.open(file)
             if direct is not None:
                 return GdsPath(self._gds, direct, file, self._slots, delivery)
-        return DevicePath(file, self._slots, delivery, cached, trace=self._shared.options.trace)
+        return DevicePath(file, self._slots, delivery, cached, trace=self.options.trace)
 
     def _mapping(self, file: LocalFile) -> MappedFile | None:
         """Return the mapping of a file; None if it is not to be mapped, or cannot be."""
         if file not in self._mapped:
-            memory_, on_host = self._shared.options.memory, self._slots is None
-            copies = memory_ == "copy" or self._shared.options.host_cache is not None
+            memory_, on_host = self.options.memory, self._slots is None
+            copies = memory_ == "copy" or self.options.host_cache is not None
             maps = on_host and not copies and (memory_ in ("map", "lazy") or file.on_local_filesystem)
             self._mapped[file] = map_if_possible(file, lazy=not self._populates) if maps else None
         return self._mapped[file]
@@ -352,9 +334,9 @@ class DeviceLoad:
     @cached_property
     def _populates(self) -> bool:
         """Whether mapped files are read now: not if memory is too small to hold all their pages."""
-        if self._shared.options.memory == "lazy":
+        if self.options.memory == "lazy":
             return False
-        return self._total_bytes <= SMALL_LOAD_BYTES or memory.fits(self._total_bytes)
+        return self.total_bytes <= SMALL_LOAD_BYTES or memory.fits(self.total_bytes)
 
 
 def _device_loads(
@@ -385,7 +367,8 @@ def _device_loads(
         # Half of the budget for what the source holds; with accelerators each request has a slot of its size too.
         requests = requests.within(budget_bytes // 2 // (1 + num_accelerators))
         budget_bytes -= requests.buffer_bytes * (1 + num_accelerators)
-    shared = _Shared(
+    load_of = partial(
+        DeviceLoad,
         options=options,
         delivery=delivery,
         prompt=prompt,
@@ -398,7 +381,10 @@ def _device_loads(
         },
         requests=requests,
     )
-    return [DeviceLoad(shared, *one, nbytes) for one, nbytes in zip(selections, sizes, strict=True)]
+    return [
+        load_of(device=device, positions=positions, selected=selected, total_bytes=nbytes)
+        for (device, positions, selected), nbytes in zip(selections, sizes, strict=True)
+    ]
 
 
 _Read: TypeAlias = tuple[Source, DeviceLoad, FileSelection]
@@ -425,7 +411,7 @@ def _reads(opened: OpenCheckpoint, files: Sequence[Source], loads: Sequence[Devi
 
 def _executor(
     plan: ReadPlan, paths: Sequence[ReadPath], budget_bytes: int, options: LoadOptions, num_workers: int
-) -> Executor:
+) -> EngineExecutor | PlainExecutor:
     """Return the engine if it can move the bytes of all files, otherwise the plain executor."""
     if paths and all(path.is_native for path in paths):
         try:
@@ -488,10 +474,7 @@ def _by_stored_name(slices: Mapping[str, object], opened: OpenCheckpoint) -> dic
         if not any(target in header for header in opened.headers):
             raise TensorNotFoundError("slices= names a tensor that does not exist", path=opened.path, requested=name)
         if target in stored and not _is_same_index(stored[target], index):
-            raise ValueError(
-                f"slices= has two different parts of one tensor, {printable(name)} and another name of it; "
-                "load one of them after the other"
-            )
+            raise ValueError(f"slices= has two different parts of one tensor, {printable(name)} and another name of it")
         stored[target] = index
     return stored
 

@@ -11,7 +11,7 @@ The engine (`engine.py`) moves what `add_ranges` describes. The plain executor (
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import prod
@@ -81,22 +81,6 @@ def read_ranges(source: Source, read: Sequence[tuple[int, int, int]], target: Re
 # Tensors.
 
 
-def _held_bytes(group: Group, dtype: Casts | None, *, is_mapped: bool) -> int:
-    """Return how much memory the tensors of a group on the host will hold, those over its image included."""
-    if _is_final(group, dtype):
-        return 0 if is_mapped else group.nbytes
-    total = 0
-    for k, (name, stored, shape) in enumerate(zip(group.names, group.dtypes, group.shapes, strict=True)):
-        own = TORCH_DTYPES[stored]
-        wanted = own if dtype is None else cast_dtype(name, own, dtype)
-        post = group.posts.get(k)
-        if wanted != own:
-            total += prod(shape if post is None else post.shape) * wanted.itemsize
-        elif post is not None or not is_mapped:
-            total += prod(shape if post is None else post.shape) * BITS[stored] // 8
-    return total
-
-
 def _is_final(group: Group, dtype: Casts | None) -> bool:
     """Return whether what is read of a group is what the consumer gets: no selection, no cast."""
     return dtype is None and not group.posts
@@ -128,8 +112,8 @@ class Delivery:
 AS_READ = Delivery()
 
 
-class _ReadPath:
-    """What read paths have in common.
+class ReadPath:
+    """How one file is read for one device.
 
     Args:
         source: The open file.
@@ -138,61 +122,96 @@ class _ReadPath:
     """
 
     label = "read"
+    """Name of its reads in a trace."""
+    _most_bytes = sys.maxsize  # of a read by the plain executor
 
     def __init__(self, source: Source, delivery: Delivery = AS_READ, cached: CachedFile | None = None) -> None:
         self._source = source
         self._delivery = delivery
         self.image = None if cached is None else cached.image
-        """See `stio.loading.scheduler.ReadPath`."""
+        """The file in a cache. The engine fills it first; what there is no memory for is read from the file."""
         is_there = self.image is not None and self.image.holds(0, self.image.nbytes)
         is_local = getattr(type(source), "read_into", None) is LocalFile.read_into  # also one of `DiskCache`
         self.is_native = (is_there or is_local) and native.available()
-        """See `stio.loading.scheduler.ReadPath`."""
+        """Whether the engine can move its bytes."""
 
     @property
     def memory(self) -> object:
-        """See `stio.loading.scheduler.ReadPath`."""
+        """What its groups are allocated from. Groups of paths with the same one begin in one call."""
         return self
 
     @property
     def file(self) -> LocalFile:
-        """See `stio.loading.scheduler.ReadPath`."""
+        """The file, of a native path."""
         assert isinstance(self._source, LocalFile)
         return self._source
 
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Allocate the memory of groups of all paths with the same `memory`. Called on the thread of the scheduler.
+
+        Raises:
+            HostMemoryError: There is too little memory (`DeviceMemoryError` on a device).
+        """
+        raise NotImplementedError
+
+    def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
+        """Add the bytes of a group that has begun; nothing if there is nothing to read."""
+        raise NotImplementedError
+
     def error(self, failure: native.Failure) -> StioError:
-        """Return the error of a read."""
+        """Return the error of the engine for one of its groups, to be raised."""
         return read_error(self._source, failure)
 
+    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
+        """Read a block into the memory of its group, for any thread and stream. Called by several workers at once.
+
+        Raises:
+            Cancelled: `stopped()` came first.
+        """
+        image = self.image
+        if image is not None and fill_image(self._source, image, block, stopped):
+            self._copy(group, image_regions(image, block), stopped)
+            return
+        # A request behind a network is not cut for a cancel.
+        most_bytes = sys.maxsize if isinstance(self._source, RequestedSource) else PIECE_BYTES
+        for read in reads_of(block, min(most_bytes, self._most_bytes)):
+            _require_not_stopped(stopped)
+            self._read(group, read, stopped)
+
+    def _copy(self, group: Group, regions: Iterable[tuple[int, Region]], stopped: Callable[[], bool]) -> None:
+        """Copy regions of host memory, each with its offset in the group, into the group's memory."""
+        raise NotImplementedError
+
+    def _read(self, group: Group, read: Sequence[tuple[int, int, int]], stopped: Callable[[], bool]) -> None:
+        """Read ranges of the file, as `reads_of` returns them, into the group's memory."""
+        raise NotImplementedError
+
+    def make_tensors(self, group: Group) -> LoadedGroup:
+        """Make the tensors of a group whose bytes are there. Called on the thread of the scheduler."""
+        raise NotImplementedError
+
     def budget_bytes(self, group: Group) -> int:
-        """Return the size of the group's memory, if it is not what the consumer keeps."""
+        """Return how much of the load's budget a group uses: its memory, if it is not what the consumer keeps."""
         return 0 if self._delivery.kept and _is_final(group, self._delivery.casts) else group.nbytes
 
     def held_bytes(self, group: Group) -> int:
-        """Return how much host memory the tensors of a group will hold."""
+        """Return how much host memory the tensors of a group will hold; pages of the page cache do not count."""
         return 0
 
     def complete(self) -> None:
-        """See `stio.loading.scheduler.ReadPath`."""
+        """Release what only further groups would need: the tensors of the last one have been made."""
 
-    def _fill_image(self, block: Block, stopped: Callable[[], bool]) -> FileImage | None:
-        """Read what a cache lacks of a block; return its image, None if it has no memory for the block."""
-        image = self.image
-        return image if image is not None and fill_image(self._source, image, block, stopped) else None
-
-    def _reads(self, block: Block, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
-        """Return the reads of a block; a request behind a network is not cut for a cancel."""
-        is_requested = isinstance(self._source, RequestedSource)
-        return reads_of(block, most_bytes if is_requested else min(most_bytes, PIECE_BYTES))
+    def close(self) -> None:
+        """Release memory. Nothing is under way any more."""
 
 
-class CopiedPath(_ReadPath):
+class CopiedPath(ReadPath):
     """Reads a file into separate memory of the tensors, directly or through the file's image in a cache.
 
     Args:
         source: The open file.
-        delivery: See `_ReadPath`.
-        cached: See `_ReadPath`.
+        delivery: See `ReadPath`.
+        cached: See `ReadPath`.
     """
 
     def __init__(self, source: Source, delivery: Delivery = AS_READ, cached: CachedFile | None = None) -> None:
@@ -221,19 +240,14 @@ class CopiedPath(_ReadPath):
                     length = max(length, min(region.nbytes - at, file.identity.nbytes - offset))
                 ranges.file_to_host(group.index, file.fd, file.direct_fd, offset, length, region.address + at)
 
-    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
-        """Read a block into its group's memory."""
-        target = self._regions[group.index]
-        if (image := self._fill_image(block, stopped)) is not None:
-            for at, region in image_regions(image, block):
-                if stopped():
-                    raise Cancelled
-                memory.move(target.sub(at, region.nbytes).address, region.address, region.nbytes)
-            return
-        for read in self._reads(block, sys.maxsize):
-            if stopped():
-                raise Cancelled
-            read_ranges(self._source, read, target, 0)
+    def _copy(self, group: Group, regions: Iterable[tuple[int, Region]], stopped: Callable[[], bool]) -> None:
+        for at, region in regions:
+            _require_not_stopped(stopped)
+            target = self._regions[group.index].sub(at, region.nbytes)
+            memory.move(target.address, region.address, region.nbytes)
+
+    def _read(self, group: Group, read: Sequence[tuple[int, int, int]], stopped: Callable[[], bool]) -> None:
+        read_ranges(self._source, read, self._regions[group.index], 0)
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the group's memory, which they own together."""
@@ -245,8 +259,23 @@ class CopiedPath(_ReadPath):
             return LoadedGroup(_finished(group, tensors, self._delivery.casts, views=self._delivery.views))
 
     def held_bytes(self, group: Group) -> int:
-        """See `_ReadPath.held_bytes`."""
-        return _held_bytes(group, self._delivery.casts, is_mapped=False)
+        """See `ReadPath.held_bytes`."""
+        is_mapped, casts = self._is_mapped(group), self._delivery.casts
+        if _is_final(group, casts):
+            return 0 if is_mapped else group.nbytes
+        total = 0
+        for k, (name, stored, shape) in enumerate(zip(group.names, group.dtypes, group.shapes, strict=True)):
+            own = TORCH_DTYPES[stored]
+            wanted = own if casts is None else cast_dtype(name, own, casts)
+            post = group.posts.get(k)
+            if wanted != own or post is not None or not is_mapped:
+                num_bits = BITS[stored] if wanted == own else wanted.itemsize * 8
+                total += prod(shape if post is None else post.shape) * num_bits // 8
+        return total
+
+    def _is_mapped(self, group: Group) -> bool:
+        """Return whether the tensors of a group use the page cache."""
+        return False
 
     def close(self) -> None:
         """Release the memory of groups that were not completed."""
@@ -258,7 +287,7 @@ class MappedPath(CopiedPath):
 
     Args:
         mapped: The mapping of the file.
-        delivery: See `_ReadPath`.
+        delivery: See `ReadPath`.
         populates: Read now; otherwise each page is read at its first access.
         cold: The disk limits the rate, so there is time to touch each page after its read.
     """
@@ -293,8 +322,7 @@ class MappedPath(CopiedPath):
             super().read(group, block, stopped)
             return
         for ((offset, _, nbytes),) in reads_of(block, PIECE_BYTES) if self._populates else ():
-            if stopped():
-                raise Cancelled
+            _require_not_stopped(stopped)
             self._mapped.populate(offset, nbytes)
 
     def make_tensors(self, group: Group) -> LoadedGroup:
@@ -302,10 +330,6 @@ class MappedPath(CopiedPath):
         if not self._is_mapped(group):
             return super().make_tensors(group)
         return self._tensors_over(group, self._mapped.region.sub(group.offset, group.nbytes))
-
-    def held_bytes(self, group: Group) -> int:
-        """See `_ReadPath.held_bytes`; pages of the mapping do not count."""
-        return _held_bytes(group, self._delivery.casts, is_mapped=self._is_mapped(group))
 
     def _is_mapped(self, group: Group) -> bool:
         """Return whether a group is mapped. A mapping reads 2 MiB at a time: a smaller slice is copied instead."""
@@ -351,7 +375,7 @@ class StagingSlots:
             return slot
 
     def give(self, slot: Region) -> None:
-        """Give a slot back that no copy reads. After a failed copy it is not given back: the device may read it."""
+        """Give a slot back that no copy reads."""
         self._free.append(slot)
 
     def close(self) -> None:
@@ -362,7 +386,7 @@ class StagingSlots:
         self.held_bytes = 0
 
 
-class DevicePath(_ReadPath):
+class DevicePath(ReadPath):
     """Reads a file into the memory of a device.
 
     If a cache has the bytes of a block, the device copies from the cache.
@@ -370,8 +394,8 @@ class DevicePath(_ReadPath):
     Args:
         source: The open file.
         slots: The device, and staging memory for the plain executor, for all files of the load.
-        delivery: See `_ReadPath`.
-        cached: See `_ReadPath`.
+        delivery: See `ReadPath`.
+        cached: See `ReadPath`.
         trace: Records spans of copies by the plain executor.
     """
 
@@ -389,12 +413,13 @@ class DevicePath(_ReadPath):
         self._accelerator = slots.accelerator
         self._trace = trace
         self._memories = slots.memories
+        self._most_bytes = slots.slot_bytes
         self._ring: DeviceRing | None = ring_of(self._accelerator) if self.is_native else None
         self.is_native = self._ring is not None
 
     @property
     def memory(self) -> object:
-        """See `stio.loading.scheduler.ReadPath`: the device's."""
+        """The device's."""
         return self._slots
 
     def begin(self, groups: Sequence[Group]) -> None:
@@ -432,28 +457,18 @@ class DevicePath(_ReadPath):
             return copy_error(self._accelerator.device, failure)
         return super().error(failure)
 
-    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
-        """Read a block into a slot read by read, or find it in the cache; wait for the copies."""
-        target = self._memories[group.index]
-        if (image := self._fill_image(block, stopped)) is not None:
-            self._copy([copy for at, region in image_regions(image, block) for copy in target.copies(at, region)])
-            return
+    def _read(self, group: Group, read: Sequence[tuple[int, int, int]], stopped: Callable[[], bool]) -> None:
+        """Read into a slot, and copy from there."""
+        begin, end = read[0][1], read[-1][1] + read[-1][2]
         slot = self._slots.take()
-        for read in self._reads(block, slot.nbytes):
-            begin, end = read[0][1], read[-1][1] + read[-1][2]
-            try:
-                if stopped():
-                    raise Cancelled
-                read_ranges(self._source, read, slot, begin)
-            except BaseException:
-                self._slots.give(slot)
-                raise
-            self._copy(target.copies(begin, slot.sub(0, end - begin)))
-        self._slots.give(slot)
+        read_ranges(self._source, read, slot, begin)
+        self._copy(group, [(begin, slot.sub(0, end - begin))], stopped)
+        self._slots.give(slot)  # not after a failed copy: the device may read it
 
-    def _copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> None:
-        """Copy regions into tensors of the device, and wait for that."""
-        start = perf_counter()
+    def _copy(self, group: Group, regions: Iterable[tuple[int, Region]], stopped: Callable[[], bool]) -> None:
+        """Copy to the device, and wait for that."""
+        target, start = self._memories[group.index], perf_counter()
+        pairs = [pair for at, region in regions for pair in target.copies(at, region)]
         self._accelerator.copy(pairs).synchronize()
         if self._trace is not None:
             nbytes = sum(region.nbytes for _, region in pairs)
@@ -475,7 +490,7 @@ class DevicePath(_ReadPath):
         self._slots.close()
 
 
-class CacheFillPath(_ReadPath):
+class CacheFillPath(ReadPath):
     """Reads a file into its image in a cache, without tensors.
 
     Args:
@@ -505,7 +520,7 @@ class CacheFillPath(_ReadPath):
         Raises:
             HostMemoryError: The host has too little memory.
         """
-        if self._fill_image(block, stopped) is None:
+        if self.image is None or not fill_image(self._source, self.image, block, stopped):
             raise self._shortage(block)
 
     def _shortage(self, block: Block) -> StioError:
@@ -519,9 +534,6 @@ class CacheFillPath(_ReadPath):
     def budget_bytes(self, group: Group) -> int:
         """Return 0: the image is the cache's memory."""
         return 0
-
-    def close(self) -> None:
-        """Do nothing; the cache owns the image."""
 
 
 # Images of cached files.
@@ -546,14 +558,18 @@ def _read_claimed(source: Source, image: FileImage, claimed: range, stopped: Cal
     most_bytes = len(claimed) if isinstance(source, RequestedSource) else PIECE_BYTES
     try:
         for start in range(claimed.start, claimed.stop, most_bytes):
-            if stopped():
-                raise Cancelled
+            _require_not_stopped(stopped)
             length = min(most_bytes, claimed.stop - start)
             source.read_into(start, image.regions(start, length))
             done = start + length
             image.mark_present(claimed.start, done)
     finally:
         image.mark_missing(done, claimed.stop)
+
+
+def _require_not_stopped(stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise Cancelled
 
 
 def is_in_image(image: FileImage | None, block: Block) -> TypeGuard[FileImage]:

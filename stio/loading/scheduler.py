@@ -16,20 +16,19 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
-from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
-from stio import native
 from stio.device.base import LoadedGroup
-from stio.errors import StioError
-from stio.loading.cache.entries import CachedFile, FileImage
-from stio.loading.plan import Block, Group, ReadPlan
+from stio.loading.engine import EngineExecutor
+from stio.loading.plain import PlainExecutor
+from stio.loading.plan import Group, ReadPlan
+from stio.loading.read_paths import ReadPath
 from stio.runtime import stats
 from stio.runtime.limits import checked_size
 from stio.runtime.operation import Cancelled, Operation
 from stio.runtime.process import be_nice
 from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
-from stio.runtime.trace import Trace
+from stio.runtime.trace import Trace, traced
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import RequestedSource, Source
 from stio.storage.local import LocalFile
@@ -38,95 +37,6 @@ FIRST_BYTES = 512 << 20
 """The first groups, with so many bytes, are given to the executor alone. They move while the others are prepared."""
 _MOST_CHECKS = 16
 """Files behind a network that are looked at together at the end of a load."""
-
-
-class ReadPath(Protocol):
-    """How one file is read for one device."""
-
-    label: str
-    """Name of its reads in a trace."""
-    is_native: bool
-    """Whether the engine can move its bytes."""
-
-    @property
-    def image(self) -> FileImage | None:
-        """The file in a cache. The engine fills it first; what there is no memory for is read from the file."""
-
-    @property
-    def file(self) -> LocalFile:
-        """The file, of a native path."""
-
-    @property
-    def memory(self) -> object:
-        """What its groups are allocated from. Groups of paths with the same one begin in one call."""
-
-    def begin(self, groups: Sequence[Group]) -> None:
-        """Allocate the memory of groups of all paths with the same `memory`. Called on the thread of the scheduler.
-
-        Raises:
-            HostMemoryError: There is too little memory (`DeviceMemoryError` on a device).
-        """
-
-    def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
-        """Add the bytes of a group that has begun; nothing if there is nothing to read."""
-
-    def error(self, failure: native.Failure) -> StioError:
-        """Return the error of the engine for one of its groups, to be raised."""
-
-    def read(self, group: Group, block: Block, stopped: Callable[[], bool]) -> None:
-        """Read a block into the memory of its group, for any thread and stream. Called by several workers at once.
-
-        Raises:
-            Cancelled: `stopped()` came first.
-        """
-
-    def make_tensors(self, group: Group) -> LoadedGroup:
-        """Make the tensors of a group whose bytes are there. Called on the thread of the scheduler."""
-
-    def budget_bytes(self, group: Group) -> int:
-        """Return how much of the load's budget a group uses while it is under way."""
-
-    def held_bytes(self, group: Group) -> int:
-        """Return how much host memory the tensors of a group will hold; pages of the page cache do not count."""
-
-    def complete(self) -> None:
-        """Release what only further groups would need: the tensors of the last one have been made."""
-
-    def close(self) -> None:
-        """Release memory. Nothing is under way any more."""
-
-
-class Executor(Protocol):
-    """Moves the bytes of groups into their memory, on threads of its own: `EngineExecutor` or `PlainExecutor`."""
-
-    @property
-    def name(self) -> str:
-        """Its name, for the log."""
-
-    def add(self, groups: Sequence[Group]) -> None:
-        """Move the bytes of groups that have begun, behind those that were added before."""
-
-    def arrange(self, order: Sequence[int]) -> None:
-        """Move what is left of the groups that were added in this order, given by their indices.
-
-        Callable from any thread; takes no lock of Python, and takes effect at once.
-        """
-
-    def take(self) -> Sequence[Group]:
-        """Wait for groups that are complete; empty after `wake` or `stop`.
-
-        Raises:
-            BaseException: The error that ended the load.
-        """
-
-    def wake(self) -> None:
-        """Let `take` return. Callable from any thread; takes no lock of Python."""
-
-    def stop(self) -> None:
-        """Begin no further read, and let `take` return. Callable from any thread; takes no lock of Python."""
-
-    def close(self) -> None:
-        """Stop, and wait until no thread and no copy touches memory."""
 
 
 class LoadScheduler:
@@ -142,8 +52,7 @@ class LoadScheduler:
         budget_bytes: See `Budget`.
         first_bytes: The first groups, with so many bytes, begin before memory is allocated for the others.
         files: Files that must be unchanged at the end.
-        owned: Closed when the load has ended.
-        cached_files: Files in a cache that the load uses; released when the load has ended.
+        owned: Closed when the load has ended: files, and holds on files in a cache.
         progress: Called with an event at the start and after each group.
         trace: Records the spans of the load.
     """
@@ -152,7 +61,7 @@ class LoadScheduler:
         self,
         plan: ReadPlan,
         paths: Sequence[ReadPath],
-        executor: Executor,
+        executor: EngineExecutor | PlainExecutor,
         *,
         deliver: Callable[[Group, LoadedGroup], None],
         hold: bool = False,
@@ -161,7 +70,6 @@ class LoadScheduler:
         first_bytes: int = sys.maxsize,
         files: Sequence[Source] = (),
         owned: ExitStack | None = None,
-        cached_files: Sequence[CachedFile] = (),
         progress: Callable[[ProgressEvent], object] | None = None,
         trace: Trace | None = None,
     ) -> None:
@@ -175,7 +83,6 @@ class LoadScheduler:
         self._first_bytes = first_bytes
         self._files = files
         self._owned = owned
-        self._cached_files = cached_files
         self._progress = ProgressReporter(progress, total_bytes=plan.total_bytes, total_tensors=plan.num_tensors)
         self._close_bar = partial(close_bar, progress)
         self._trace = trace
@@ -219,9 +126,7 @@ class LoadScheduler:
             closing.callback(self._close_bar)
             if self._owned is not None:
                 closing.push(self._owned)
-            for cached in self._cached_files:
-                closing.callback(cached.release)
-            for path in self._paths:  # closed before the cached files are released: copies read those
+            for path in self._paths:  # closed before the files in a cache are released: copies read those
                 closing.callback(path.close)
             closing.callback(self._executor.close)
             stats.add_run(self)
@@ -248,20 +153,15 @@ class LoadScheduler:
                 continue
             if not num_under_way and not self._waiting:
                 return
-            for group in self._take(waits_for_budget=self._blocked and not num_under_way):
+            waits_for_budget = self._blocked and not num_under_way
+            with traced(self._trace if waits_for_budget else None, "wait", detail="for budget"):
+                complete = self._executor.take()
+            for group in complete:
                 self._complete(group)
                 num_under_way -= 1
                 if self.is_stopped():
                     break
         raise Cancelled
-
-    def _take(self, *, waits_for_budget: bool) -> Sequence[Group]:
-        """Return groups that are complete; a wait for the consumer is recorded."""
-        start = perf_counter()
-        taken = self._executor.take()
-        if waits_for_budget and self._trace is not None:
-            self._trace.add("wait", start, perf_counter(), detail="for budget")
-        return taken
 
     def _begin_groups(self, most_bytes: int) -> int:
         """Begin as many groups as the budget allows, until they have so many bytes; return their number."""
@@ -278,33 +178,33 @@ class LoadScheduler:
                 break
             begun.append(self._waiting.popleft())
             nbytes += group.nbytes
-        start = perf_counter()
-        together: dict[object, list[Group]] = {}
-        for group in begun:
-            together.setdefault(self._paths[group.selection].memory, []).append(group)
-        for groups in together.values():
-            self._paths[groups[0].selection].begin(groups)
         if begun:
-            num_first = bisect_left(list(accumulate(group.nbytes for group in begun)), FIRST_BYTES) + 1
-            for part in (begun[:num_first], begun[num_first:]):
-                if part:
-                    self._executor.add(part)
-            if self._trace is not None:
-                self._trace.add("begin", start, perf_counter(), num_bytes=nbytes)
+            with traced(self._trace, "begin", num_bytes=nbytes):
+                self._add(begun)
         if self._blocked:
             self._on_blocked()
         return len(begun)
+
+    def _add(self, groups: Sequence[Group]) -> None:
+        """Allocate the memory of groups, and add them to the executor: first those that move while it adds the rest."""
+        together: dict[object, list[Group]] = {}
+        for group in groups:
+            together.setdefault(self._paths[group.selection].memory, []).append(group)
+        for of_one_memory in together.values():
+            self._paths[of_one_memory[0].selection].begin(of_one_memory)
+        num_first = bisect_left(list(accumulate(group.nbytes for group in groups)), FIRST_BYTES) + 1
+        for part in (groups[:num_first], groups[num_first:]):
+            if part:
+                self._executor.add(part)
 
     def _complete(self, group: Group) -> None:
         """Make the tensors of a group, and deliver them."""
         path = self._paths[group.selection]
         if path.label != "map":
             self.read_bytes += sum(block.nbytes for block in group.blocks)
-        start = perf_counter()
-        loaded = path.make_tensors(group)
-        self._count_down(group)
-        if self._trace is not None:
-            self._trace.add("tensors", start, perf_counter(), num_bytes=group.payload_bytes)
+        with traced(self._trace, "tensors", num_bytes=group.payload_bytes):
+            loaded = path.make_tensors(group)
+            self._count_down(group)
         self._deliver(group, loaded)
         del loaded
         self._delivered_groups.add(group.index)

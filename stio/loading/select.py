@@ -20,31 +20,22 @@ import torch
 from stio.device.base import Placement, Target
 from stio.device.tensors import torch_shape
 from stio.errors import MismatchError, TensorNotFoundError, listed, printable
-from stio.format.header import Header
 from stio.format.index import ShardIndex
 from stio.format.shared import ALIASES_KEY
+from stio.loading.open import OpenCheckpoint
 from stio.loading.plan import Names, select_names
 
 Selected = tuple[Target, Sequence[Sequence[int]], Mapping[str, Sequence[str]]]
 """A device; for each shard, the positions of its tensors; see `select_by_device`."""
 
 
-def select_by_device(
-    headers: Sequence[Header],
-    aliases: Mapping[str, str],
-    names: Names | None,
-    device: Target | Placement,
-    *,
-    path: str,
-) -> list[Selected]:
+def select_by_device(opened: OpenCheckpoint, names: Names | None, device: Target | Placement) -> list[Selected]:
     """Return the selected tensors of each device.
 
     Args:
-        headers: Headers of all shards.
-        aliases: Tied names without data, to the names that have the data.
-        names: Names to select; None: all.
+        opened: The checkpoint.
+        names: Names to select, as `reusable_names` returns them.
         device: Device of all tensors, or of each name.
-        path: Path of the checkpoint, for messages.
 
     Returns:
         For each device: the device; for each shard, the ascending positions of its tensors in the header; by the name
@@ -55,17 +46,28 @@ def select_by_device(
         TensorNotFoundError: The checkpoint does not have a name.
         DeviceError: A name has no device.
     """
-    if names is not None and not callable(names):
-        names = _plain(names)
     selected: dict[str, list[str]] = {}
-    if aliases:
-        for name in listed_names(headers, aliases, names):
-            selected.setdefault(aliases.get(name, name), []).append(name)
+    if opened.aliases:
+        for name in listed_names(opened, names):
+            selected.setdefault(opened.aliases.get(name, name), []).append(name)
         names = list(selected)
-    positions = select_names(headers, names, path=path)
-    if isinstance(device, Placement):
-        return _by_device(headers, positions, selected, device)
-    return [(device, positions, selected)]
+    positions = select_names(opened.headers, names, path=opened.path)
+    if not isinstance(device, Placement):
+        return [(device, positions, selected)]
+    found: dict[int, tuple[Target, list[list[int]], dict[str, list[str]]]] = {}
+    for shard, (header, chosen) in enumerate(zip(opened.headers, positions, strict=True)):
+        for k in chosen:
+            name = header.names[k]
+            for selected_name in selected.get(name, (name,)):
+                target = device(selected_name)
+                if id(target) not in found:
+                    found[id(target)] = target, [[] for _ in opened.headers], {}
+                _, mine, my_names = found[id(target)]
+                if not mine[shard] or mine[shard][-1] != k:  # several names of one tensor: it is read once
+                    mine[shard].append(k)
+                if selected:
+                    my_names.setdefault(name, []).append(selected_name)
+    return list(found.values())
 
 
 def shards_of(
@@ -77,7 +79,7 @@ def shards_of(
 
     Args:
         index: The index.
-        names: Names to select. No iterator, which could be used only once.
+        names: Names to select, as `reusable_names` returns them.
         slices: By name, the part of a tensor to select; all names must exist.
         strict: Whether all names of the shards must be in the index.
     """
@@ -85,16 +87,10 @@ def shards_of(
         return None
     if callable(names) and (ALIASES_KEY in index.metadata or not strict):
         return index.shards
-    selected = [*checked_slices(slices), *_selected(index.weight_map, names)]
+    selected = [*checked_slices(slices), *(filter(names, index.weight_map) if callable(names) else names)]
     if any(name not in index.weight_map for name in selected):
         return index.shards  # an alias, or a name that does not exist
     return frozenset(index.weight_map[name] for name in selected)
-
-
-def _selected(known: Iterable[str], names: Names) -> Iterable[str]:
-    if isinstance(names, str):
-        return [names]
-    return filter(names, known) if callable(names) else names
 
 
 def checked_slices(slices: Mapping[str, object] | None) -> Mapping[str, object]:
@@ -135,34 +131,12 @@ def reusable_names(names: Names | None) -> Names | None:
     return cache(names) if callable(names) else _plain(names)
 
 
-def listed_names(headers: Sequence[Header], aliases: Mapping[str, str], names: Names | None) -> Iterable[str]:
+def listed_names(opened: OpenCheckpoint, names: Names | None) -> Iterable[str]:
     """Return the selected names, aliases among them; names that are listed by the caller may not exist."""
     if names is not None and not callable(names):
-        return [names] if isinstance(names, str) else names
-    every = [name for header in headers for name in header.names] + list(aliases)
+        return names
+    every = [name for header in opened.headers for name in header.names] + list(opened.aliases)
     return every if names is None else filter(names, every)
-
-
-def _by_device(
-    headers: Sequence[Header],
-    positions: Sequence[Sequence[int]],
-    selected: Mapping[str, Sequence[str]],
-    place: Placement,
-) -> list[Selected]:
-    found: dict[int, tuple[Target, list[list[int]], dict[str, list[str]]]] = {}
-    for shard, (header, chosen) in enumerate(zip(headers, positions, strict=True)):
-        for k in chosen:
-            name = header.names[k]
-            for selected_name in selected.get(name, (name,)):
-                device = place(selected_name)
-                if id(device) not in found:
-                    found[id(device)] = device, [[] for _ in headers], {}
-                _, mine, my_names = found[id(device)]
-                if not mine[shard] or mine[shard][-1] != k:  # several names of one tensor: it is read once
-                    mine[shard].append(k)
-                if selected:
-                    my_names.setdefault(name, []).append(selected_name)
-    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,26 +188,22 @@ class PlacedParts:
 
 
 def placed_parts(
-    headers: Sequence[Header],
-    aliases: Mapping[str, str],
+    opened: OpenCheckpoint,
     names: Names | None,
     slices: Mapping[str, object],
     placements: PlacementsLike,
     device: Target | Placement,
     *,
-    path: str,
     strict: bool,
 ) -> PlacedParts:
     """Return the parts of the selected tensors.
 
     Args:
-        headers: Headers of all shards.
-        aliases: Tied names without data, to the names that have the data.
+        opened: The checkpoint.
         names: Names to load, which may be iterated twice; None: all.
         slices: The caller's slices.
         placements: See `PlacementsLike`.
         device: Device of all tensors, or of each name.
-        path: Path of the checkpoint, for messages.
         strict: With `names=None`, each rule must fit a tensor.
 
     Raises:
@@ -241,41 +211,30 @@ def placed_parts(
         MismatchError: Placements do not fit a tensor, or two names of one tensor have different ones.
         ValueError: A tensor has slices, and a placement that cuts it.
     """
-    stored = {
-        name: torch_shape(dtype, shape) if dtype == "F4" else shape
-        for header in headers
-        for name, dtype, shape in zip(header.names, header.dtypes, header.shapes, strict=True)
-    }
+    stored, aliases = opened.dtypes_and_shapes(), opened.aliases
     if names is None and strict and (unused := placements.unused(stored.keys() | aliases.keys())):
-        raise TensorNotFoundError(
-            "a rule of placements= matches no tensor of the checkpoint; strict=False allows that",
-            path=path,
-            requested=listed(unused),
-        )
+        message = "a rule of placements= matches no tensor of the checkpoint; strict=False allows that"
+        raise TensorNotFoundError(message, path=opened.path, requested=listed(unused))
     parts: dict[str, PlacedPart] = {}
     by_source: dict[str, str] = {}
     indexes = dict(slices)
     sliced = {aliases.get(name, name) for name in slices}
-    for name in listed_names(headers, aliases, names):
+    for name in listed_names(opened, names):
         source = aliases.get(name, name)
         if source not in stored:
             continue  # the selection raises for it
         target = device(name) if isinstance(device, Placement) else device
         where = target if isinstance(target, torch.device) else target.device
-        part = parts[name] = placements.part(name, stored[source], where)
+        part = parts[name] = placements.part(name, torch_shape(*stored[source]), where)
         first = by_source.setdefault(source, name)
         if parts[first].key != part.key:
-            raise MismatchError(
-                "two names of one tensor have different placements; give both the same, or load one of them",
-                path=path,
-                found=f"{printable(first)} and {printable(name)}",
-            )
+            message = "two names of one tensor have different placements; give both the same, or load one of them"
+            raise MismatchError(message, path=opened.path, found=f"{printable(first)} and {printable(name)}")
         if part.index is None:
             continue
         if source in sliced:
             raise ValueError(
-                f"{printable(name)} has an index in slices=, and placements= cut it: choose one of the two, "
-                "or let placements= replicate it"
+                f"{printable(name)} has an index in slices=, and placements= cut it; choose one of the two"
             )
         indexes[source] = part.index
     return PlacedParts(indexes, parts)

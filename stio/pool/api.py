@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 import weakref
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -52,9 +51,7 @@ class ModelUse(Caller):
         self.thread.post(self.thread.called, self)
         return await self.wait()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Give the model back. A dictionary is empty then. Does not wait."""
         value, event = self.take(), None
         if value is None:
@@ -118,16 +115,12 @@ class ModelPool:
     ) -> None:
         if not isinstance(device, str | int | torch.device):
             raise TypeError(f"device= takes a device of torch's or 'auto', not {device!r}")
-        if disk is not None and not isinstance(disk, DiskCache):
-            raise TypeError(f"disk= takes a stio.DiskCache, not {disk!r}")
-        if trace is not None and not isinstance(trace, Trace):
-            raise TypeError(f"trace= takes a stio.Trace, not {trace!r}")
         if isinstance(max_hold_seconds, bool) or not isinstance(max_hold_seconds, int | float):
             raise TypeError(f"max_hold_seconds= takes a number of seconds, not {max_hold_seconds!r}")
         if not max_hold_seconds >= 0:
             raise ValueError(f"max_hold_seconds must not be negative, not {max_hold_seconds!r}")
-        if not isinstance(max_loads, int) or max_loads < 1:
-            raise ValueError(f"max_loads must be a positive whole number, not {max_loads!r}")
+        if max_loads < 1:
+            raise ValueError(f"max_loads must be positive, not {max_loads!r}")
         where: Any = with_current_index(device, current_device())
         bound = checked_size(device_bytes, "device_bytes")
         budget = max(_LEAST_BUDGET_BYTES, min(ACCELERATOR_BUDGET_BYTES, bound // 8))
@@ -178,8 +171,6 @@ class ModelPool:
             ClosedError: The pool was closed.
         """
         self._thread.require_not_closed()
-        if not isinstance(name, str):
-            raise TypeError(f"the name of a model is a str, not {name!r}")
         if make is not None and not callable(make):
             raise TypeError(f"make= takes a function that returns a module, not {make!r}")
         options = replace(
@@ -306,9 +297,7 @@ class ModelPool:
         self._thread.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     def _entry(self, name: str) -> Entry:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -96,12 +95,8 @@ class Leftover:
             left = left.now()
         return left
 
-    def describe(self) -> str:
-        """Return the tensors, and an object that refers to the first of them."""
-        name, (storage, _) = next(iter(self.storages.items()))
-        holder = _holder_of(storage)
-        by = "" if holder is None else f" (for example {name!r} by {holder})"
-        return f"{listed(list(self.storages))} of {self.model!r}{by}"
+    def __str__(self) -> str:
+        return f"{listed(self.storages)} of {self.model!r}"
 
 
 class Content:
@@ -272,23 +267,3 @@ def _on_meta(old: torch.Tensor) -> torch.Tensor:
     made = torch.Tensor._make_subclass(type(old), empty, old.requires_grad)
     made.__dict__.update(old.__dict__)
     return made
-
-
-def _holder_of(storage: StorageWeakRef) -> str | None:
-    """Return what refers to a tensor over a storage, in words."""
-    for one in gc.get_objects():
-        # By its type: `isinstance` asks an object for its `__class__`, and that of a proxy may raise or warn.
-        if not issubclass(type(one), torch.Tensor):
-            continue
-        try:
-            is_over = not one.is_meta and one.untyped_storage()._cdata == storage.cdata
-        except Exception:  # sparse, or a subclass: without a storage, or with methods of its own
-            continue
-        if is_over:
-            for holder in gc.get_referrers(one):
-                if not isinstance(holder, FrameType):
-                    return with_article(type(holder).__name__)
-                if holder.f_code is not _holder_of.__code__:
-                    return f"a variable of {holder.f_code.co_qualname}"
-            return "a variable of a function that runs"
-    return None

@@ -20,7 +20,7 @@ import torch
 
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchEvent, event_now, free_bytes, has_streams
-from stio.errors import ClosedError, DeviceError, DeviceMemoryError, StioError, printable
+from stio.errors import ClosedError, DeviceError, DeviceMemoryError, StioError, listed, printable
 from stio.loading.options import SourceLike
 from stio.pool.content import Content, Contents, Leftover, Make
 from stio.pool.policy import Call, Model, Policy
@@ -28,9 +28,6 @@ from stio.pool.status import PoolStats
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation
 from stio.runtime.trace import Trace, traced
-
-_MOST_SHOWN = 3
-"""Evicted models that an error names: each is searched for in all objects."""
 
 Outcome: TypeAlias = tuple[Any, BaseException | None]
 """The value of an operation, or its error."""
@@ -341,13 +338,10 @@ class PoolThread:
     def _too_large(self, entry: Entry) -> DeviceMemoryError:
         limit = self._limit()
         bound = self.policy.device_bytes if limit is None else min(limit, self.policy.device_bytes)
-        pinned = self.policy.fixed_bytes - self.policy.leftover_bytes
         free = max(0, bound - self.policy.fixed_bytes)
-        others = f", pinned models have {pinned:,}" if pinned else ""
-        shown = "; ".join(one.describe() for one in self._leftovers[:_MOST_SHOWN])
-        kept = f"; still referenced: {shown}" if shown else ""
+        kept = f"; still referenced: {listed(map(str, self._leftovers), separator='; ')}" if self._leftovers else ""
         return DeviceMemoryError(
-            f"the model {printable(entry.name)!r} does not fit into the pool{others}{kept}",
+            f"the model {printable(entry.name)!r} does not fit into the pool{kept}",
             needed_bytes=entry.nbytes,
             free_bytes=free,
             expected=f"{entry.nbytes:,} bytes",

@@ -16,6 +16,7 @@ import inspect
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -33,7 +34,13 @@ def keywords_for(takes: Callable[..., Any], given: Mapping[str, Any]) -> dict[st
         takes: The function or class.
         given: The caller's `locals()`, before it has other variables.
     """
-    return {name: given[name] for name in inspect.signature(takes).parameters if name in given}
+    return {name: given[name] for name in _keywords_of(takes) if name in given}
+
+
+@cache
+def _keywords_of(takes: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the parameters of a function or class: to find them takes longer than a small load's other preparation."""
+    return tuple(inspect.signature(takes).parameters)
 
 
 def described_by(*sources: Callable[..., Any]) -> Callable[[T], T]:

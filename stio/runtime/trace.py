@@ -103,6 +103,6 @@ def shown(place: object) -> str:
     return without_secrets(os.fsdecode(place)) if isinstance(place, str | os.PathLike) else type(place).__name__
 
 
-def traced(trace: Trace | None, name: str, *, detail: str = "") -> AbstractContextManager[None]:
+def traced(trace: Trace | None, name: str, *, num_bytes: int = 0, detail: str = "") -> AbstractContextManager[None]:
     """Return a context that records one span; without a trace it does nothing."""
-    return nullcontext() if trace is None else trace.span(name, detail=detail)
+    return nullcontext() if trace is None else trace.span(name, num_bytes=num_bytes, detail=detail)

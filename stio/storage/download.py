@@ -57,16 +57,14 @@ def check_interrupted() -> None:
         raise Cancelled
 
 
-def wait_until(ready: Callable[[], bool | None], *, until: Callable[[], bool] = lambda: False) -> bool:
-    """Call `ready` again and again until it is true; return False if `until()` was true before.
+def wait_until(ready: Callable[[], bool | None]) -> None:
+    """Call `ready` again and again until it is true.
 
     Raises:
         Cancelled: The calling thread should end.
     """
     while not LockTimeout(_LOOK_SECONDS).wait_until(ready, check_interrupted):
-        if until():
-            return False
-    return True
+        pass
 
 
 class Download:

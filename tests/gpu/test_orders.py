@@ -541,7 +541,7 @@ def test_a_disk_writes_behind_what_is_queued_for_the_memory(
             del tensor
     torch.accelerator.synchronize(device)
     require_equal(seen, tensors)
-    assert cufile.read_bytes > 25 * MIB
+    assert cufile.read_bytes >= 25 * MIB
 
 
 @gpu

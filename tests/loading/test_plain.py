@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 from support import PATIENCE_SECONDS, eventually, nothing_left
 
 from stio.errors import DeviceError, HostMemoryError, StorageError
@@ -282,12 +281,12 @@ def test_a_slot_of_a_failed_copy_is_never_filled_again(fault: str, number: int) 
     lost: list[Region] = []
 
     class Recording(DevicePath):
-        def _copy(self, pairs: list[tuple[torch.Tensor, Region]]) -> None:
-            assert not any(region.owner is one.owner for _, region in pairs for one in lost)
+        def _copy(self, group: Group, regions: Any, stopped: Any) -> None:
+            assert not any(region.owner is one.owner for _, region in regions for one in lost)
             try:
-                super()._copy(pairs)
+                super()._copy(group, regions, stopped)
             except DeviceError:
-                lost.extend(region for _, region in pairs)
+                lost.extend(region for _, region in regions)
                 raise
 
     faults: dict[str, Any] = {fault: number}

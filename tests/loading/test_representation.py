@@ -31,6 +31,13 @@ def test_the_blocking_twin_shows_the_same(tmp_path: Path) -> None:
         assert repr(checkpoint) == f"<Checkpoint '{tmp_path}/m.safetensors': 1 tensor, 8 B>"
 
 
+def test_a_long_path_leaves_room_for_the_counts(tmp_path: Path) -> None:
+    folder = tmp_path / ("d" * 200)
+    sync.save({"w": torch.zeros(2)}, folder / "m.safetensors")
+    with sync.open(folder / "m.safetensors") as checkpoint:
+        assert ": 1 tensor, 8 B>" in repr(checkpoint)
+
+
 def test_100_000_tensors_stay_small(tmp_path: Path) -> None:
     header = {f"{'deep.' * 40}{k}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for k in range(100_000)}
     save_raw(tmp_path / "m.safetensors", header, b"")

@@ -179,39 +179,12 @@ async def test_a_module_is_made_once_and_is_on_meta_between_two_loads(files: lis
         assert len(made) == 1
 
 
-class Proxy:
-    """As the proxies of werkzeug and of torch's deprecated names: it is asked what it is, and raises."""
-
-    @property
-    def __class__(self) -> Any:
-        raise RuntimeError("working outside of a request")
-
-
-class Unready(torch.Tensor):
-    """A tensor with methods that raise what they like."""
-
-    @property
-    def is_meta(self) -> bool:
-        raise ValueError("not ready")
-
-
-async def test_objects_of_the_program_do_not_end_the_search_for_what_refers_to_a_model(files: list[Path]) -> None:
-    proxies = [Proxy(), torch.zeros(1).as_subclass(Unready)]
-    async with pool_of(files, room=1) as pool:
-        async with pool.use("0") as tensors:
-            kept = [tensors["w"]]
-        with pytest.raises(DeviceMemoryError, match="still referenced: w of '0'.* by a list"):
-            async with pool.use("1"):
-                pass
-        assert len(kept) == 1 and len(proxies) == 2
-
-
 @on_all
 async def test_a_tensor_that_is_kept_is_named_and_counts(files: list[Path]) -> None:
     async with pool_of(files, room=1) as pool:
         async with pool.use("0") as tensors:
             kept = [tensors["w"][3:5]]  # a view refers to all of the memory
-        with pytest.raises(DeviceMemoryError, match="still referenced: w of '0'.* by a list") as caught:
+        with pytest.raises(DeviceMemoryError, match="still referenced: w of '0'") as caught:
             async with pool.use("1"):
                 pass
         assert caught.value.needed_bytes == MODEL_BYTES

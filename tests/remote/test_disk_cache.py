@@ -571,27 +571,6 @@ async def test_a_cancel_is_heard_within_a_second(
     assert cache.stats().entries == 1
 
 
-def test_a_process_that_makes_no_progress_is_not_waited_for(
-    server: HttpServer,
-    cache: stio.DiskCache,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    zygote: Any,
-) -> None:
-    tensors = put(server, nbytes=LARGE_BYTES)
-    monkeypatch.setattr(disk_cache, "STALL_SECONDS", 0.3)
-    go_on = stop_after(server, 2)
-    child = start(zygote, server, cache)
-    try:
-        wait_for(lambda: len(server.requests) > NUM_BLOCKS)
-        server.fault = lambda number, request: None
-        assert same(stio.sync.load(url(server), cache=cache), tensors)
-        assert "another process has fetched nothing" in caplog.text
-    finally:
-        go_on.set()
-        kill(child)
-
-
 def test_processes_share_the_work(server: HttpServer, cache: stio.DiskCache, tmp_path: Path) -> None:
     """While one process fetches a shard, another one fetches the next."""
     tensors = {f"w{k}": torch.randn(1 << 18) for k in range(2)}

@@ -9,7 +9,7 @@ tensors: it drops the loader, whose reading ends, and `get_tensor` reads each te
 Beyond the original: it loads to the CPU too, and to every device of torch; a plan may have any index that `stio.load`
 takes in `slices=`, with several intervals along a dimension; and `budget_bytes` bounds what was read and not taken.
 
-A loader is a load whose tensors are taken by name (`stio.loading.consumers`).
+A loader is a load whose tensors are taken by name (`stio.loading.by_name`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stio.compat.safetensors._errors import SafetensorError, reading, wrong_type
 from stio.compat.safetensors._file import File
 from stio.compat.safetensors._tensors import require_torch_dtypes, require_whole_pairs
 from stio.device.base import Target, resolve_device
-from stio.loading.consumers import LoadByName
+from stio.loading.by_name import LoadByName
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 

@@ -53,9 +53,6 @@ from stio.storage.open import most_open_files
 
 T = TypeVar("T")
 
-STALL_SECONDS = 300.0
-"""A process that waits for another one's fetch goes to the store itself if the other wrote nothing for so long."""
-
 OLD_SECONDS = 86_400.0
 """A part whose process is dead is kept for so long, for a process that completes it."""
 
@@ -104,12 +101,11 @@ class DiskCache:
     def __repr__(self) -> str:
         return f"DiskCache({self.path!r}, max_bytes={self.max_bytes})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _make, (self.path, self.max_bytes)
-
     def stats(self) -> CacheStats:
         """Return the files in the directory in numbers, and counters of this object since it was made."""
-        found = [file for file in self._list() if file.suffix == FILE_SUFFIX]
+        found: list[_File] = []
+        with suppress(OSError), opened_directory(self.path) as dir_fd:
+            found = [file for file in _scan(dir_fd) if file.suffix == FILE_SUFFIX]
         return replace(self._counts, entries=len(found), held_bytes=sum(file.nbytes for file in found))
 
     def leftovers(self) -> list[str]:
@@ -216,12 +212,7 @@ class DiskCache:
             if not lock.try_lock():
                 if not waits:
                     return None, True
-                part = _Watch(key + PART_SUFFIX, dir_fd)
-                ended = wait_until(
-                    lambda: calls.exists(key + FILE_SUFFIX, dir_fd=dir_fd) or lock.try_lock(), until=part.is_stalled
-                )
-                if not ended:
-                    raise OSError(errno.ETIMEDOUT, f"another process has fetched nothing for {STALL_SECONDS:.0f} s")
+                wait_until(lambda: calls.exists(key + FILE_SUFFIX, dir_fd=dir_fd) or lock.try_lock())
             if (file := self._open(key, source, dir_fd)) is not None:  # another process has fetched it
                 self._count(hits=1)
                 return file, False
@@ -355,18 +346,9 @@ class DiskCache:
         identity = source.identity
         return object_key(source.path, identity) if identity.nbytes and HAVE_PREADV and calls.fcntl else ""
 
-    def _list(self) -> list[_File]:
-        with suppress(OSError), opened_directory(self.path) as dir_fd:
-            return _scan(dir_fd)
-        return []
-
     def _count(self, **more: int) -> None:
         with _counting:
             self._counts = counted(self._counts, **more)
-
-
-def _make(path: str, max_bytes: int) -> DiskCache:
-    return DiskCache(path, max_bytes=max_bytes)
 
 
 _counting = new_lock()  # for the counters of all caches
@@ -479,19 +461,3 @@ def _unused(files: Sequence[_File], dir_fd: int, locked: ExitStack) -> Iterator[
                 if calls.try_lock(fd):
                     locked.callback(calls.unlock, fd)
                     yield file
-
-
-class _Watch:
-    """Detects whether the process that fetches an object still writes."""
-
-    def __init__(self, name: str, dir_fd: int) -> None:
-        self._name, self._dir_fd = name, dir_fd
-        self._last: object = None
-        self._since = time.monotonic()
-
-    def is_stalled(self) -> bool:
-        found = status_at(self._dir_fd, self._name)
-        now = None if found is None else (found.st_ino, found.st_mtime_ns)
-        if now != self._last:
-            self._last, self._since = now, time.monotonic()
-        return time.monotonic() - self._since > STALL_SECONDS

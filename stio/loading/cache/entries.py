@@ -151,14 +151,13 @@ class CacheEntries:
                 # Those in the cache first, so that none of them is evicted for another.
                 held += [self._hold(self._found(file, out)) for file in files]
                 if every is not None:
-                    self._admit([file for file, one in zip(files, held, strict=True) if one is None], every, out)
+                    self._admit_all([file for file, one in zip(files, held, strict=True) if one is None], every, out)
                 for k, file in enumerate(files):
                     if held[k] is not None:
                         continue
-                    if file.key in self._entries or every is not None:
-                        held[k] = self._hold(self._entries[file.key])
-                    elif file.nbytes * 2 >= file.file.identity.nbytes:
-                        held[k] = self._hold(self._admit_if_it_fits(file, out, short))
+                    if file.key not in self._entries and self._is_worthwhile(file) and not self._admit([file], out):
+                        short.append(file.file.path)
+                    held[k] = self._hold(self._entries.get(file.key))
             for path in short:
                 logger.warning("host memory is short: %s is read without the cache", path)
         except BaseException:
@@ -228,44 +227,54 @@ class CacheEntries:
         self._count(hits=int(entry is not None), misses=int(entry is None))
         return entry
 
-    def _admit(self, files: Sequence[RequestedFile], path: str, out: list[FileImage]) -> None:
-        """Add all of these files, and evict others for them.
+    def _is_worthwhile(self, file: RequestedFile) -> bool:
+        """Return whether a load reads at least half of a file, which has an inode and fits into the budget."""
+        nbytes = file.file.identity.nbytes
+        return bool(file.key[1]) and 0 < nbytes <= min(file.nbytes * 2, self._free_bytes())
 
-        Raises:
-            NoSpaceError: They do not fit into the budget; nothing is evicted.
-            HostMemoryError: The host has too little memory for them; nothing is evicted.
-        """
-        self._require_space(files, path)
-        files = list({file.key: file for file in files}.values())  # one file may have two names
+    def _admit(self, files: Sequence[RequestedFile], out: list[FileImage]) -> bool:
+        """Add files that fit into the budget, and evict others for them, unless the host has too little memory."""
         needed = sum(file.file.identity.nbytes for file in files)
         victims = self._victims(needed)
         if not self._fits_memory(needed, victims):
+            return False
+        for entry in victims:
+            self._drop(entry, out)
+        for file in files:
+            nbytes = file.file.identity.nbytes
+            image = FileImage(nbytes, self._allocate)
+            self._entries[file.key] = _Entry(file.key, file.state, file.label, image)
+            self._labels[file.label] = file.key
+            self._held_bytes += nbytes
+        return True
+
+    def _admit_all(self, files: Sequence[RequestedFile], path: str, out: list[FileImage]) -> None:
+        """Add all files of a checkpoint, and evict others for them.
+
+        Raises:
+            StorageError: A file has no inode, so it cannot be identified.
+            NoSpaceError: They do not fit into the budget; nothing is evicted.
+            HostMemoryError: The host has too little memory for them; nothing is evicted.
+        """
+        for file in files:
+            if not file.key[1]:
+                message = "this file has no inode that identifies it: the cache cannot hold it"
+                raise StorageError(message, path=file.file.path, errno=errno.ENOTSUP)
+        files = list({file.key: file for file in files}.values())  # one file may have two names
+        needed, free = sum(file.file.identity.nbytes for file in files), self._free_bytes()
+        if needed > free:
+            raise NoSpaceError(
+                "the checkpoint does not fit into the cache; use a larger budget, or wait until other loads have ended",
+                path=path,
+                errno=errno.ENOSPC,
+                needed_bytes=needed,
+                free_bytes=free,
+                expected=f"{needed:,} bytes",
+                found=f"{free:,} of {self._budget_bytes:,}",
+            )
+        if not self._admit(files, out):
             message = "the host has too little memory for the cache"
             raise memory.memory_error(needed, message, path=path, free_bytes=room_in_memory())
-        for file in files:
-            self._add(file)
-        for entry in victims:
-            self._drop(entry, out)
-
-    def _admit_if_it_fits(self, file: RequestedFile, out: list[FileImage], short: list[str]) -> _Entry | None:
-        """Add an entry, and evict others for it; None if it does not fit. `short` gets its path if memory is short."""
-        nbytes = file.file.identity.nbytes
-        if not file.key[1] or not nbytes or nbytes > self._free_bytes():
-            return None
-        victims = self._victims(nbytes)
-        if not self._fits_memory(nbytes, victims):
-            short.append(file.file.path)
-            return None
-        for entry in victims:
-            self._drop(entry, out)
-        return self._add(file)
-
-    def _add(self, file: RequestedFile) -> _Entry:
-        nbytes = file.file.identity.nbytes
-        entry = self._entries[file.key] = _Entry(file.key, file.state, file.label, FileImage(nbytes, self._allocate))
-        self._labels[file.label] = file.key
-        self._held_bytes += nbytes
-        return entry
 
     def _victims(self, nbytes: int) -> list[_Entry]:
         """Return the entries to evict for so many bytes, the least recently used first."""
@@ -289,27 +298,6 @@ class CacheEntries:
             for entry in self._listed()
         )
         return memory.fits(max(0, nbytes + change))
-
-    def _require_space(self, files: Sequence[RequestedFile], path: str) -> None:
-        for file in files:
-            if not file.key[1]:
-                raise StorageError(
-                    "this file has no inode that identifies it: the cache cannot hold it",
-                    path=file.file.path,
-                    errno=errno.ENOTSUP,
-                )
-        needed = sum({file.key: file.file.identity.nbytes for file in files}.values())
-        free = self._free_bytes()
-        if needed > free:
-            raise NoSpaceError(
-                "the checkpoint does not fit into the cache; use a larger budget, or wait until other loads have ended",
-                path=path,
-                errno=errno.ENOSPC,
-                needed_bytes=needed,
-                free_bytes=free,
-                expected=f"{needed:,} bytes",
-                found=f"{free:,} of {self._budget_bytes:,}",
-            )
 
     def _free_bytes(self) -> int:
         """Return the free bytes of the budget, with those of entries that no load holds."""
@@ -453,11 +441,6 @@ class FileImage:
         """Return whether all bytes of `[begin, end)` are present."""
         first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
         return self._chunks.count(_PRESENT, first, last) == last - first
-
-    def is_coming(self, begin: int, end: int) -> bool:
-        """Return whether other readers have claimed all that is missing of `[begin, end)`."""
-        first, last = begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)
-        return self._chunks.find(_CLAIMED, first, last) >= 0 and self._chunks.find(_MISSING, first, last) < 0
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Call a function whenever other bytes are present or missing, until `unwatch`. It must take no lock."""

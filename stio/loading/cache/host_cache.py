@@ -35,7 +35,7 @@ from stio.loading.cache.entries import (
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.prepare import prepare_prefetch
 from stio.runtime import memory
-from stio.runtime.keywords import described_by
+from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
@@ -166,9 +166,7 @@ class HostCache:
             ClosedError: The cache was closed.
             StioError: See `stio.load`.
         """
-        options = LoadOptions(
-            strict=strict, limits=limits, follow_symlinks=follow_symlinks, progress=progress, trace=trace
-        )
+        options = LoadOptions(**keywords_for(LoadOptions, locals()))
         await self.prefetch_by(source, options)
 
     async def prefetch_by(self, source: SourceLike, options: LoadOptions) -> list[str]:
@@ -176,7 +174,20 @@ class HostCache:
 
         With a `DiskCache` in the options, objects of URLs are fetched into it first.
         """
-        return await self._prefetch_operation(source, options).wait()
+
+        def body(operation: Operation[list[str]]) -> list[str]:
+            with closing(open_with_options(operation, source, options)) as opened:
+                if options.disk_cache is not None:
+                    fetch_all(opened, options.disk_cache, options)
+                requested = self._requested([(file, file.identity.nbytes) for file in opened.files])
+                held = [one for one in self._entries.hold(requested, every=opened.path) if one is not None]
+                prepare_prefetch(opened, held, options).run_for(operation)
+                return [file.path for file in opened.files]
+
+        self._entries.require_open()
+        operation = Operation(body, name="prefetch")
+        self._operations[id(operation)] = operation
+        return await operation.wait()
 
     def has(self, paths: Iterable[str]) -> bool:
         """Return whether these files are in the cache as a whole."""
@@ -249,21 +260,6 @@ class HostCache:
                 pass
         clear()
         return nbytes
-
-    def _prefetch_operation(self, source: SourceLike, settings: LoadOptions) -> Operation[list[str]]:
-        def body(operation: Operation[list[str]]) -> list[str]:
-            with closing(open_with_options(operation, source, settings)) as opened:
-                if settings.disk_cache is not None:
-                    fetch_all(opened, settings.disk_cache, settings)
-                requested = self._requested([(file, file.identity.nbytes) for file in opened.files])
-                held = [one for one in self._entries.hold(requested, every=opened.path) if one is not None]
-                prepare_prefetch(opened, held, settings).run_for(operation)
-                return [file.path for file in opened.files]
-
-        self._entries.require_open()
-        operation = Operation(body, name="prefetch")
-        self._operations[id(operation)] = operation
-        return operation
 
 
 def _place_of(source: SourceLike) -> str:

@@ -10,33 +10,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from types import TracebackType
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from stio.device.base import LoadedGroup, Placement, current_streams, resolve_placement
+from stio.device.base import LoadedGroup, Placement, resolve_placement
 from stio.device.tensors import DtypeLike
 from stio.errors import ClosedError
 from stio.loading.api import load
 from stio.loading.body import gather, open_with_options, verify
 from stio.loading.module import ModuleTarget
-from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.target import LoadReport
 from stio.loading.warm_start.load import (
     Match,
     WarmStartLoad,
     in_order,
-    place_buffers,
-    record,
     require_supported,
     restore_ended,
 )
 from stio.runtime.blocking import runs_blocking
-from stio.runtime.keywords import described_by
+from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import collection_paused
@@ -100,35 +96,8 @@ def warm_start(
         StioError: On entering the block, by `done()` or on leaving; see `stio.load`. A use of a parameter then raises
             `ClosedError`, with the error as its cause.
     """
-    options = LoadOptions(
-        device=device,
-        dtype=dtype,
-        memory=memory,
-        budget_bytes=budget_bytes,
-        strict=strict,
-        limits=limits,
-        verify=verify,
-        follow_symlinks=follow_symlinks,
-        progress=progress,
-        cache=cache,
-        trace=trace,
-        switch_interval=switch_interval,
-    )
+    options = LoadOptions(**keywords_for(LoadOptions, locals()))
     return WarmStart(module, source, options, order)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """Result of the work before the block."""
-
-    load: WarmStartLoad
-    """The load of the placeholders, not started yet."""
-    match: Match
-    """The tensors that module and checkpoint have in common."""
-    buffers: tuple[LoadedGroup, ...]
-    """Loaded buffers, not yet passed to the stream of the caller's thread."""
-    device: torch.device
-    """Device of the parameters and buffers."""
 
 
 class WarmStart:
@@ -152,18 +121,17 @@ class WarmStart:
             raise TypeError(f"order= takes names of parameters and submodules, not {order!r}")
         self._order = order
         self._load: WarmStartLoad | None = None
-        self._report = LoadReport((), ())
 
     async def __aenter__(self) -> Self:
-        module = self._module
-        ready = await self._begin().wait()
-        assert module is not None
-        self._start_load(module, ready)
+        module, self._module = self._module, None  # a reference to the warm start must not hold the module
+        if module is None:
+            raise RuntimeError("a warm start cannot be entered twice; make another one")
+        load = await self._begin(module).wait()
+        load.start(module)
+        self._load = load
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             try:
                 await self.done()
@@ -192,7 +160,9 @@ class WarmStart:
         """
         load = self._begun
         await load.notifier.wait_for(lambda: load.operation.done)
-        return self._outcome()
+        load.operation.outcome()
+        load.restore_unfilled()
+        return load.report
 
     async def aclose(self) -> None:
         """Cancel the load if it runs, and wait until its threads have ended. Idempotent.
@@ -203,22 +173,21 @@ class WarmStart:
             return
         await close_all([self._load.operation], self._load.close)
 
-    def _begin(self) -> Operation[_Ready]:
+    def _begin(self, module: nn.Module) -> Operation[WarmStartLoad]:
         """Start the work before the block."""
-        module, self._module = self._module, None  # a reference to the warm start must not hold the module
-        if module is None:
-            raise RuntimeError("a warm start cannot be entered twice; make another one")
         restore_ended(module)
         into = ModuleTarget(module, fills=True)
         names = in_order(into.names, self._order)
 
-        def body(operation: Operation[Any]) -> _Ready:
+        def body(operation: Operation[Any]) -> WarmStartLoad:
             with shortened(self._settings.switch_interval):
                 return self._prepare(operation, module, into, names)
 
-        return Operation(body, name="open", discard=lambda ready: ready.load.abandon())
+        return Operation(body, name="open", discard=WarmStartLoad.abandon)
 
-    def _prepare(self, operation: Operation[Any], module: nn.Module, into: ModuleTarget, names: list[str]) -> _Ready:
+    def _prepare(
+        self, operation: Operation[Any], module: nn.Module, into: ModuleTarget, names: list[str]
+    ) -> WarmStartLoad:
         require_supported(module)  # it may have changed since the constructor
         settings = self._settings
         target = resolve_placement(settings.device)
@@ -229,49 +198,22 @@ class WarmStart:
             match = Match.of(module, into, names, opened, dtype=settings.cast_dtype, strict=settings.strict)
             verify(operation, opened, settings)
             options = replace(settings, dtype=None, streams="copy")  # `casts` has the dtype of each tensor that is cast
-            buffers = _load_buffers(operation, opened, match, options)
+            buffers: list[LoadedGroup] = []
+            if match.buffers:  # on the copy stream the load ends when all casts have: a forward may run on any stream
+                stored = list(dict.fromkeys(match.buffers.values()))
+                buffers = gather(operation, opened, stored, replace(options, progress=None), casts=match.casts or None)
             operation.check()
             device = target if isinstance(target, torch.device) else target.device
-            load = WarmStartLoad(opened, options, match.casts or None, device)
+            load = WarmStartLoad(opened, options, match, buffers, device)
             with collection_paused(len(match.parameters)):
                 load.make_placeholders(module, match.parameters)
         except BaseException:
             opened.discard()
             raise
-        return _Ready(load, match, buffers, device)
-
-    def _start_load(self, module: nn.Module, ready: _Ready) -> None:
-        """Place the buffers, on the caller's thread and stream, and start the load."""
-        try:
-            tensors: dict[str, torch.Tensor] = {}
-            for group in ready.buffers:
-                tensors |= group.take()
-            record(tensors.values(), ready.device, current_streams().get(ready.device))
-            place_buffers(module, ready.match.buffers, tensors, ready.device, path=ready.match.report.path)
-            ready.load.start()
-        except BaseException:
-            ready.load.abandon()
-            raise
-        self._load = ready.load
-        self._report = ready.match.report
+        return load
 
     @property
     def _begun(self) -> WarmStartLoad:
         if self._load is None:
             raise ClosedError("the warm start is not entered; use it inside its `with` block", path=shown(self._source))
         return self._load
-
-    def _outcome(self) -> LoadReport:
-        self._begun.operation.outcome()
-        self._begun.restore_unfilled()
-        return self._report
-
-
-def _load_buffers(
-    operation: Operation[Any], opened: OpenCheckpoint, match: Match, options: LoadOptions
-) -> tuple[LoadedGroup, ...]:
-    if not match.buffers:
-        return ()
-    names = list(dict.fromkeys(match.buffers.values()))
-    # On the copy stream it ends when all casts have ended, so a forward may run on any stream.
-    return tuple(gather(operation, opened, names, replace(options, progress=None), casts=match.casts or None))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import torch
@@ -32,14 +33,25 @@ _HOOKS: tuple[Any, ...] = tuple(
 """torch's own attributes of gradient hooks, which a subclass may override."""
 
 
+@dataclass(frozen=True, slots=True)
+class MatchedParameter:
+    """One parameter of the module, and its data in the checkpoint."""
+
+    parameter: nn.Parameter
+    """The parameter, on `meta`."""
+    name: str
+    """Name of the parameter in the module."""
+    source: str | None
+    """Name of its data in the checkpoint; None if the checkpoint has no data for it."""
+    dtype: torch.dtype
+    """Dtype of the filled parameter; the placeholder reports it too."""
+
+
 class Placeholder:
     """One parameter without data, from its construction until it is filled or restored.
 
     Args:
-        parameter: The parameter; its class becomes `PlaceholderParameter`.
-        name: Name of the parameter in the module.
-        source: Name of its data in the checkpoint; None if the checkpoint has no data for it.
-        dtype: Dtype of the filled parameter; the placeholder reports it too.
+        found: The parameter, whose class becomes `PlaceholderParameter`, and its data.
         device: Device of the filled parameter; the placeholder reports it too.
         wait: Called by each use, with all placeholders of one load that the use needs. Blocks until they are filled;
             raises an error if one of them will not be filled.
@@ -48,26 +60,21 @@ class Placeholder:
 
     def __init__(
         self,
-        parameter: nn.Parameter,
+        found: MatchedParameter,
         *,
-        name: str,
-        source: str | None,
-        dtype: torch.dtype,
         device: torch.device,
         wait: Callable[[Sequence[Placeholder]], None],
         has_ended: Callable[[], bool],
     ) -> None:
-        self.parameter = parameter
-        self.name = name
-        self.source = source
-        self.dtype = dtype
-        self.device = device
+        parameter = self.parameter = found.parameter
+        self.name, self.source, self.dtype, self.device = found.name, found.source, found.dtype, device
+        """See above."""
         self.wait = wait
         self.has_ended = has_ended
         self.filled = False
         """Whether the parameter is the real one."""
         self._kind = type(parameter)
-        shell = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        shell = torch.empty(parameter.shape, dtype=self.dtype, device="meta")
         # Made as this class it gets the dispatch key by which torch calls `__torch_dispatch__`.
         self._other: nn.Parameter = torch.Tensor._make_subclass(PlaceholderParameter, shell, parameter.requires_grad)
         parameter.__class__ = PlaceholderParameter

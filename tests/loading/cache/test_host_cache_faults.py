@@ -312,8 +312,8 @@ def test_c95_a_cancel_at_every_read(shared: Path, tensors: Tensors) -> None:
 # While it is filled.
 
 
-@pytest.mark.parametrize("source", ["store", "file"])
-def test_what_is_there_is_loaded_while_the_rest_is_coming(tmp_path: Path, source: str, device: Any) -> None:
+@needs_engine
+def test_what_is_there_is_loaded_while_the_rest_is_coming(tmp_path: Path) -> None:
     """The rest comes first in the file, on its way from a store that does not answer yet.
 
     It has more blocks than a load has workers.
@@ -323,15 +323,13 @@ def test_what_is_there_is_loaded_while_the_rest_is_coming(tmp_path: Path, source
     directory = save_file(tensors, tmp_path / "model" / "m.safetensors").parent
     gate, seen = threading.Event(), [0]
     slow = HookedRoot(directory, lambda *_: None if gate.wait(PATIENCE_SECONDS) else pytest.fail("no answer"))
-    root = HookedRoot(directory) if source == "store" else directory
     with stio.sync.HostCache(64 * MIB) as cache, ThreadPoolExecutor(2) as pool:
         stio.sync.load(HookedRoot(directory), names=set(names[9:]), cache=cache)
         filling = pool.submit(cache.prefetch, slow)
         assert eventually(lambda: slow.log)
         loading = pool.submit(
             stio.sync.load,
-            root,
-            device=device,
+            directory,
             cache=cache,
             budget_bytes=16 * MIB,  # for groups of 4 MiB
             progress=lambda event: seen.append(event.done_bytes),

@@ -13,7 +13,8 @@ from warm import in_thread
 
 from stio.device.base import LoadedGroup
 from stio.loading.options import LoadOptions
-from stio.loading.warm_start.load import MatchedParameter, WarmStartLoad
+from stio.loading.target import LoadReport
+from stio.loading.warm_start.load import Match, MatchedParameter, WarmStartLoad
 from stio.loading.warm_start.parameter import Placeholder
 
 CPU = torch.device("cpu")
@@ -22,11 +23,11 @@ CPU = torch.device("cpu")
 def load_for(module: nn.Module, sources: dict[str, str] | None = None) -> WarmStartLoad:
     """Return a load that was not started; its placeholders are those of the module."""
     opened: Any = SimpleNamespace(path="model", discard=lambda: None)
-    load = WarmStartLoad(opened, LoadOptions(), None, CPU)
-    parameters = [
+    parameters = tuple(
         MatchedParameter(parameter, name, (sources or {}).get(name, name), parameter.dtype)
         for name, parameter in module.named_parameters()
-    ]
+    )
+    load = WarmStartLoad(opened, LoadOptions(), Match(LoadReport((), ()), parameters, {}, {}), (), CPU)
     load.make_placeholders(module, parameters)
     return load
 

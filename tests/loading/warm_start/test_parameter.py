@@ -13,7 +13,7 @@ from support import quick_switches
 from torch import nn
 
 from stio.errors import ClosedError, WarmStartError
-from stio.loading.warm_start.parameter import Placeholder, PlaceholderParameter, placeholder_of
+from stio.loading.warm_start.parameter import MatchedParameter, Placeholder, PlaceholderParameter, placeholder_of
 
 
 class FakeLoad:
@@ -38,15 +38,9 @@ class FakeLoad:
 
 def waiting(load, shape=(4,), kind=nn.Parameter, **keywords):
     parameter = kind(torch.empty(shape, device="meta"))
-    made = {
-        "name": "p",
-        "source": "p",
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-        "wait": load.wait,
-        "has_ended": load.has_ended,
-    }
-    return parameter, Placeholder(parameter, **(made | keywords))
+    made = {"device": torch.device("cpu"), "wait": load.wait, "has_ended": load.has_ended}
+    found = MatchedParameter(parameter, "p", keywords.pop("source", "p"), keywords.pop("dtype", torch.float32))
+    return parameter, Placeholder(found, **(made | keywords))
 
 
 DATA = torch.tensor([1.0, 2.0, 3.0, 4.0])
