@@ -333,6 +333,23 @@ def test_the_files_that_architecture_names_exist() -> None:
     assert sorted(name for name in named if name not in FILES and not (ROOT / name).exists()) == []
 
 
+_TWINS = ("sync.py", "compat/safetensors/_installed.py", "compat/safetensors/_errors.py")
+"""Files whose classes have the names of those that they stand for."""
+
+_SAME_CLASS_NAME = {"Saver": "`stio.Saver` and `stio.distributed.Saver` are public names"}
+
+
+def test_a_name_of_a_class_has_one_meaning() -> None:
+    """Also with and without an underscore: a reader searches for the word."""
+    found: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.parse((PACKAGE / file).read_text()).body if file not in _TWINS else ():
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.lstrip("_"), []).append(file)
+    twice = {name: files for name, files in found.items() if len(files) > 1}
+    assert twice.keys() == _SAME_CLASS_NAME.keys(), twice
+
+
 def test_each_package_opens_with_an_essay() -> None:
     short = []
     for file in files_in(""):

@@ -32,7 +32,7 @@ from stio.format.header import Header
 from stio.format.placements import (
     NO_ROWS,
     Chunk,
-    Piece,
+    ChunkRows,
     RowRange,
     Rows,
     SharedRows,
@@ -107,7 +107,7 @@ class _Need(msgspec.Struct, array_like=True):
     """Of each tensor."""
 
 
-class _Decision(msgspec.Struct, array_like=True):
+class _Agreement(msgspec.Struct, array_like=True):
     """What the first rank has decided. None in its place: no broadcast."""
 
     chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=CHUNK_BYTES)]
@@ -194,7 +194,7 @@ def agree(
     if ranks.rank == 0:
         found = [run_blocking(fetch("need", of=rank, kind=_Need | None)) for rank in range(ranks.num_ranks)]
         ranks.share("decision", _decide(tensors, found, required=need.required, path=opened.path))
-    decision: _Decision | None = run_blocking(fetch("decision", kind=_Decision | None))
+    decision: _Agreement | None = run_blocking(fetch("decision", kind=_Agreement | None))
     if decision is None:
         _require_agreement(need.required, 0)
         return None
@@ -223,7 +223,7 @@ def _require_agreement(required: bool, rank: int) -> None:
 
 def _decide(
     tensors: Sequence[_Tensor], found: Sequence[_Need | None], *, required: bool, path: str
-) -> _Decision | None:
+) -> _Agreement | None:
     """Return the decision of the first rank."""
     needs = [need for need in found if need is not None]
     if len(needs) < len(found):
@@ -252,7 +252,7 @@ def _decide(
             return None
     chunk_bytes = min(need.budget_bytes for need in needs) // _CHUNKS_IN_BUDGET
     chunk_bytes = max(_LEAST_CHUNK_BYTES, min(CHUNK_BYTES, chunk_bytes))
-    return _Decision(chunk_bytes, rows)
+    return _Agreement(chunk_bytes, rows)
 
 
 def _tensors(opened: OpenCheckpoint) -> list[_Tensor]:
@@ -474,7 +474,7 @@ class _Broadcast(SteppedTransfer):
             except BaseException as error:
                 self._error = error
 
-    def _copy(self, piece: Piece, data: torch.Tensor) -> None:
+    def _copy(self, piece: ChunkRows, data: torch.Tensor) -> None:
         one = self._plan.tensors[piece.tensor]
         dtype, num_rows = TORCH_DTYPES[one.dtype], piece.rows[1] - piece.rows[0]
         part = data[piece.offset : piece.offset + num_rows * one.rows.nbytes]

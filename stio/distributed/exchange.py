@@ -98,7 +98,7 @@ class Exchange(SteppedTransfer):
         super().__init__(ranks, "save")
         self._plan, self._trace = plan, trace
         self._changed = Condition()
-        self.stream = _Stream(plan, self._changed)
+        self.stream = _MessagePacker(plan, self._changed)
         """Takes the bytes of this rank; see `stio.saving.plan.plan_stream`."""
         own = {file: uploads[file] for file, owner in enumerate(plan.owners) if owner == ranks.rank}
         hashers = {} if new_hasher is None else {file: new_hasher() for file in own}
@@ -238,7 +238,7 @@ class Exchange(SteppedTransfer):
         self._uploads.put(window, image)
 
 
-class _Stream:
+class _MessagePacker:
     """Packs the bytes of this rank into messages, one for each block; an `OrderedWriter`.
 
     Args:

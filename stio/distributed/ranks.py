@@ -137,7 +137,7 @@ _KNOWN: dict[str, Callable[..., Exception]] = {
 """Classes of errors that all ranks have, by name."""
 
 
-class _Failure(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+class _RankFailure(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """What a rank reports of its own failure, or of ranks that are silent."""
 
     told_by: int
@@ -155,7 +155,7 @@ class _Sign:
 
 
 @dataclass(slots=True)
-class _Group:
+class _GroupState:
     """State that belongs to a process group, as long as that exists."""
 
     numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -171,7 +171,7 @@ class _Group:
     the name of a host for each, which may take seconds."""
 
 
-_groups: MutableMapping[dist.ProcessGroup, _Group] = WeakKeyDictionary()
+_groups: MutableMapping[dist.ProcessGroup, _GroupState] = WeakKeyDictionary()
 
 
 class Ranks:
@@ -225,7 +225,7 @@ class Ranks:
             )
         if self.num_ranks > 1:
             self._store, group = store_of(process_group)
-            self._group = _groups.setdefault(group, _Group())
+            self._group = _groups.setdefault(group, _GroupState())
             self._number = next(self._group.numbers) if key is None else -1
         self.failure: RankError | None = None
         """The first failure of another rank, once it is known."""
@@ -234,7 +234,7 @@ class Ranks:
         self._cancels: list[Callable[[], None]] = []
         self._requests: list[_Request] = []
         self._to_set: deque[tuple[str, bytes]] = deque()
-        self._to_tell: deque[_Failure] = deque()
+        self._to_tell: deque[_RankFailure] = deque()
         self._keys: list[str] = []  # that this rank has set
         self._leaving = False
         self._interrupted = False
@@ -379,7 +379,7 @@ class Ranks:
 
     def report_failure(self, ranks: Sequence[int], text: str) -> None:
         """Report to all ranks that some of them have failed, which cannot report it themselves; returns at once."""
-        self._to_tell.append(_Failure(self.rank, tuple(ranks), text))
+        self._to_tell.append(_RankFailure(self.rank, tuple(ranks), text))
         self._changed.wake()
 
     def report_error(self, error: BaseException) -> None:
@@ -539,7 +539,7 @@ class Ranks:
             has_begun = any(self._signs[other].value for other in silent)
             what = "gave no sign of life for" if has_begun else f"did not begin the {self._about} within"
             text = f"{named(silent)} {what} {self.timeout:g} s (rank_timeout=)"
-            self._tell(store, _Failure(self.rank, tuple(silent), text))
+            self._tell(store, _RankFailure(self.rank, tuple(silent), text))
 
     def _require_same_call(self, store: Store, other: int, about: str) -> None:
         """Report a failure if another rank has begun something else: each would wait for the other one for ever."""
@@ -548,9 +548,9 @@ class Ranks:
                 f"rank {self.rank} has begun a {self._about}, and rank {other} a {about}; all ranks of a process group "
                 "must make the same calls in the same order"
             )
-            self._tell(store, _Failure(self.rank, tuple(sorted((self.rank, other))), text))
+            self._tell(store, _RankFailure(self.rank, tuple(sorted((self.rank, other))), text))
 
-    def _tell(self, store: Store, failure: _Failure) -> None:
+    def _tell(self, store: Store, failure: _RankFailure) -> None:
         """Report a failure to all ranks; the first one counts."""
         value = msgspec.json.encode(failure)
         first = store.compare_set("failed", "", value.decode())
@@ -558,7 +558,7 @@ class Ranks:
         self._read_failure(bytes(first))
 
     def _read_failure(self, value: bytes) -> None:
-        failure: _Failure = decoded(value, _Failure, decode=msgspec.json.decode)
+        failure: _RankFailure = decoded(value, _RankFailure, decode=msgspec.json.decode)
         if failure.told_by == self.rank and failure.ranks == (self.rank,):
             return
         cause = None if failure.error is None else failure.error.error(failure.told_by)
@@ -633,13 +633,13 @@ def _why_refused(timeout: object) -> Exception | None:
     return None
 
 
-def _described(rank: int, about: str, error: BaseException) -> _Failure:
+def _described(rank: int, about: str, error: BaseException) -> _RankFailure:
     kind = type(error).__name__
     if isinstance(error, Exception):
         text = f"the {about} failed on rank {rank}: {kind}: {_text_of(error)}"
     else:
         text = f"the {about} was cancelled on rank {rank} ({kind})"
-    return _Failure(rank, (rank,), text, _SentError.of(error) if isinstance(error, Exception) else None)
+    return _RankFailure(rank, (rank,), text, _SentError.of(error) if isinstance(error, Exception) else None)
 
 
 def decoded(

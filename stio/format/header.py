@@ -135,7 +135,7 @@ def parse_header(raw: bytes, *, file_bytes: int, path: str, shard: str, limits: 
     )
 
 
-class _Entry(msgspec.Struct, gc=False):
+class _HeaderEntry(msgspec.Struct, gc=False):
     """One tensor's entry, as in the JSON. Not tracked for garbage: it has no cycles and exists for one slice."""
 
     dtype: DtypeName
@@ -143,7 +143,7 @@ class _Entry(msgspec.Struct, gc=False):
     data_offsets: tuple[int, int]
 
 
-_decode_entries = msgspec.json.Decoder(dict[str, _Entry]).decode
+_decode_entries = msgspec.json.Decoder(dict[str, _HeaderEntry]).decode
 
 
 class _Columns:

@@ -173,7 +173,7 @@ class SharedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChunkRows:
     """Rows of one tensor in a chunk."""
 
     tensor: int
@@ -200,7 +200,7 @@ class Chunk:
     """First byte in the file."""
     nbytes: int
     """Length."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChunkRows, ...]
     """What it consists of."""
 
 
@@ -275,7 +275,7 @@ class _Chunks:
     def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
         self._owner = self._file = self._begin = self._nbytes = 0
-        self._pieces: list[Piece] = []
+        self._pieces: list[ChunkRows] = []
         self.closed: list[Chunk] = []
 
     def add(self, owner: int, shared: SharedRows, row: int, end: int) -> None:
@@ -293,7 +293,7 @@ class _Chunks:
             if not self._pieces:
                 self._owner, self._file, self._begin = owner, shared.file, offset
             num = min(max(1, num), end - row)
-            self._pieces.append(Piece(shared.tensor, (row, row + num), self._nbytes))
+            self._pieces.append(ChunkRows(shared.tensor, (row, row + num), self._nbytes))
             self._nbytes += num * shared.row_bytes
             row += num
 

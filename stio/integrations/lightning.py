@@ -55,7 +55,7 @@ from stio.runtime.operation import Operation
 from stio.saving.nested import flatten
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.storage.commit.retention import WrittenFiles, describe_file, remove_checkpoint
-from stio.storage.commit.target import OneFile
+from stio.storage.commit.target import SingleFile
 from stio.sync import load_state
 from stio.sync import open as open_checkpoint
 
@@ -222,7 +222,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         earlier = self._failure(wait=True)
         self._written.pop(file, None)  # it is replaced by the rename, and not removed
         self._require_random_states(checkpoint)
-        where = OneFile(file, replaces_link=True)  # as Lightning: what the link leads to is another checkpoint
+        where = SingleFile(file, replaces_link=True)  # as Lightning: what the link leads to is another checkpoint
         try:
             state = to_plain(checkpoint)
             if is_beside:

@@ -87,7 +87,7 @@ _STATE_KEY = "stio"
 
 
 @dataclass(frozen=True, slots=True)
-class _Event:
+class _TrainerEvent:
     """What Trainer passes to its callbacks."""
 
     args: TrainingArguments
@@ -253,14 +253,14 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     ) -> TrainerControl:
         """Check for unsupported features; restore the optimizer if Trainer restored the model from our checkpoint."""
         self._due, self._random = False, None
-        event = _Event(args, state, _plain(control), now)
+        event = _TrainerEvent(args, state, _plain(control), now)
         self._is_observed = any(on_all(args.world_size, lambda: self._begin_training(event)))
         if self._complete and self._trainer is not None:
             # Trainer would take a step before it checks for the end: it gets no batches.
             setattr(self._trainer, _BATCHES, lambda *arguments, **keywords: ([], None))
         return event.control
 
-    def _begin_training(self, event: _Event) -> bool:
+    def _begin_training(self, event: _TrainerEvent) -> bool:
         """Return whether other callbacks are to be called after each save."""
         args, state, now = event.args, event.state, event.now
         _require_supported(args, state, now["model"], by_resume=self._trainer is not None)
@@ -279,13 +279,13 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Save if a save is due, or set the random generators."""
-        return self._save_or_restore(_Event(args, state, self._take_request(control), now), at_epoch=True)
+        return self._save_or_restore(_TrainerEvent(args, state, self._take_request(control), now), at_epoch=True)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> TrainerControl:
         """Save if a save is due, or set the random generators."""
-        return self._save_or_restore(_Event(args, state, self._take_request(control), now), at_epoch=False)
+        return self._save_or_restore(_TrainerEvent(args, state, self._take_request(control), now), at_epoch=False)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
@@ -316,7 +316,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     ) -> TrainerControl:
         """At the summary of the training: save if a save is due, and wait until it is durable."""
         if self._training and _SUMMARY in (now.get("logs") or {}):
-            control = self._finish(_Event(args, state, self._take_request(control), now))
+            control = self._finish(_TrainerEvent(args, state, self._take_request(control), now))
         return control
 
     def on_train_end(
@@ -325,7 +325,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Wait for pushes under way."""
         control = self._take_request(control)
         if self._training:  # a subclass of Trainer logs no summary
-            control = self._finish(_Event(args, state, control, now))
+            control = self._finish(_TrainerEvent(args, state, control, now))
         if self._pushes is not None:
             self._pushes.wait()
         self._end()
@@ -347,7 +347,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         finally:
             self._savers.close()
 
-    def _finish(self, event: _Event) -> TrainerControl:
+    def _finish(self, event: _TrainerEvent) -> TrainerControl:
         """Save if a save is due, and wait until the last save is durable. All processes must call it."""
         args, state, control = event.args, event.state, event.control
         self._training = False
@@ -375,14 +375,14 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             if (state.best_global_step == state.global_step and self._due) or os.path.isdir(path):
                 state.best_model_checkpoint = path
 
-    def _save_or_restore(self, event: _Event, *, at_epoch: bool) -> TrainerControl:
+    def _save_or_restore(self, event: _TrainerEvent, *, at_epoch: bool) -> TrainerControl:
         control = self._save(event, at_epoch=at_epoch) if self._due else event.control
         if self._random is not None and self._random_at_epoch == at_epoch:
             set_random_states(self._random)
             self._random = None
         return control
 
-    def _save(self, event: _Event, *, at_epoch: bool) -> TrainerControl:
+    def _save(self, event: _TrainerEvent, *, at_epoch: bool) -> TrainerControl:
         """Start to save a checkpoint; return when its snapshot is complete. All processes must call it.
 
         If other callbacks are to be called, it returns when the checkpoint is durable and they were.
@@ -417,13 +417,13 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             if not isinstance(one, StioCallback)
         )
 
-    def _start(self, event: _Event, training: dict[str, Any]) -> None:
+    def _start(self, event: _TrainerEvent, training: dict[str, Any]) -> None:
         with self._begin(event) as save:
             for start in self._saves_of(event, training):
                 save.add(start(save.path))
         self._publish(event.args, event.state, save)
 
-    def _start_on_all(self, event: _Event, training: dict[str, Any]) -> None:
+    def _start_on_all(self, event: _TrainerEvent, training: dict[str, Any]) -> None:
         """Save what each process holds. The first one publishes it."""
         args = event.args
         starts: list[Callable[[str], PendingSave]] = []
@@ -451,7 +451,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         else:
             self._publishing = save
 
-    def _begin(self, event: _Event) -> PublishedSave:
+    def _begin(self, event: _TrainerEvent) -> PublishedSave:
         """Return a directory with all files of a checkpoint but those that stio saves."""
         args, state, now = event.args, event.state, event.now
         save = PublishedSave(self._directory(args), state.global_step, durable=self._durability == "full")
@@ -464,7 +464,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             described.save_to_json(os.path.join(save.path, TRAINER_STATE))
         return save
 
-    def _saves_of(self, event: _Event, training: dict[str, Any]) -> Sequence[Callable[[str], PendingSave]]:
+    def _saves_of(self, event: _TrainerEvent, training: dict[str, Any]) -> Sequence[Callable[[str], PendingSave]]:
         """Return functions that start to save weights and training state to a directory."""
         savers, weights = self._savers, _weights_of(event.now["model"])
         found: list[Callable[[str], PendingSave]] = []
@@ -517,7 +517,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     # Resuming.
 
-    def _restore(self, event: _Event, saved: Mapping[str, Any]) -> None:
+    def _restore(self, event: _TrainerEvent, saved: Mapping[str, Any]) -> None:
         """Restore all that Trainer does not: it restores the model, its own state and the position in the data.
 
         Trainer does not tell a callback from which directory it resumes. So unless `resume` has determined it, the

@@ -38,7 +38,7 @@ from stio.runtime.limits import Limits
 from stio.runtime.trace import Trace
 from stio.runtime.urls import is_url
 from stio.storage.base import Root
-from stio.storage.open import OneFile, open_directory
+from stio.storage.open import SingleFileRoot, open_directory
 
 __all__ = ["LOAD_FORMAT", "register"]
 
@@ -81,7 +81,7 @@ logger = logging.getLogger(f"{_LOADERS}.{LOAD_FORMAT}")  # vLLM shows the logger
 
 
 @dataclass(frozen=True, slots=True)
-class _Checkpoint:
+class _ModelCheckpoint:
     """One checkpoint with weights of a model."""
 
     model: str
@@ -159,7 +159,7 @@ class _Loading:
     def download_model(self, model_config: Any) -> None:
         """Download the files, if they are on the hub."""
         if not is_url(model := _model_of(model_config)):
-            self._directory(_Checkpoint(model, model_config.revision))
+            self._directory(_ModelCheckpoint(model, model_config.revision))
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         """Pass the tensors of the checkpoint to the `load_weights` of the model.
@@ -206,7 +206,7 @@ class _Loading:
         patterns = getattr(model, "allow_patterns_overrides", None) or (_ALL,)
         is_unused = getattr(model, "is_unused_checkpoint_weight", None)
         checkpoints = [
-            _Checkpoint(_model_of(model_config), model_config.revision, patterns=patterns, is_unused=is_unused),
+            _ModelCheckpoint(_model_of(model_config), model_config.revision, patterns=patterns, is_unused=is_unused),
             *map(_secondary, getattr(model, "secondary_weights", ())),
         ]
         return self._tensors(model, checkpoints, self._filters(model, model_config), keywords)
@@ -230,7 +230,7 @@ class _Loading:
     def _tensors(
         self,
         model: nn.Module,
-        checkpoints: Sequence[_Checkpoint],
+        checkpoints: Sequence[_ModelCheckpoint],
         filters: Sequence[Callable[[str], bool]],
         keywords: Mapping[str, Any],
     ) -> Generator[Any, None, None]:
@@ -256,7 +256,7 @@ class _Loading:
                     yield from map(partial(_prefixed, prefix), pairs) if prefix else pairs
 
     def _opened(
-        self, checkpoint: _Checkpoint, keywords: Mapping[str, Any], opening: ExitStack
+        self, checkpoint: _ModelCheckpoint, keywords: Mapping[str, Any], opening: ExitStack
     ) -> Iterator[sync.Checkpoint]:
         """Open the files of a checkpoint, which `opening` closes; each tensor must be in one of them."""
         sources: Sequence[SourceLike] = [checkpoint.model]
@@ -270,11 +270,11 @@ class _Loading:
         file_of: dict[str, str] = {}
         for source in sources:
             opened = opening.enter_context(sync.open(source, **keywords))
-            if isinstance(source, OneFile):
+            if isinstance(source, SingleFileRoot):
                 _require_distinct(opened, source, file_of)
             yield opened
 
-    def _directory(self, checkpoint: _Checkpoint) -> str:
+    def _directory(self, checkpoint: _ModelCheckpoint) -> str:
         """Return the directory of a checkpoint; downloads it from the hub if it is not a local directory."""
         below = checkpoint.subfolder or ""
         if os.path.isdir(checkpoint.model):
@@ -318,7 +318,7 @@ def _sources(root: Root, patterns: Sequence[str]) -> Sequence[Root]:
             if not names:
                 raise CheckpointNotFoundError(why_none(listing), path=root.path, found=listed(listing))
         if names:
-            return [OneFile(root, name) for name in names]
+            return [SingleFileRoot(root, name) for name in names]
     raise CheckpointNotFoundError("there are no safetensors files", path=root.path, expected=" or ".join(patterns))
 
 
@@ -340,7 +340,7 @@ def _is_on_local_disk(source: Root) -> bool:
     return True
 
 
-def _require_distinct(opened: sync.Checkpoint, source: OneFile, file_of: dict[str, str]) -> None:
+def _require_distinct(opened: sync.Checkpoint, source: SingleFileRoot, file_of: dict[str, str]) -> None:
     """Require that no file before this one holds its tensors: the model would take the last one, silently."""
     for tensor in opened:
         if file_of.setdefault(tensor, source.name) != source.name:
@@ -352,9 +352,9 @@ def _require_distinct(opened: sync.Checkpoint, source: OneFile, file_of: dict[st
             )
 
 
-def _secondary(source: Any) -> _Checkpoint:
+def _secondary(source: Any) -> _ModelCheckpoint:
     """Return a further checkpoint of a model; older releases of vLLM do not have all attributes."""
-    return _Checkpoint(
+    return _ModelCheckpoint(
         source.model_or_path,
         source.revision,
         source.prefix,

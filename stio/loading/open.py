@@ -62,7 +62,7 @@ from stio.runtime.process import collection_paused
 from stio.runtime.urls import is_url
 from stio.storage.base import ParallelRoot, RequestedSource, Root, Source
 from stio.storage.checks import broken_link
-from stio.storage.open import OneFile, ReopenedFile, is_hub, most_open_files, open_directory, open_file, open_url
+from stio.storage.open import ReopenedFile, SingleFileRoot, is_hub, most_open_files, open_directory, open_file, open_url
 
 logger = logging.getLogger("stio")
 
@@ -285,7 +285,7 @@ class _Opening:
         root, name = open_url(url)
         try:
             if name and not is_index(name):
-                root = OneFile(root, name)
+                root = SingleFileRoot(root, name)
             opened = self._in_root(root, name if is_index(name) else None)
             opened.path = f"{root.path.rstrip('/')}/{name}" if name else root.path
             return opened
@@ -522,7 +522,7 @@ def _read_manifest(root: Root, name: str) -> bytes | None:
 
 def chosen(root: Root) -> tuple[Sequence[str], NamedCheckpoint]:
     """Return the names in a directory, and the checkpoint among them; see `stio.format.directory`."""
-    if isinstance(root, OneFile):
+    if isinstance(root, SingleFileRoot):
         return [], NamedCheckpoint(None, (root.name,), root.name)
     names = root.listdir()
     return names, choose(names, path=root.path, kind_of=partial(_kind_of_name, root))

@@ -69,7 +69,7 @@ class Done(NamedTuple):
 class Failure(Exception):
     """A transfer ended early, or memory was not pinned. Never leaves stio: the caller raises an error that it knows."""
 
-    def __init__(self, found: _Failure) -> None:
+    def __init__(self, found: _FailureStruct) -> None:
         self.kind: int = found.kind
         self.code: int = found.code
         self.group: int = found.group
@@ -80,7 +80,7 @@ class Failure(Exception):
         super().__init__(f"{self.text or f'kind {self.kind}'}, code {self.code}")
 
 
-class _Failure(ctypes.Structure):
+class _FailureStruct(ctypes.Structure):
     _fields_ = (
         ("kind", ctypes.c_int32),
         ("code", ctypes.c_int32),
@@ -92,7 +92,7 @@ class _Failure(ctypes.Structure):
     )
 
 
-class _Done(ctypes.Structure):
+class _DoneStruct(ctypes.Structure):
     _fields_ = (
         ("group", ctypes.c_int32),
         ("thread", ctypes.c_int32),
@@ -373,7 +373,7 @@ class CuFile:
     @property
     def failure(self) -> Failure | None:
         """The first read that failed."""
-        failure = _Failure()
+        failure = _FailureStruct()
         return Failure(failure) if self._library.cufile_failed(self.pointer, ctypes.byref(failure)) else None
 
     def close(self) -> None:
@@ -398,7 +398,7 @@ class Transfer:
         self._pointer: int | None = self._library.transfer_new(weight, most_chunks)
         if not self._pointer:
             raise OSError("the engine cannot start a thread")
-        self._done = (_Done * _MOST_TAKEN)()
+        self._done = (_DoneStruct * _MOST_TAKEN)()
 
     def add(self, ranges: Ranges) -> None:
         """Append ranges. All ranges of a group come in one call, in the order of their places in the file.
@@ -420,7 +420,7 @@ class Transfer:
         Raises:
             Failure: The transfer has failed.
         """
-        failure = _Failure()
+        failure = _FailureStruct()
         timeout = -1 if seconds is None else _milliseconds(seconds)
         count = self._library.transfer_take(
             self._pointer, ctypes.byref(self._done), _MOST_TAKEN, timeout, ctypes.byref(failure)
@@ -469,7 +469,7 @@ def queue_copies(driver: Driver, stream: int, ranges: Ranges, *, to_host: bool) 
     Raises:
         Failure: The driver refused a copy; those before it are queued.
     """
-    failure = _Failure()
+    failure = _FailureStruct()
     copied = _functions().copies_queue(
         driver.table, driver.context, stream, to_host, *ranges.buffer(), ctypes.byref(failure)
     )
@@ -491,7 +491,7 @@ def pin(driver: Driver, nbytes: int, node: int | None) -> tuple[int, int, Callab
     Raises:
         Failure: The driver refused, or there is no memory.
     """
-    library, memory, failure = _functions(), ctypes.c_void_p(), _Failure()
+    library, memory, failure = _functions(), ctypes.c_void_p(), _FailureStruct()
     where = -1 if node is None else node
     pinned = library.pinned_new(
         driver.table, driver.context, nbytes, where, ctypes.byref(memory), ctypes.byref(failure)

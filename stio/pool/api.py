@@ -24,7 +24,7 @@ from stio.loading.prepare import ACCELERATOR_BUDGET_BYTES
 from stio.pool.content import Content, Make
 from stio.pool.policy import Policy
 from stio.pool.status import ModelStatus, PoolStats, Tier
-from stio.pool.thread import Caller, Entry, PoolThread, Update
+from stio.pool.thread import Caller, PooledModel, PoolThread, Update
 from stio.runtime.keywords import described_by
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.process import after_fork_in_child
@@ -134,8 +134,8 @@ class ModelPool:
         self._options = LoadOptions(
             device=where, memory="copy", budget_bytes=budget, cache=caches, trace=trace, streams="copy"
         )
-        self._entries: dict[str, Entry] = {}
-        policy: Policy[Entry] = Policy(bound, hold_seconds=max_hold_seconds, max_loads=max_loads)
+        self._entries: dict[str, PooledModel] = {}
+        policy: Policy[PooledModel] = Policy(bound, hold_seconds=max_hold_seconds, max_loads=max_loads)
         self._thread = PoolThread(policy, where, trace)
         _pools.add(self)
 
@@ -176,7 +176,7 @@ class ModelPool:
         options = replace(
             self._options, dtype=dtype, strict=strict, limits=limits, verify=verify, follow_symlinks=follow_symlinks
         )
-        entry = Entry(name, bool(pin), source=source, content=Content(name, make, options))
+        entry = PooledModel(name, bool(pin), source=source, content=Content(name, make, options))
         if self._entries.setdefault(name, entry) is not entry:
             raise ValueError(f"the pool has a model {name!r}; replace its weights by update(), or choose another name")
         self._thread.post(self._thread.policy.models.append, entry)
@@ -300,7 +300,7 @@ class ModelPool:
     async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> PooledModel:
         entry = self._entries.get(name)
         if entry is None:
             known = listed(sorted(self._entries)) or "none"

@@ -19,7 +19,7 @@ State = Literal["absent", "measuring", "loading", "resident", "evicting", "updat
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class ModelRequest:
     """One caller of a model, from the call until it has the model."""
 
     called: float
@@ -42,7 +42,7 @@ class Model:
     """Callers that have it."""
     used: float = 0.0
     """Time of its last use."""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModelRequest] = field(default_factory=list)
     """Callers that wait for it. The owner adds them, and removes those that wait no longer."""
     wants_update: bool = False
     """Its weights are to be replaced as soon as it has no users."""
@@ -60,7 +60,7 @@ M = TypeVar("M", bound=Model)
 class Decision(Generic[M]):
     """What the owner does next. The states of the models are set already."""
 
-    grant: list[tuple[M, list[Call]]] = field(default_factory=list)
+    grant: list[tuple[M, list[ModelRequest]]] = field(default_factory=list)
     """Callers that get their model. They count as its users."""
     measure: list[M] = field(default_factory=list)
     """Models whose size is to be read; see `Policy.measured` and `Policy.failed`."""
@@ -111,12 +111,12 @@ class Policy(Generic[M]):
         """Set the size of a model."""
         model.state, model.nbytes = "absent", nbytes
 
-    def loaded(self, model: Model, now: float) -> list[Call]:
+    def loaded(self, model: Model, now: float) -> list[ModelRequest]:
         """Set a model as loaded; return all its callers, which get it together, before anything else is decided."""
         model.state = "resident"
         return self._grant(model, now)
 
-    def failed(self, model: Model) -> list[Call]:
+    def failed(self, model: Model) -> list[ModelRequest]:
         """Set a model as absent; return its callers, which get the error."""
         model.state = "absent"
         calls, model.calls = model.calls, []
@@ -226,7 +226,7 @@ class Policy(Generic[M]):
         """Bytes of the device that no eviction makes free."""
         return self.leftover_bytes + sum(model.held_bytes for model in self.models if model.pinned)
 
-    def _grant(self, model: Model, now: float) -> list[Call]:
+    def _grant(self, model: Model, now: float) -> list[ModelRequest]:
         calls, model.calls = model.calls, []
         model.num_users += len(calls)
         model.used = now

@@ -23,7 +23,7 @@ from stio.device.cuda import TorchEvent, event_now, free_bytes, has_streams
 from stio.errors import ClosedError, DeviceError, DeviceMemoryError, StioError, listed, printable
 from stio.loading.options import SourceLike
 from stio.pool.content import Content, Contents, Leftover, Make
-from stio.pool.policy import Call, Model, Policy
+from stio.pool.policy import Model, ModelRequest, Policy
 from stio.pool.status import PoolStats
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation
@@ -36,10 +36,10 @@ Steps: TypeAlias = Generator[tuple[str, Callable[[Operation[Any]], Any]], Any, N
 """What becomes of a model; yields the name and the body of each operation."""
 
 
-class Caller(Call):
+class Caller(ModelRequest):
     """One call of `ModelPool.use` or `ModelPool.update`, from the call until it has what it waits for."""
 
-    def __init__(self, thread: PoolThread, entry: Entry, priority: int = 0) -> None:
+    def __init__(self, thread: PoolThread, entry: PooledModel, priority: int = 0) -> None:
         super().__init__(time.monotonic(), priority)
         self.thread, self.entry = thread, entry
         """The pool's thread, and the model."""
@@ -89,14 +89,14 @@ class Caller(Call):
 class Update(Caller):
     """A call of `ModelPool.update`."""
 
-    def __init__(self, thread: PoolThread, entry: Entry, source: SourceLike, make: Make | None) -> None:
+    def __init__(self, thread: PoolThread, entry: PooledModel, source: SourceLike, make: Make | None) -> None:
         super().__init__(thread, entry)
         self.source, self.make = source, make
         """See `ModelPool.update`."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Entry(Model):
+class PooledModel(Model):
     """A model of the pool. All but `files` is set by the pool's thread."""
 
     source: SourceLike
@@ -122,7 +122,7 @@ class PoolThread:
         trace: Records loads, evictions and updates.
     """
 
-    def __init__(self, policy: Policy[Entry], device: Any, trace: Trace | None) -> None:
+    def __init__(self, policy: Policy[PooledModel], device: Any, trace: Trace | None) -> None:
         self.policy = policy
         """See above."""
         self.counts = PoolStats()
@@ -216,7 +216,7 @@ class PoolThread:
             entry.updates.remove(cast(Update, caller))
             entry.wants_update = bool(entry.updates)
 
-    def released(self, entry: Entry, event: TorchEvent | None = None) -> None:
+    def released(self, entry: PooledModel, event: TorchEvent | None = None) -> None:
         """Remove a user, whose work on the device is before the event."""
         if event is not None:
             entry.events = [*filter(_is_pending, entry.events), event]
@@ -242,7 +242,7 @@ class PoolThread:
         finally:
             self._shut(error)
 
-    def _ended(self) -> list[tuple[Entry, Steps, Operation[Any]]]:
+    def _ended(self) -> list[tuple[PooledModel, Steps, Operation[Any]]]:
         under_way = [(one, one.steps, one.operation) for one in self.policy.models]
         return [(one, steps, last) for one, steps, last in under_way if steps and last and last.done]
 
@@ -285,7 +285,7 @@ class PoolThread:
             is_again = bool(decision.refuse) or any(ended)
         self.counts = replace(self.counts, peak_device_bytes=max(self.policy.held_bytes, self.counts.peak_device_bytes))
 
-    def _go_on(self, entry: Entry, steps: Steps, outcome: Outcome | None = None) -> bool:
+    def _go_on(self, entry: PooledModel, steps: Steps, outcome: Outcome | None = None) -> bool:
         """Take the steps of a model up to its next operation, which is started; return whether there is none."""
         entry.steps = steps
         while True:
@@ -319,7 +319,7 @@ class PoolThread:
         counts: Any = {name: getattr(self.counts, name) + value for name, value in added.items()}
         self.counts = replace(self.counts, **counts)
 
-    def _grant(self, entry: Entry, callers: Sequence[Any]) -> None:
+    def _grant(self, entry: PooledModel, callers: Sequence[Any]) -> None:
         for caller in callers:
             waited = time.monotonic() - caller.called
             counts = {"num_hits": 1} if caller.turn == self._turn else {"num_waits": 1, "wait_seconds": waited}
@@ -328,14 +328,14 @@ class PoolThread:
                 self._count(**{name: -value for name, value in counts.items()})
                 self.policy.release(entry, time.monotonic())
 
-    def _fail(self, entry: Entry, error: BaseException) -> None:
+    def _fail(self, entry: PooledModel, error: BaseException) -> None:
         self._count(num_failed=1)
         entry.nbytes = None  # the files may be others at the next attempt
         callers: list[Any] = self.policy.failed(entry)
         for caller in callers:
             caller.end(error=_own(error))
 
-    def _too_large(self, entry: Entry) -> DeviceMemoryError:
+    def _too_large(self, entry: PooledModel) -> DeviceMemoryError:
         limit = self._limit()
         bound = self.policy.device_bytes if limit is None else min(limit, self.policy.device_bytes)
         free = max(0, bound - self.policy.fixed_bytes)
@@ -350,18 +350,18 @@ class PoolThread:
 
     # The steps of a model.
 
-    def _measure(self, entry: Entry) -> Steps:
+    def _measure(self, entry: PooledModel) -> Steps:
         contents, error = yield "open", lambda operation: entry.content.measure(operation, entry.source)
         if error is None:
             self._has_contents(entry, contents)
         else:
             self._failed(entry, error)
 
-    def _has_contents(self, entry: Entry, contents: Contents) -> None:
+    def _has_contents(self, entry: PooledModel, contents: Contents) -> None:
         entry.contents = contents
         self.policy.measured(entry, contents.nbytes)
 
-    def _load(self, entry: Entry) -> Steps:
+    def _load(self, entry: PooledModel) -> Steps:
         began = time.monotonic()
         contents = entry.contents
         assert contents is not None
@@ -378,13 +378,13 @@ class PoolThread:
                 self.policy.freeing(entry, nbytes)
                 self._freed(entry, (yield from self._free(entry, left)))
 
-    def _failed(self, entry: Entry, error: BaseException) -> None:
+    def _failed(self, entry: PooledModel, error: BaseException) -> None:
         if entry.operation is not None and entry.operation.cancelled:
             self.policy.evicted(entry)  # callers that came since then wait for another load
         else:
             self._fail(entry, error)
 
-    def _evict(self, entry: Entry) -> Steps:
+    def _evict(self, entry: PooledModel) -> Steps:
         self._count(num_evictions=1)
         left, is_used = None, any(map(_is_pending, entry.events))
         if not is_used:  # two threads less on the way of the next load
@@ -394,7 +394,7 @@ class PoolThread:
             left = yield from self._free(entry, left)
         self._freed(entry, left)
 
-    def _free(self, entry: Entry, left: Leftover | None) -> Generator[Any, Any, Leftover | None]:
+    def _free(self, entry: PooledModel, left: Leftover | None) -> Generator[Any, Any, Leftover | None]:
         """Wait until the memory of a model is free, or a second; `left` is what was dropped, None if nothing was."""
 
         def drop() -> Leftover | None:
@@ -404,12 +404,12 @@ class PoolThread:
         last, error = yield "evict", lambda _: (dropped := drop()) and dropped.later()
         return last if error is None else drop()  # an error: no thread was started
 
-    def _freed(self, entry: Entry, left: Leftover | None) -> None:
+    def _freed(self, entry: PooledModel, left: Leftover | None) -> None:
         entry.events = []
         self._leftovers += [left] if left else []
         self.policy.evicted(entry)
 
-    def _update(self, entry: Entry) -> Steps:
+    def _update(self, entry: PooledModel) -> Steps:
         """Replace the weights of a model: in place if the new ones fit there, else it is loaded at the next use."""
         update, old = entry.updates[0], entry.contents
         content = entry.content if update.make is None else Content(entry.name, update.make, entry.content.options)

@@ -84,7 +84,7 @@ class ProgressReporter:
             return self._events.popleft() if self._events else None
 
 
-class _Bar:
+class _TqdmBar:
     """Updates a tqdm bar; closes it at the last event, after an error of the bar, or by `close_bar`.
 
     Args:
@@ -124,7 +124,7 @@ def close_bar(callback: Callable[[ProgressEvent], object] | None) -> None:
 
     Every operation calls it when no more events come. A bar that is already closed, and a callable, need nothing.
     """
-    if isinstance(callback, _Bar):
+    if isinstance(callback, _TqdmBar):
         with suppress(Exception):  # the outcome of the operation counts
             callback.close()
 
@@ -144,11 +144,11 @@ def progress_callback(progress: Progress, description: str = "loading") -> Calla
         return None
     if progress is True:
         try:
-            return _Bar(import_module("tqdm.auto").tqdm, description)
+            return _TqdmBar(import_module("tqdm.auto").tqdm, description)
         except ImportError as error:
             raise ImportError(f"progress=True draws its bar with tqdm: {install_command('cli')}") from error
     if isinstance(progress, type) and hasattr(progress, "update"):
-        return _Bar(progress, description)
+        return _TqdmBar(progress, description)
     if callable(progress):
         return progress
     raise TypeError(f"progress= takes a callable, True or a tqdm class, not {progress!r}")

@@ -67,7 +67,7 @@ class Stats:
     `STIO_NATIVE=0`."""
 
 
-class Run(Protocol):
+class RunningScheduler(Protocol):
     """Scheduler of a load or a save under way."""
 
     @property
@@ -99,7 +99,7 @@ class _Sums:
     seconds: dict[Kind, float]
     read_bytes: int
     written_bytes: int
-    runs: tuple[Run, ...]
+    runs: tuple[RunningScheduler, ...]
 
 
 class _Process:
@@ -152,7 +152,7 @@ def count_end(kind: Kind, outcome: Outcome, seconds: float) -> None:
         process.sums = _Sums(ended, of_all, sums.read_bytes, sums.written_bytes, sums.runs)
 
 
-def add_run(run: Run) -> None:
+def add_run(run: RunningScheduler) -> None:
     """Include the figures of a run in snapshots from now on. Called on a thread of stio's."""
     process = _process
     with process.lock:
@@ -160,7 +160,7 @@ def add_run(run: Run) -> None:
         process.sums = _Sums(sums.ended, sums.seconds, sums.read_bytes, sums.written_bytes, (*sums.runs, run))
 
 
-def remove_run(run: Run) -> None:
+def remove_run(run: RunningScheduler) -> None:
     """Add the final figures of a run that has ended to the counters. Called on a thread of stio's. Idempotent."""
     process = _process
     with process.lock:

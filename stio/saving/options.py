@@ -29,7 +29,7 @@ from stio.runtime.urls import SAVED_SCHEMES, is_url, without_secrets
 from stio.storage.base import Root, Transaction
 from stio.storage.checks import local_directory
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.storage.commit.target import OneFile, is_one_file
+from stio.storage.commit.target import SingleFile, is_one_file
 from stio.storage.open import open_destination
 
 DEFAULT_MAX_SHARD_SIZE = "5GB"
@@ -71,7 +71,7 @@ ends in a slash.
 """
 
 
-def absolute_destination(destination: DestinationLike) -> str | OneFile | Destination:
+def absolute_destination(destination: DestinationLike) -> str | SingleFile | Destination:
     """Return a destination that stays the same when the working directory changes during the save.
 
     Raises:
@@ -94,7 +94,7 @@ def absolute_destination(destination: DestinationLike) -> str | OneFile | Destin
             path = os.path.join(os.getcwd(), path)  # not abspath: a slash at its end means a directory
         except FileNotFoundError as error:
             raise StorageError("the working directory does not exist any more", path=path, errno=error.errno) from error
-    return replace(destination, path=path) if isinstance(destination, OneFile) else path
+    return replace(destination, path=path) if isinstance(destination, SingleFile) else path
 
 
 def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
@@ -115,7 +115,7 @@ def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
             f"the destination {printable(without_secrets(path))!r} looks like a URL; saves go to local paths, and to "
             "URLs of s3, gs and az, passed as text"
         )
-    advice = "" if isinstance(destination, OneFile) else advice_for_destination(os.path.basename(path))
+    advice = "" if isinstance(destination, SingleFile) else advice_for_destination(os.path.basename(path))
     if advice and not os.path.isdir(path):
         raise ValueError(f"the destination {printable(path)!r} {advice}")
 

@@ -117,7 +117,7 @@ class ReopenedFile:
         """Do nothing: it is not open."""
 
 
-class OneFile:
+class SingleFileRoot:
     """One file of a directory that the caller did not name itself, as a `Root` of its own.
 
     A path would be opened as the caller's own choice, wherever it leads. This is opened by the rule for shards.

@@ -17,7 +17,7 @@ import pytest
 from stio import errors
 from stio.distributed import broadcast, shared_save
 from stio.distributed.exchange import _unpack
-from stio.distributed.ranks import MOST_VALUE_BYTES, Ranks, _described, _Failure, decoded
+from stio.distributed.ranks import MOST_VALUE_BYTES, Ranks, _described, _RankFailure, decoded
 from stio.errors import LimitError, MismatchError, RankError, StioError, StorageError
 from stio.runtime.operation import PanicError
 from stio.storage.commit.transaction import begin_local
@@ -25,7 +25,7 @@ from stio.storage.commit.transaction import begin_local
 
 def sent(error: Exception) -> BaseException | None:
     """Return an error as another rank gets it."""
-    failure = decoded(msgspec.json.encode(_described(1, "load", error)), _Failure, decode=msgspec.json.decode)
+    failure = decoded(msgspec.json.encode(_described(1, "load", error)), _RankFailure, decode=msgspec.json.decode)
     assert failure.ranks == (1,) and type(error).__name__ in failure.text
     return None if failure.error is None else failure.error.error(failure.told_by)
 
@@ -175,7 +175,7 @@ def no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", hostile_failures(Path()))
 def test_a_failure_that_is_malformed(name: str, tmp_path: Path, no_pickle: None) -> None:
     with pytest.raises(RankError, match="do all ranks run the same stio"):
-        decoded(hostile_failures(tmp_path)[name], _Failure, decode=msgspec.json.decode)
+        decoded(hostile_failures(tmp_path)[name], _RankFailure, decode=msgspec.json.decode)
     assert not os.listdir(tmp_path)
 
 
@@ -184,14 +184,14 @@ def test_a_failure_that_is_malformed(name: str, tmp_path: Path, no_pickle: None)
 )
 def test_a_class_that_is_no_error(kind: str, no_pickle: None) -> None:
     data = json.dumps({**FAILURE, "error": {"kind": kind, "text": "x", "arguments": ["1/0"]}}).encode()
-    failure = decoded(data, _Failure, decode=msgspec.json.decode)
+    failure = decoded(data, _RankFailure, decode=msgspec.json.decode)
     assert type(failure.error.error(1)) is RankError
 
 
 @pytest.mark.parametrize("fields", [{"offset": "x"}, {"message": "x"}, {"ranks": 5}, {"": None}])
 def test_fields_that_a_class_does_not_take(fields: dict[str, Any]) -> None:
     error = {"kind": "RankError", "text": "x: y", "arguments": ["z"], "fields": fields}
-    found = decoded(json.dumps({**FAILURE, "error": error}).encode(), _Failure, decode=msgspec.json.decode)
+    found = decoded(json.dumps({**FAILURE, "error": error}).encode(), _RankFailure, decode=msgspec.json.decode)
     assert str(found.error.error(1)) in ("RankError: x: y", "z")
 
 
@@ -199,7 +199,7 @@ def test_fields_that_a_class_does_not_take(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["UnicodeDecodeError", "OSError", "ExceptionGroup", "StopIteration", "SyntaxError"])
 def test_arguments_that_a_class_does_not_take(kind: str, arguments: list[Any]) -> None:
     data = json.dumps({**FAILURE, "error": {"kind": kind, "text": "x", "arguments": arguments}}).encode()
-    found = decoded(data, _Failure, decode=msgspec.json.decode).error.error(1)
+    found = decoded(data, _RankFailure, decode=msgspec.json.decode).error.error(1)
     assert isinstance(found, Exception) and isinstance(str(found), str)
 
 
@@ -218,7 +218,7 @@ def test_a_value_that_is_malformed(data: bytes, kind: Any, no_pickle: None) -> N
 @pytest.mark.parametrize("chunk_bytes", [0, -1, 1 << 40])
 def test_a_decision_with_a_size_that_no_rank_chooses(chunk_bytes: int) -> None:
     with pytest.raises(RankError):
-        decoded(msgspec.msgpack.encode([chunk_bytes, []]), broadcast._Decision)
+        decoded(msgspec.msgpack.encode([chunk_bytes, []]), broadcast._Agreement)
 
 
 @pytest.mark.parametrize("rows", [[], [(0, 3)], [(0, 3)] * 3, [(0, 11), (0, 0)], [(-1, 3), (0, 0)], [(3, 1), (0, 0)]])

@@ -296,7 +296,7 @@ def failures(place: Place) -> dict[str, tuple[str, str, float]]:
         ("stage", 1, scheduler, "copy_pieces"),
         ("upload", 1, Folder, "upload"),
         ("upload on the first", 0, Folder, "upload"),
-        ("pack", 2, exchange._Stream, "write_from"),
+        ("pack", 2, exchange._MessagePacker, "write_from"),
         ("assemble", 2, exchange, "_unpack"),
         ("receive", 2, exchange.Exchange, "_receive_buffers"),
         ("agree", 1, exchange.Exchange, "wait"),

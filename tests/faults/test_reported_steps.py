@@ -177,10 +177,10 @@ def test_c319_latest_under_other_names(tmp_path: Path, name: str) -> None:
 
 
 def test_c319_latest_of_lightning(tmp_path: Path) -> None:
-    from stio.storage.commit.target import OneFile
+    from stio.storage.commit.target import SingleFile
 
     for step in (4, 12):
-        sync.save_state({"step": step}, OneFile(str(tmp_path / f"epoch=0-step={step}.ckpt")))
+        sync.save_state({"step": step}, SingleFile(str(tmp_path / f"epoch=0-step={step}.ckpt")))
     (tmp_path / "last.ckpt").symlink_to("epoch=0-step=4.ckpt")
     (tmp_path / "log-400.txt").write_text("a line")
     assert sync.load_state(stio.latest(tmp_path)) == {"step": 12}

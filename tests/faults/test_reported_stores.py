@@ -34,9 +34,9 @@ from stio.pull import pull
 from stio.runtime.calls import Call
 from stio.runtime.operation import Operation
 from stio.runtime.workers import WorkerPool
-from stio.storage.open import OneFile
+from stio.storage.open import SingleFileRoot
 from stio.storage.remote import requests
-from stio.storage.remote.failures import Failure
+from stio.storage.remote.failures import RequestFailure
 from stio.storage.remote.requests import Patience, patience_of
 from stio.storage.remote.source import RemoteRoot
 from stio.storage.remote.stores import new_store
@@ -68,7 +68,7 @@ def server() -> Iterator[HttpServer]:
 
 def one_file(url: str, **options: Any) -> Any:
     """Return a file of a server, with options."""
-    return OneFile(RemoteRoot(url, **options), "model.safetensors")
+    return SingleFileRoot(RemoteRoot(url, **options), "model.safetensors")
 
 
 def loads(url: Any) -> None:
@@ -688,7 +688,7 @@ def test_c342_a_store_may_be_busy_for_45_seconds() -> None:
         attempt, now = 1, 0.0
         while now < 45:
             seconds = patience.pause_seconds(attempt)
-            assert not patience.is_over(Failure("busy", "", is_throttled=True), attempt, now, seconds)
+            assert not patience.is_over(RequestFailure("busy", "", is_throttled=True), attempt, now, seconds)
             attempt, now = attempt + 1, now + seconds
     pauses = {patience.pause_seconds(3) for _ in range(20)}
     assert len(pauses) > 10

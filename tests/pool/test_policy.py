@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from stio.pool.policy import Call, Model, Policy
+from stio.pool.policy import Model, ModelRequest, Policy
 
 LOAD, EVICT, MEASURE, UPDATE, MOST_USE = 2.0, 0.5, 0.1, 1.0, 3.0
 
@@ -26,9 +26,9 @@ class History:
     now: float = 0.0
     events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
-    uses: dict[Call, float] = field(default_factory=dict)
-    waits: dict[Call, float] = field(default_factory=dict)
-    outcomes: dict[Call, str] = field(default_factory=dict)
+    uses: dict[ModelRequest, float] = field(default_factory=dict)
+    waits: dict[ModelRequest, float] = field(default_factory=dict)
+    outcomes: dict[ModelRequest, str] = field(default_factory=dict)
     num_loads: int = 0
     most_waiting: int = 0
     numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -42,26 +42,26 @@ class History:
         self.policy.models.append(model)
         return model
 
-    def call(self, model: Model, use: float, *, priority: int = 0, leaves_after: float | None = None) -> Call:
-        call = Call(self.now, priority)
+    def call(self, model: Model, use: float, *, priority: int = 0, leaves_after: float | None = None) -> ModelRequest:
+        call = ModelRequest(self.now, priority)
         model.calls.append(call)
         self.uses[call] = use
         if leaves_after is not None:
             self.at(leaves_after, lambda: self.leave(model, call))
         return call
 
-    def leave(self, model: Model, call: Call) -> None:
+    def leave(self, model: Model, call: ModelRequest) -> None:
         if call in model.calls:
             model.calls.remove(call)
             self.outcomes[call] = "left"
 
-    def granted(self, model: Model, calls: list[Call]) -> None:
+    def granted(self, model: Model, calls: list[ModelRequest]) -> None:
         assert model.state == "resident"
         for call in calls:
             self.end(call, "granted")
             self.at(self.uses[call], lambda: self.policy.release(model, self.now))
 
-    def end(self, call: Call, outcome: str) -> None:
+    def end(self, call: ModelRequest, outcome: str) -> None:
         assert call not in self.outcomes
         self.outcomes[call] = outcome
         self.waits[call] = self.now - call.called
@@ -168,7 +168,7 @@ def test_nobody_starves_beside_a_model_that_is_always_in_use() -> None:
     history, a, b = two(4.0)
     for k in range(600):
         history.at(k * 0.1, lambda: history.call(a, 1.0))
-    waiting: list[Call] = []
+    waiting: list[ModelRequest] = []
     history.at(10.0, lambda: waiting.append(history.call(b, 1.0)))
     history.run()
     assert history.waits[waiting[0]] <= 4.0 + 1.0 + EVICT + LOAD + 0.2
@@ -177,7 +177,7 @@ def test_nobody_starves_beside_a_model_that_is_always_in_use() -> None:
 def test_priority_counts_as_time_of_waiting() -> None:
     history = History(Policy(60, hold_seconds=5.0, max_loads=1), random.Random(0))
     models = [history.add(name, 60) for name in "abc"]
-    calls: list[Call] = []
+    calls: list[ModelRequest] = []
     history.at(0.0, lambda: calls.append(history.call(models[0], 3.0)))
     history.at(1.0, lambda: calls.append(history.call(models[1], 3.0)))
     history.at(2.0, lambda: calls.append(history.call(models[2], 3.0, priority=1)))
@@ -202,7 +202,7 @@ def test_room_is_made_for_as_many_models_as_are_loaded_at_one_time() -> None:
     new = [Model("c", nbytes=50), Model("d", nbytes=50), Model("e")]
     policy.models += old + new
     for model in new:
-        model.calls.append(Call(0.0))
+        model.calls.append(ModelRequest(0.0))
     decision = policy.decide(0.1)
     assert decision.evict == [old[0]] and decision.measure == [new[2]]
     assert not policy.decide(0.2).evict
@@ -220,8 +220,8 @@ def test_a_model_with_callers_is_evicted_after_those_without() -> None:
     idle = Model("idle", nbytes=50, state="resident", used=2.0)
     new = Model("new", nbytes=50)
     policy.models += [wanted, idle, new]
-    new.calls.append(Call(0.0))
-    wanted.calls.append(Call(5.0))
+    new.calls.append(ModelRequest(0.0))
+    wanted.calls.append(ModelRequest(5.0))
     decision = policy.decide(5.0)
     assert decision.evict == [idle]
     assert [model for model, _ in decision.grant] == [wanted]
@@ -232,7 +232,7 @@ def test_what_fits_beside_a_model_that_waits_is_loaded_until_it_is_due() -> None
     busy, large, small = history.add("busy", 60), history.add("large", 60), history.add("small", 30)
     history.at(0.0, lambda: history.call(busy, 10.0))
     history.at(4.0, lambda: history.call(large, 0.0))
-    served: list[Call] = []
+    served: list[ModelRequest] = []
     history.at(5.0, lambda: served.append(history.call(small, 0.0)))
     history.run()
     assert history.waits[served[0]] < LOAD + 0.2
@@ -242,7 +242,7 @@ def test_a_load_that_nobody_waits_for_is_cancelled() -> None:
     policy = Policy(100, hold_seconds=1.0, max_loads=1)
     model = Model("a", nbytes=10)
     policy.models.append(model)
-    first, second = model.calls = [Call(0.0), Call(0.0)]
+    first, second = model.calls = [ModelRequest(0.0), ModelRequest(0.0)]
     assert policy.decide(0.0).load == [model]
     model.calls.remove(first)
     assert not policy.decide(0.1).cancel
@@ -255,7 +255,7 @@ def test_a_smaller_limit_evicts_and_refuses() -> None:
     policy = Policy(100, hold_seconds=1.0, max_loads=1)
     a, b = Model("a", nbytes=40, state="resident"), Model("b", nbytes=40)
     policy.models += [a, b]
-    b.calls.append(Call(0.0))
+    b.calls.append(ModelRequest(0.0))
     assert policy.decide(0.0, 60).evict == [a]
     policy.evicted(a)
     assert policy.decide(0.0, 30).refuse == [b]
@@ -269,7 +269,7 @@ def test_an_update_waits_for_users_and_callers_wait_for_it() -> None:
     policy = Policy(100, hold_seconds=1.0, max_loads=1)
     model = Model("a", nbytes=40, state="resident", num_users=1, wants_update=True)
     policy.models.append(model)
-    model.calls.append(Call(0.0))
+    model.calls.append(ModelRequest(0.0))
     decision = policy.decide(0.0)
     assert not decision.grant and not decision.update
     policy.release(model, 1.0)

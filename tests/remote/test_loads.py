@@ -22,7 +22,7 @@ import stio
 import stio.testing
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StioError, StorageError
 from stio.storage.base import Requests
-from stio.storage.open import OneFile
+from stio.storage.open import SingleFileRoot
 from stio.storage.remote.requests import Patience
 from stio.storage.remote.source import RemoteRoot
 
@@ -170,7 +170,7 @@ def sent_bytes(server: HttpServer) -> int:
 def test_many_small_tensors_are_few_requests(server: HttpServer) -> None:
     tensors = put_large(server, 4 << 20, 20_000)
     root = RemoteRoot(server.url, requests=Requests(256 << 10, 8, 1 << 20))
-    assert same(stio.sync.load(OneFile(root, "m.safetensors")), tensors)
+    assert same(stio.sync.load(SingleFileRoot(root, "m.safetensors")), tensors)
     needed = -(-(4 << 20) // (256 << 10))
     header = 2 + -(-2_000_000 // (256 << 10))  # opening, and a header of about 1.5 MB
     assert len(server.requests) <= 1.2 * needed + header + 1
@@ -198,7 +198,7 @@ def test_gaps_are_read_if_that_is_less_than_a_request(server: HttpServer) -> Non
         server.requests.clear()
         root = RemoteRoot(server.url, requests=Requests(8 << 20, 8, gap_bytes))
         names = [f"t{k}" for k in range(4, 64, 2)]
-        assert len(stio.sync.load(OneFile(root, "m.safetensors"), names=names)) == 30
+        assert len(stio.sync.load(SingleFileRoot(root, "m.safetensors"), names=names)) == 30
         assert len(server.requests) - 2 in range(most - 5, most + 1)
 
 
@@ -208,7 +208,7 @@ def test_requests_under_way_and_their_memory_stay_within_the_budget(server: Http
     for budget_bytes, most in ((32 << 20, 8), (2 << 20, 1)):
         server.most_at_once = 0
         root = RemoteRoot(server.url, requests=Requests(1 << 20, 8, 1 << 20))
-        source = OneFile(root, "m.safetensors")
+        source = SingleFileRoot(root, "m.safetensors")
         with stio.sync.open(source, budget_bytes=budget_bytes) as checkpoint:
             found = {name: tensor.clone() for name, tensor in checkpoint.stream()}
         assert same(found, tensors)
@@ -313,7 +313,7 @@ def test_a_failure_ends_the_requests_beside_it(server: HttpServer) -> None:
     server.fault = answer
     began = time.monotonic()
     with pytest.raises(StorageError, match="refuses access"):
-        stio.sync.load(OneFile(root, "m.safetensors"))
+        stio.sync.load(SingleFileRoot(root, "m.safetensors"))
     assert time.monotonic() - began < 5
     assert not hung.is_set()
 

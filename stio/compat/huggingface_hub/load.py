@@ -45,7 +45,7 @@ from stio.loading.options import LoadOptions
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
 from stio.storage.base import Root
-from stio.storage.open import OneFile, most_open_files
+from stio.storage.open import SingleFileRoot, most_open_files
 
 logger = logging.getLogger("stio")
 
@@ -97,7 +97,7 @@ def open_files(root: Root, names: Sequence[str], *, safe: bool) -> Iterator[list
             path, opened = os.path.join(root.path, name), None
             with _explained(path, safe=safe), _refusals(path):
                 if safe or name.lower().endswith(FILE_SUFFIX):
-                    opened = stack.enter_context(closing(open_checkpoint(OneFile(root, name))))
+                    opened = stack.enter_context(closing(open_checkpoint(SingleFileRoot(root, name))))
                     _require_format(opened.headers[0], path)
                     if in_turns:
                         opened.files[0].close()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from stio.compat.safetensors._errors import reading
-from stio.compat.safetensors._file import File
+from stio.compat.safetensors._file import DropInFile
 from stio.compat.safetensors._tensors import Tensors, require_torch_dtypes
 from stio.device.base import Target, resolve_device
 from stio.device.cuda import has_streams
@@ -26,7 +26,7 @@ from stio.runtime.operation import Operation
 class AcceleratorTensors(Tensors):
     """Makes torch tensors on an accelerator; see `Framework`."""
 
-    def make_all(self, file: File) -> dict[str, torch.Tensor]:
+    def make_all(self, file: DropInFile) -> dict[str, torch.Tensor]:
         """Return all tensors of a file by name, in the order of their data.
 
         Raises:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeError, reading
-from stio.compat.safetensors._file import File, Framework, offsets_in
+from stio.compat.safetensors._file import DropInFile, Framework, offsets_in
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import Header
 from stio.format.slicing import select
@@ -62,7 +62,7 @@ class Arrays(Framework):
             for name, dtype, shape, offset in zip(*columns, strict=True)
         }
 
-    def make_part(self, file: File, row: int, index: Any) -> Array:
+    def make_part(self, file: DropInFile, row: int, index: Any) -> Array:
         header = file.header
         shape, kind = header.shapes[row], numpy_dtype(header.dtypes[row])
         if file.is_mapped:

@@ -100,10 +100,10 @@ class Framework(ABC):
         """
 
     @abstractmethod
-    def make_part(self, file: File, row: int, index: Any) -> Any:
+    def make_part(self, file: DropInFile, row: int, index: Any) -> Any:
         """Return `tensor[index]` of one tensor of a file; only the bytes of that part are read."""
 
-    def make_all(self, file: File) -> dict[str, Any]:
+    def make_all(self, file: DropInFile) -> dict[str, Any]:
         """Return all tensors of a file by name, in the order of their data."""
         header = file.header
         tensors: dict[str, Any] = {}
@@ -129,7 +129,7 @@ def _groups(begins: Sequence[int], ends: Sequence[int]) -> Iterator[slice]:
         yield slice(first, len(begins))
 
 
-class File:
+class DropInFile:
     """An open file with its header.
 
     Args:

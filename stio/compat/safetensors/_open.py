@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, final
 
 from stio.compat.safetensors._arrays import Arrays
 from stio.compat.safetensors._errors import SafetensorError, wrong_type
-from stio.compat.safetensors._file import Backend, File, Framework
+from stio.compat.safetensors._file import Backend, DropInFile, Framework
 
 if TYPE_CHECKING:
     from stio.compat.safetensors._prefetch import PrefetchLoader
@@ -114,7 +114,7 @@ class PySafeSlice:
     __module__ = "stio.compat.safetensors"
     __slots__ = ("_file", "_framework", "_row")
 
-    def __init__(self, file: File, framework: Framework, row: int) -> None:
+    def __init__(self, file: DropInFile, framework: Framework, row: int) -> None:
         self._file, self._framework, self._row = file, framework, row
 
     def get_shape(self) -> list[int]:
@@ -157,19 +157,19 @@ class safe_open:  # noqa: N801 -- the original's name
         *,
         backend: str = "mmap",
     ) -> None:
-        self._file: File | None = None
+        self._file: DropInFile | None = None
         path = path_of(filename)
         make = _framework(framework, device := _device(device))
         if not isinstance(backend, str):
             raise wrong_type("backend", backend, "str")
         if backend not in ("mmap", "pread"):
             raise SafetensorError(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')
-        file = File(path, cast(Backend, backend), keep_open=device != "cpu")
+        file = DropInFile(path, cast(Backend, backend), keep_open=device != "cpu")
         self._framework = make()
         self._device = device
         self._file = file
 
-    def _opened(self) -> File:
+    def _opened(self) -> DropInFile:
         if self._file is None:
             raise SafetensorError("File is closed")
         return self._file
@@ -272,7 +272,7 @@ class safe_open:  # noqa: N801 -- the original's name
         self._file = None  # closed when the last slice, or read on another thread, has released it
 
 
-def _row(file: File, name: str) -> int:
+def _row(file: DropInFile, name: str) -> int:
     if not isinstance(name, str):
         raise wrong_type("name", name, "str")
     try:

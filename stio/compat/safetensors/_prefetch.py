@@ -22,7 +22,7 @@ import torch
 
 from stio.compat.safetensors import _accelerator
 from stio.compat.safetensors._errors import SafetensorError, reading, wrong_type
-from stio.compat.safetensors._file import File
+from stio.compat.safetensors._file import DropInFile
 from stio.compat.safetensors._tensors import require_torch_dtypes, require_whole_pairs
 from stio.device.base import Target, resolve_device
 from stio.loading.by_name import LoadByName
@@ -106,7 +106,7 @@ class PrefetchLoader:
 
 
 def prefetch(
-    file: File,
+    file: DropInFile,
     plan: Mapping[str, Any] | None,
     device: str | int,
     *,
@@ -138,7 +138,7 @@ def prefetch(
     return PrefetchLoader(load)
 
 
-def _checked(plan: Mapping[str, Any] | None, file: File) -> tuple[list[str], dict[str, Any]]:
+def _checked(plan: Mapping[str, Any] | None, file: DropInFile) -> tuple[list[str], dict[str, Any]]:
     """Return the names of a plan in the order of their data, and the indices of those that are sliced."""
     header = file.header
     if plan is None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeError, reading
-from stio.compat.safetensors._file import File, Framework, offsets_in
+from stio.compat.safetensors._file import DropInFile, Framework, offsets_in
 from stio.device.tensors import TORCH_DTYPES, select_and_cast, tensors_in, torch_shape, typed
 from stio.device.torch_private import INTEGERS, moved
 from stio.format.header import Header
@@ -64,7 +64,7 @@ class Tensors(Framework):
                 tensors[name] = tensors[name].to(self._device)
         return tensors
 
-    def make_part(self, file: File, row: int, index: Any) -> torch.Tensor:
+    def make_part(self, file: DropInFile, row: int, index: Any) -> torch.Tensor:
         header = file.header
         dtype, shape = header.dtypes[row], header.shapes[row]
         _require_torch_dtype(dtype, shape)
@@ -74,7 +74,7 @@ class Tensors(Framework):
         return tensor if self._device == "cpu" else moved(tensor, self._device)
 
 
-def _view(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
+def _view(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
     whole = tensors_in(file.region_of(slice(row, row + 1)), [""], [dtype], [shape], [0])[""]
     # As integers: torch does not index tensors of every dtype, and no bit may change.
     item = whole.itemsize
@@ -91,7 +91,7 @@ def _view(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.T
     return tensors_in(part, [""], [dtype], [_format_shape(dtype, sizes)], [0])[""]
 
 
-def _read(file: File, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
+def _read(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
     sizes, item = torch_shape(dtype, shape), TORCH_DTYPES[dtype].itemsize
     with reading(file.path):
         selection = select(index, sizes, item, gap_bytes=WORTHWHILE_STRIDE_BYTES, image_bytes=_WHOLE_ROWS_BYTES)

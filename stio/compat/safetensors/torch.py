@@ -43,7 +43,7 @@ from stio.runtime.memory import Region
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
 from stio.saving.plan import WritePlan, plan_files
-from stio.storage.commit.target import OneFile
+from stio.storage.commit.target import SingleFile
 
 
 def storage_ptr(tensor: torch.Tensor) -> int:
@@ -382,4 +382,4 @@ def _write(
         reason = f"{os.strerror(errno.ENOENT)} (os error {errno.ENOENT})"
         raise SafetensorError(f'Error while serializing: I/O error: {reason} at path "{path}"')
     with saving():
-        run_blocking(PendingSave(tensors, OneFile(path), SaveOptions(), planner=planner).complete())
+        run_blocking(PendingSave(tensors, SingleFile(path), SaveOptions(), planner=planner).complete())

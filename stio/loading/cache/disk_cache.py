@@ -103,7 +103,7 @@ class DiskCache:
 
     def stats(self) -> CacheStats:
         """Return the files in the directory in numbers, and counters of this object since it was made."""
-        found: list[_File] = []
+        found: list[_StoredFile] = []
         with suppress(OSError), opened_directory(self.path) as dir_fd:
             found = [file for file in _scan(dir_fd) if file.suffix == FILE_SUFFIX]
         return replace(self._counts, entries=len(found), held_bytes=sum(file.nbytes for file in found))
@@ -265,7 +265,7 @@ class DiskCache:
     def _make_room(self, key: str, nbytes: int, dir_fd: int) -> None:
         files = [file for file in _scan(dir_fd) if file.key != key]
         excess = sum(file.nbytes for file in files) + nbytes - self.max_bytes
-        victims: list[_File] = []
+        victims: list[_StoredFile] = []
         with ExitStack() as locked:
             for part in locked.enter_context(_abandoned(files, dir_fd)):
                 if excess > 0 or time.time() - part.used_at > OLD_SECONDS:
@@ -280,7 +280,7 @@ class DiskCache:
                 excess -= file.nbytes
             self._remove(victims, dir_fd)
 
-    def _remove(self, files: Sequence[_File], dir_fd: int) -> int:
+    def _remove(self, files: Sequence[_StoredFile], dir_fd: int) -> int:
         """Remove files whose locks the caller holds; return their size."""
         nbytes = 0
         for file in files:
@@ -409,7 +409,7 @@ def _share(fd: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _StoredFile:
     """A file of the cache's directory."""
 
     key: str
@@ -422,7 +422,7 @@ class _File:
         return self.key + self.suffix
 
 
-def _scan(dir_fd: int) -> list[_File]:
+def _scan(dir_fd: int) -> list[_StoredFile]:
     """Return the files of a cache; others in the directory are not its own."""
     found = []
     for name in os.listdir(dir_fd):
@@ -430,12 +430,12 @@ def _scan(dir_fd: int) -> list[_File]:
         status = status_at(dir_fd, name) if match else None
         if match and status is not None:
             used_at = status.st_mtime if match[2] == PART_SUFFIX else status.st_atime
-            found.append(_File(match[1], match[2], 0 if match[2] == LOCK_SUFFIX else status.st_size, used_at))
+            found.append(_StoredFile(match[1], match[2], 0 if match[2] == LOCK_SUFFIX else status.st_size, used_at))
     return found
 
 
 @contextmanager
-def _abandoned(files: Sequence[_File], dir_fd: int) -> Iterator[list[_File]]:
+def _abandoned(files: Sequence[_StoredFile], dir_fd: int) -> Iterator[list[_StoredFile]]:
     """Yield the parts whose process is dead, locked until the block ends; remove free locks."""
     parts = {file.key: file for file in files if file.suffix == PART_SUFFIX}
     with ExitStack() as locked:
@@ -451,7 +451,7 @@ def _abandoned(files: Sequence[_File], dir_fd: int) -> Iterator[list[_File]]:
         yield sorted(abandoned, key=lambda file: file.used_at)
 
 
-def _unused(files: Sequence[_File], dir_fd: int, locked: ExitStack) -> Iterator[_File]:
+def _unused(files: Sequence[_StoredFile], dir_fd: int, locked: ExitStack) -> Iterator[_StoredFile]:
     """Yield the files that no process uses, the least recently used first; each stays locked."""
     for file in sorted(files, key=lambda file: file.used_at):
         if file.suffix == FILE_SUFFIX:

@@ -90,7 +90,7 @@ class RequestedFile:
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _CacheEntry:
     key: tuple[int, int]
     state: tuple[int, int, int, str]
     label: str
@@ -118,7 +118,7 @@ class CacheEntries:
         self._allocate = allocate
         self._keep = keep
         self._lock = new_lock()  # a finaliser may release while its own thread is inside
-        self._entries: OrderedDict[tuple[int, int], _Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, int], _CacheEntry] = OrderedDict()
         self._labels: dict[str, tuple[int, int]] = {}
         self._held_bytes = 0
         self._counts = CacheStats()
@@ -215,7 +215,7 @@ class CacheEntries:
 
     # Under the lock.
 
-    def _found(self, file: RequestedFile, out: list[FileImage]) -> _Entry | None:
+    def _found(self, file: RequestedFile, out: list[FileImage]) -> _CacheEntry | None:
         """Return a file's entry, if it is of this state; an entry of another state is evicted."""
         stale = self._entries.get(self._labels.get(file.label, file.key))
         if stale is not None and stale.key != file.key:
@@ -243,7 +243,7 @@ class CacheEntries:
         for file in files:
             nbytes = file.file.identity.nbytes
             image = FileImage(nbytes, self._allocate)
-            self._entries[file.key] = _Entry(file.key, file.state, file.label, image)
+            self._entries[file.key] = _CacheEntry(file.key, file.state, file.label, image)
             self._labels[file.label] = file.key
             self._held_bytes += nbytes
         return True
@@ -276,9 +276,9 @@ class CacheEntries:
             message = "the host has too little memory for the cache"
             raise memory.memory_error(needed, message, path=path, free_bytes=room_in_memory())
 
-    def _victims(self, nbytes: int) -> list[_Entry]:
+    def _victims(self, nbytes: int) -> list[_CacheEntry]:
         """Return the entries to evict for so many bytes, the least recently used first."""
-        victims: list[_Entry] = []
+        victims: list[_CacheEntry] = []
         excess = self._held_bytes + nbytes - self._budget_bytes
         for entry in self._listed():
             if excess <= 0:
@@ -288,7 +288,7 @@ class CacheEntries:
                 excess -= entry.image.nbytes
         return victims
 
-    def _fits_memory(self, nbytes: int, victims: Sequence[_Entry]) -> bool:
+    def _fits_memory(self, nbytes: int, victims: Sequence[_CacheEntry]) -> bool:
         """Return whether the host has memory for so many bytes, after these entries were evicted."""
         freed = {id(entry) for entry in victims}
         change = sum(
@@ -304,18 +304,18 @@ class CacheEntries:
         idle = sum(entry.image.nbytes for entry in self._listed() if not entry.num_holds)
         return max(0, self._budget_bytes - (self._held_bytes - idle))
 
-    def _listed(self) -> list[_Entry]:
+    def _listed(self) -> list[_CacheEntry]:
         """Return all entries, in one step: a finaliser may release one while they are iterated."""
         return list(self._entries.values())
 
-    def _hold(self, entry: _Entry | None) -> CachedFile | None:
+    def _hold(self, entry: _CacheEntry | None) -> CachedFile | None:
         if entry is None:
             return None
         self._entries.move_to_end(entry.key)
         entry.num_holds += 1
         return CachedFile(entry.image, lambda: self._release(entry))
 
-    def _drop(self, entry: _Entry, out: list[FileImage]) -> None:
+    def _drop(self, entry: _CacheEntry, out: list[FileImage]) -> None:
         """Evict an entry; its memory is freed now, or with its last hold."""
         if not entry.is_listed:
             return
@@ -325,7 +325,7 @@ class CacheEntries:
             self._held_bytes -= entry.image.nbytes
             out.append(entry.image)
 
-    def _unlist(self, entry: _Entry) -> None:
+    def _unlist(self, entry: _CacheEntry) -> None:
         entry.is_listed = False
         del self._entries[entry.key]
         if self._labels.get(entry.label) == entry.key:
@@ -336,7 +336,7 @@ class CacheEntries:
 
     # Called by holds.
 
-    def _release(self, entry: _Entry) -> None:
+    def _release(self, entry: _CacheEntry) -> None:
         regions: list[Region] = []  # released behind the lock
         with self._lock:
             entry.num_holds -= 1

@@ -31,7 +31,7 @@ from stio.storage.local import is_local
 
 
 @dataclass(frozen=True, slots=True)
-class OneFile:
+class SingleFile:
     """A path of the drop-ins: one file under any name. Of several saves at once, the last one replaces the others."""
 
     path: str
@@ -45,7 +45,7 @@ class OneFile:
 
 def is_one_file(destination: str | os.PathLike[str]) -> bool:
     """Return whether a destination means one file, and not a directory."""
-    return isinstance(destination, OneFile) or os.fsdecode(destination).endswith(FILE_SUFFIX)
+    return isinstance(destination, SingleFile) or os.fsdecode(destination).endswith(FILE_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
     """Return what a path means as a destination.
 
     Args:
-        destination: A file if it ends in `.safetensors` or is a `OneFile`, else a directory. Links are followed, unless
-            the `OneFile` replaces them; where one leads to nothing, the file or directory is created there.
+        destination: A file if it ends in `.safetensors` or is a `SingleFile`, else a directory. Links are followed,
+            unless the `SingleFile` replaces them; where one leads to nothing, the file or directory is created there.
 
     Raises:
         StorageError: Something of another kind has this path, a link of another user in a directory such as /tmp is on
@@ -87,7 +87,7 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
         raise StorageError("the destination is an empty path; give a file, a directory or a URL", errno=errno.ENOENT)
     mode = 0
     with refusals("examining the destination", path):
-        if isinstance(destination, OneFile) and destination.replaces_link and os.path.islink(path):
+        if isinstance(destination, SingleFile) and destination.replaces_link and os.path.islink(path):
             folder, name = os.path.split(path)
             real = os.path.join(resolve_links(folder or "."), name)
         else:

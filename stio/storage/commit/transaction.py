@@ -49,8 +49,8 @@ from stio.storage.commit.staging_dir import FILES_NAME, STAGING_PREFIX, StagingD
 from stio.storage.commit.target import (
     CommitPlan,
     CommitPolicy,
-    OneFile,
     SaveTarget,
+    SingleFile,
     choose_names,
     describe_existing,
     make_and_open,
@@ -130,7 +130,7 @@ def begin_local(
         target,
         policy,
         durable=durability == "full",
-        last_wins=isinstance(destination, OneFile),
+        last_wins=isinstance(destination, SingleFile),
         lock_timeout=lock_timeout,
         check=check,
     )

@@ -1,8 +1,8 @@
 """Failed requests: what obstore's errors mean, whether another attempt may succeed, and the error that stio raises.
 
 obstore has a class for few failures. It describes the others by a text, which also holds the whole URL and the whole
-answer of the server. `Failure` keeps the cause in one line without secrets. No error of obstore is chained to one of
-stio, since a traceback would show its text.
+answer of the server. `RequestFailure` keeps the cause in one line without secrets. No error of obstore is chained to
+one of stio, since a traceback would show its text.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ PAGE = "no answer of a store"
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RequestFailure:
     """One failed request."""
 
     kind: Kind
@@ -211,23 +211,23 @@ class RequestError(Exception):
     """A request or an answer of which stio itself found what is wrong.
 
     Args:
-        kind: See `Failure`.
-        cause: See `Failure`.
+        kind: See `RequestFailure`.
+        cause: See `RequestFailure`.
     """
 
     def __init__(self, kind: Kind, cause: str = "") -> None:
-        self.failure = Failure(kind, cause)
+        self.failure = RequestFailure(kind, cause)
         super().__init__(cause)
 
 
-def failure_of(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> RequestFailure:
     """Return what an error of obstore means. Errors that a request cannot raise are raised again."""
     name = type(error).__name__
     if isinstance(error, RequestError):
         return error.failure
     error = without_panic(error)
     if isinstance(error, PanicError):
-        return Failure("panic", error.cause)
+        return RequestFailure("panic", error.cause)
     if isinstance(error, StioError):
         raise error
     if isinstance(error, RefusedError):
@@ -266,38 +266,38 @@ _RULES: tuple[tuple[Kind, str], ...] = (
 """What an error means, by the name of its class, the status ("0": none), and its text; the first rule decides."""
 
 
-def _of_text(name: str, text: str, details: str) -> Failure:
+def _of_text(name: str, text: str, details: str) -> RequestFailure:
     """Return what an error means by the name of its class, its text, and obstore's description of its source."""
     answered = _STATUS.search(text)
     status = int(answered[1]) if answered else 0
     summary = summary_of(text)
     kind = next((kind for kind, pattern in _RULES if re.search(pattern, f"{name} {status} {text}")), None)
     if kind == "no credentials" and (found := _PROVIDER.search(text)):
-        return Failure("busy" if found[1] else "no credentials", found[2])
+        return RequestFailure("busy" if found[1] else "no credentials", found[2])
     if kind is None:
         return _without_status(summary, text + details)
     if kind == "anonymous":
-        return Failure(kind, f"the metadata service of the machine: {summary}")
+        return RequestFailure(kind, f"the metadata service of the machine: {summary}")
     is_throttled = kind == "busy" and (status in (429, 503) or "SlowDown" in text)
-    return Failure(kind, "" if kind == "unranged" else summary, is_throttled=is_throttled)
+    return RequestFailure(kind, "" if kind == "unranged" else summary, is_throttled=is_throttled)
 
 
-def _without_status(summary: str, details: str) -> Failure:
+def _without_status(summary: str, details: str) -> RequestFailure:
     """Return what an error means that came from the connection, or from obstore's own checks of an answer."""
     if "following redirect" in details:
-        return Failure("elsewhere", summary)
+        return RequestFailure("elsewhere", summary)
     if "UnexpectedRange" in details or "NoContentRange" in details or "ContentRange" in details:
-        return Failure("wrong", summary)
+        return RequestFailure("wrong", summary)
     if found := _TLS.search(details):
-        return Failure("tls", "".join(found[0].split()).replace("(", ": "))
+        return RequestFailure("tls", "".join(found[0].split()).replace("(", ": "))
     cause = next((words for pattern, words in _CAUSES if pattern.search(details)), summary)
     if "kind: Timeout" in details or "TimedOut" in details:
-        return Failure("unreachable" if "kind: Connect" in details else "stalled", "")
+        return RequestFailure("unreachable" if "kind: Connect" in details else "stalled", "")
     if "kind: Connect" in details or "ConnectError" in details:
-        return Failure("unreachable", cause)
+        return RequestFailure("unreachable", cause)
     if "HttpError" in details or "reqwest" in details or "hyper" in details:
-        return Failure("broken", cause)
-    return Failure("other", summary)
+        return RequestFailure("broken", cause)
+    return RequestFailure("other", summary)
 
 
 def summary_of(text: str) -> str:

@@ -25,7 +25,7 @@ from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, is_interrupted
 from stio.runtime.workers import WorkerPool
-from stio.storage.remote.failures import Failure, failure_of
+from stio.storage.remote.failures import RequestFailure, failure_of
 from stio.storage.remote.source import RemoteRoot
 from stio.storage.remote.stores import require_obstore
 
@@ -301,7 +301,7 @@ class Upload:
         self._ready: deque[Any] = deque()
         self._ends = self._stopped = self._is_over = False
         self._call: Call[None] | None = None
-        self._failure: Failure | None = None
+        self._failure: RequestFailure | None = None
         self._error: BaseException | None = None  # what is no failure of a request
         self.may_complete_yet = False
         """Whether the store may complete the upload, although it has failed: it was one put, or it was not aborted."""
@@ -354,7 +354,7 @@ class Upload:
         if not self._save_id and (failure := self.complete()) is not None:
             raise self._error_of(failure)
 
-    def complete(self) -> Failure | None:
+    def complete(self) -> RequestFailure | None:
         """Complete the upload; return what failed.
 
         Raises:
@@ -386,7 +386,7 @@ class Upload:
                 self._call.result()
         return True
 
-    def _error_of(self, failure: Failure) -> StioError:
+    def _error_of(self, failure: RequestFailure) -> StioError:
         attempts = self._folder.patience.num_attempts if failure.may_succeed else 1
         return failure.error(self.path, attempts, work="save")
 

@@ -34,9 +34,9 @@ from stio.runtime.operation import Cancelled, is_interrupted
 from stio.storage.remote.failures import (
     LEAST_BYTES_PER_SECOND,
     WEB_PAGE,
-    Failure,
     RefusedError,
     RequestError,
+    RequestFailure,
     Work,
     failure_of,
     summary_of,
@@ -161,7 +161,7 @@ class Patience:
         jitter = random.uniform(0.0, min(_MOST_JITTER_SECONDS, whole / 2))
         return max(whole * random.uniform(0.5, 1.0), requested_seconds + jitter if requested_seconds else 0.0)
 
-    def is_over(self, failure: Failure, attempt: int, seconds: float, pause_seconds: float) -> bool:
+    def is_over(self, failure: RequestFailure, attempt: int, seconds: float, pause_seconds: float) -> bool:
         """Return whether a request that has failed is not repeated any more, for another reason than a stall.
 
         Args:
@@ -212,12 +212,12 @@ class Attempts:
         self.number = 1
         """Number of the attempt that is under way."""
 
-    def failed(self, failure: Failure) -> None:
+    def failed(self, failure: RequestFailure) -> None:
         """Wait until the next attempt should be made.
 
         Raises:
             Cancelled: The calling thread should end.
-            StioError: There is none; see `Failure.error`.
+            StioError: There is none; see `RequestFailure.error`.
         """
         patience, requester = self._requester.patience, self._requester
         self._num_slow += failure.is_slow
@@ -311,7 +311,7 @@ class Requester:
 
         Raises:
             Cancelled: The calling thread should end (`is_interrupted`).
-            StioError: The request failed; see `Failure.error`.
+            StioError: The request failed; see `RequestFailure.error`.
         """
         attempts = Attempts(self, path, expected=expected, work=work)
         call = self.begin(request)

@@ -50,7 +50,7 @@ from stio.runtime.operation import Cancelled
 from stio.runtime.urls import without_secrets
 from stio.storage.base import Ending, Note, Root, Transaction
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
-from stio.storage.remote.failures import Failure, failure_of
+from stio.storage.remote.failures import RequestFailure, failure_of
 from stio.storage.remote.folder import DEFAULT_BYTES, SMALLEST_PART_BYTES, Folder, PartMemory, State, Upload
 from stio.storage.remote.requests import Attempts, ask
 from stio.storage.remote.source import RemoteRoot
@@ -335,18 +335,18 @@ class RemoteTransaction(Uploads):
     def _delete_old(self) -> None:
         """Delete what the new checkpoint has replaced."""
 
-    def _unknown(self, name: str, failure: Failure) -> StioError:
+    def _unknown(self, name: str, failure: RequestFailure) -> StioError:
         """Return the error where the store does not say whether it has an object."""
         return self._uncertain(failure) if name == self._last else self._error(failure, name)
 
-    def _uncertain(self, failure: Failure) -> CommitUncertainError:
+    def _uncertain(self, failure: RequestFailure) -> CommitUncertainError:
         return CommitUncertainError(
             f"the store does not say whether the checkpoint is published ({failure.kind}: {failure.cause}); "
             "check the destination, or save again",
             path=f"{self._folder.path}/{self._last}",
         )
 
-    def _error(self, failure: Failure, name: str) -> StioError:
+    def _error(self, failure: RequestFailure, name: str) -> StioError:
         return failure.error(f"{self._folder.path}/{name}", work="save")
 
 

@@ -25,9 +25,9 @@ from stio.storage.checks import cut_short
 from stio.storage.remote.failures import (
     PAGE,
     WEB_PAGE,
-    Failure,
     RefusedError,
     RequestError,
+    RequestFailure,
     failure_of,
 )
 from stio.storage.remote.requests import (
@@ -266,7 +266,7 @@ class RemoteRoot:
                 raise
         head = b"".join(map(bytes, answer.pieces))
         if is_page(head) and name.endswith(_NO_PAGES):
-            raise Failure("page", WEB_PAGE).error(path)
+            raise RequestFailure("page", WEB_PAGE).error(path)
         return RemoteSource(self, key, path, answer.identity, head, self._requests)
 
     def _whole(self, key: str, path: str) -> WholeObject:

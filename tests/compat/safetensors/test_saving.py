@@ -24,7 +24,7 @@ from stio.compat.safetensors import numpy as in_numpy
 from stio.compat.safetensors import torch as in_torch
 from stio.errors import StorageError
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.target import OneFile, is_one_file, resolve
+from stio.storage.commit.target import SingleFile, is_one_file, resolve
 from stio.storage.commit.transaction import LocalTransaction
 
 T = torch.arange(4.0)
@@ -388,14 +388,14 @@ def test_large_tensors_and_many(tmp_path: Path) -> None:
 
 
 def test_one_file_is_a_destination_of_its_own(tmp_path: Path) -> None:
-    assert is_one_file(OneFile("x"))
+    assert is_one_file(SingleFile("x"))
     assert is_one_file("x.safetensors")
     assert not is_one_file("x")
-    assert os.fspath(OneFile("x")) == "x"
-    assert resolve(OneFile(str(tmp_path / "x"))).kind == "file"
+    assert os.fspath(SingleFile("x")) == "x"
+    assert resolve(SingleFile(str(tmp_path / "x"))).kind == "file"
     assert resolve(tmp_path / "x").kind == "fresh"
     with pytest.raises(StorageError, match="is a directory"):
-        resolve(OneFile(str(tmp_path)))
+        resolve(SingleFile(str(tmp_path)))
 
 
 @pytest.mark.parametrize("between", ["another save", "another program", "its end"])
