@@ -73,7 +73,8 @@ def _bytes_left(*, with_swap: bool) -> int:
     if "MemAvailable:" not in machine:
         return sys.maxsize
     swap = machine.get("SwapFree:", 0) << 10 if with_swap else 0
-    left = (machine["MemAvailable:"] << 10) + swap
+    zfs = re.search(r"^size +\d+ +(\d+)$", read_text("/proc/spl/kstat/zfs/arcstats"), re.MULTILINE)  # ZFS's own cache
+    left = (machine["MemAvailable:"] << 10) + swap + (int(zfs[1]) if zfs is not None else 0)
     for version, directory in _groups("memory"):
         limit_file, used_file, prefix = _MEMORY_FILES[version]
         limit = _number(f"{directory}/{limit_file}", sys.maxsize)

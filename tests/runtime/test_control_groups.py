@@ -168,6 +168,10 @@ def test_the_whole_machine(machine: Machine) -> None:
     machine.texts["/proc/meminfo"] = MEMINFO.format(swap=3)
     assert control_groups.available_bytes() == (30 + 3) << 10
     assert control_groups.room_in_memory() == 30 << 10
+    machine.texts["/proc/spl/kstat/zfs/arcstats"] = (
+        "13 1 0x01 123\nname type data\nsize                            4    1024\nc 4 7\n"
+    )
+    assert control_groups.available_bytes() == (30 + 3 + 1) << 10
 
 
 def test_address_space(machine: Machine) -> None:
