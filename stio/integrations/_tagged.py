@@ -105,6 +105,9 @@ def _restored(tagged: dict[Any, Any]) -> Any:
         if tag == "defaultdict":
             name = tagged[_FACTORY]
             return defaultdict(None if name is None else _FACTORIES[name], value)
+        if tag == "ndarray" or tag == "scalar":  # of versions whose `save_state` took no arrays
+            array = value.detach().cpu().numpy()
+            return array if tag == "ndarray" else array[()]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         message = f"the state holds a {printable(tag)} with a wrong value: {printable(error)}"
         raise FormatError(message) from None

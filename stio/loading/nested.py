@@ -235,7 +235,7 @@ class StateTarget(LoadTarget):
         self._begin(opened.path)
         self._stored, self._aliases = opened.dtypes_and_shapes(), opened.aliases
         self._is_nested = STATE_KEY in opened.metadata
-        self._hint = "" if self._is_nested else ", which has tensors by name, and no nested state"
+        self._hint = "" if self._is_nested else "; the checkpoint has tensors by name, and no nested state"
         if self._merge(self._state, self._stored_state(opened, options, check), []) is not self._state:
             message = (
                 "the checkpoint has other values, and this state cannot be changed: put it into a list or a dictionary"
@@ -243,8 +243,8 @@ class StateTarget(LoadTarget):
             raise MismatchError(message, path=opened.path)
         if options.strict and (self._missing or self._unexpected):
             raise MismatchError(
-                f"the checkpoint does not fit the state{self._hint}; strict=False loads what both have: "
-                f"missing {listed(self._missing)}; unexpected {listed(self._unexpected)}",
+                "the checkpoint does not fit the state; strict=False loads what both have: "
+                f"missing {listed(self._missing)}; unexpected {listed(self._unexpected)}{self._hint}",
                 path=opened.path,
             )
         self._join_parts()

@@ -109,7 +109,8 @@ def locate(url: str) -> tuple[HubLocation, str]:
     is_wrong = found is None or path != url or first in _OTHER_TYPES or not key.isprintable()
     if found is None or is_wrong or (key and any(part in ("", ".", "..") for part in key.split("/"))):
         raise CheckpointNotFoundError(
-            "a URL of the hub names a repository of models: hf://owner/name, or hf://owner/name@revision/path",
+            "a URL of the hub names a repository of models, and not of datasets: hf://owner/name, or "
+            "hf://owner/name@revision/path",
             path=path,
         )
     folder, name = key, ""

@@ -1767,7 +1767,7 @@ def test_c217_a_hub_id_as_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """`tests/remote/test_hub.py` has those that are right."""
     monkeypatch.chdir(tmp_path)
     assert "pass the URL as text" in _message_of(lambda: sync.load(Path("hf://a/b")), stio.StioError)
-    assert "not from datasets" in _message_of(lambda: sync.load("hf://datasets/a/b"), stio.StioError)
+    assert "not of datasets" in _message_of(lambda: sync.load("hf://datasets/a/b"), stio.StioError)
     assert "scheme" not in _message_of(lambda: sync.load("s3:/"), stio.StioError)
 
 
