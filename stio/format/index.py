@@ -104,10 +104,20 @@ def _read_metadata(scanner: Scanner) -> dict[str, object]:
     if scanner.pos - start > _MAX_METADATA_BYTES:
         scanner.fail("the metadata are too long", at=start, expected=f"at most {_MAX_METADATA_BYTES} bytes")
 
-    try:
-        decoded: dict[str, object] = json.loads(scanner.raw[start : scanner.pos])
-    except ValueError:  # an integer of more digits than Python converts
-        scanner.fail("the metadata are malformed", at=start)
+    def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            scanner.fail("a key occurs twice in the metadata", at=start)
+        return values
+
+    def integer(digits: str) -> int:
+        if len(digits) > 40:
+            scanner.fail("an integer in the metadata is too long", at=start, found=f"{len(digits)} digits")
+        return int(digits)
+
+    decoded: dict[str, object] = json.loads(
+        scanner.raw[start : scanner.pos], object_pairs_hook=distinct, parse_int=integer
+    )
     return decoded
 
 

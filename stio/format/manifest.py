@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
-
-import msgspec
+from typing import Any, cast
 
 from stio.errors import FormatError, LimitError, printable
+from stio.format.json_scanner import Scanner
 from stio.runtime.hashing import ALGORITHMS, HashName
 
 VERSION = 1
 
-MAX_MANIFEST_BYTES = 16 << 20
-"""Longest manifest: about 100,000 files; real ones name a few hundred. It is decoded in one call."""
+MAX_MANIFEST_BYTES = 64 << 20
+"""Longest manifest: about 500,000 files; real ones name a few hundred."""
+
+_DIGEST = re.compile("[0-9a-f]+")
 
 
-class FileState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class FileState:
     """One acceptable state of one file."""
 
-    nbytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    nbytes: int
     """Size of the file."""
     digest: str
     """Digest of all its bytes, in lower-case hexadecimal."""
@@ -43,40 +45,77 @@ class Manifest:
     """The acceptable states of each file, at least one, by its name."""
 
 
-class _Document(msgspec.Struct, forbid_unknown_fields=True):
-    version: Literal[1]
-    algorithm: HashName
-    files: dict[str, Annotated[tuple[FileState, ...], msgspec.Meta(min_length=1)]]
-
-
 def parse_manifest(raw: bytes, *, path: str) -> Manifest:
-    """Parse a manifest, which is as untrusted as the files that it describes. Of equal keys the last one counts.
+    """Parse a manifest, which is as untrusted as the files that it describes.
 
     Args:
         raw: The file's bytes.
         path: File to name in errors.
 
     Raises:
-        FormatError: Not JSON, an unknown key, another version or algorithm, a malformed digest.
+        FormatError: Not JSON, a repeated or unknown key, another version or algorithm, a malformed digest.
         LimitError: It is longer than any that stio writes.
     """
     if len(raw) > MAX_MANIFEST_BYTES:
         raise LimitError(
             "the manifest is too long", path=path, expected=f"at most {MAX_MANIFEST_BYTES} bytes", found=len(raw)
         )
-    try:
-        document = msgspec.json.decode(raw, type=_Document)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # before 0.21 the first was no ValueError
-        message = f"the manifest is malformed, or a newer stio wrote it: {printable(str(error))}"
-        raise FormatError(message, path=path) from None
-    digits = ALGORITHMS[document.algorithm]
-    for name, states in document.files.items():
+    scanner = Scanner(raw, path=path, base=0, error=FormatError, what="manifest")
+    scanner.trim()
+    algorithm = ""
+    files: dict[str, tuple[FileState, ...]] = {}
+    for key, start in _fields(scanner, "version", "algorithm", "files"):
+        if key == "version":
+            version = scanner.integer()
+            if version != VERSION:
+                scanner.fail("unknown version; a newer stio may read it", at=start, expected=VERSION, found=version)
+        elif key == "algorithm":
+            algorithm = scanner.string()
+            if algorithm not in ALGORITHMS:
+                scanner.fail("unknown algorithm", at=start, expected=" or ".join(ALGORITHMS), found=algorithm)
+        else:
+            for at, name in scanner.members():
+                if name in files:
+                    scanner.fail("a file's name occurs twice", at=at, expected="distinct names", found=name)
+                files[name] = tuple(_read_states(scanner))
+    scanner.finish()
+    digits = ALGORITHMS[algorithm]
+    for name, states in files.items():
         for state in states:
-            if not re.fullmatch(rf"[0-9a-f]{{{digits}}}", state.digest):
+            if len(state.digest) != digits or not _DIGEST.fullmatch(state.digest):
                 expected = f"{digits} hexadecimal digits in lower case"
-                message = f"manifest: the digest of {printable(name)!r} is not one of {document.algorithm}"
+                message = f"manifest: the digest of {printable(name)!r} is not one of {algorithm}"
                 raise FormatError(message, path=path, expected=expected, found=state.digest)
-    return Manifest(document.algorithm, document.files)
+    return Manifest(cast(HashName, algorithm), files)
+
+
+def _fields(scanner: Scanner, *keys: str) -> Iterator[tuple[str, int]]:
+    """Yield each key of an object and its position; the caller reads the value. Each of `keys` must occur once."""
+    begin = scanner.pos
+    seen: list[str] = []
+    for start, key in scanner.members():
+        if key in seen or key not in keys:
+            problem = "a key occurs twice" if key in seen else "unknown key"
+            scanner.fail(problem, at=start, expected=", ".join(keys), found=key)
+        seen.append(key)
+        yield key, start
+    if len(seen) != len(keys):
+        scanner.fail("an object is incomplete", at=begin, expected=", ".join(keys), found=", ".join(seen) or "nothing")
+
+
+def _read_states(scanner: Scanner) -> list[FileState]:
+    scanner.take(ord("["))
+    states = []
+    while True:
+        values: dict[str, Any] = {}
+        for key, _ in _fields(scanner, "nbytes", "digest"):
+            values[key] = scanner.integer() if key == "nbytes" else scanner.string()
+        states.append(FileState(**values))
+        scanner.skip_space()
+        if scanner.peek() == ord("]"):
+            scanner.pos += 1
+            return states
+        scanner.take(ord(","))
 
 
 def build_manifest(manifest: Manifest) -> bytes:
