@@ -47,7 +47,7 @@ def has_streams(device: torch.device) -> bool:
 def require_streams(device: torch.device) -> None:
     """Raise `DeviceError` if torch has no streams for this kind of device (MPS)."""
     if not has_streams(device):
-        message = "torch has no streams for this kind of device; load to the CPU, and save from there"
+        message = "torch has no streams for this kind of device; use tensors on the CPU, and move them"
         raise DeviceError(message, requested=str(device), expected="cuda, or another device with streams")
 
 

@@ -6,7 +6,7 @@ It reads protocols 2 to 5 and makes None, booleans, numbers, text, bytes, tuples
 instruction that refers to code is refused and named. `pickletools.genops` splits a pickle into its instructions; it
 checks each length before it reads so many bytes, and executes nothing. The input is untrusted. Steps are counted over
 all pickles of a file. The memo grows by one slot at a time (a jump to slot 2**31 would allocate as many). No container
-is hashed, since that recurses in C. At the end the value is measured with its repetitions: by references, a short
+is a key, since its hash recurses in C. At the end the value is measured with its repetitions: by references, a short
 pickle can describe 2**60 values.
 
 A name of a tensor in OLMo's nested state is URL-safe base64 of a pickle of (key path, whether the tensor is a pickle).

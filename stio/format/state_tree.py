@@ -1,9 +1,10 @@
 """The tree of a nested state as text: containers and plain values in order, tensors by name.
 
-The text is JSON, `{"stio.state":1,"nodes":[...]}`, and flat, so nothing recurses. A container is a row of its tag and
-its number of items, and the items follow it (of a mapping: key, value, key, value). A plain value is itself a node.
-A value that JSON cannot express is a row of a tag and a text. Lines end between nodes only, and a long line is a single
-node. A reader decodes line by line, so its memory does not depend on how the text was made (see also `gil_slices.py`).
+The text is JSON, `{"stio.state":1,"nodes":[...]}`, and flat; the depth of containers is bounded. A container is a row
+of its tag and its number of items, and the items follow it (of a mapping: key, value, key, value). A plain value is
+itself a node. A value that JSON cannot express is a row of a tag and a text. Lines end between nodes only, and a long
+line is a single node. A reader decodes line by line, so its memory does not depend on how the text was made (see also
+`gil_slices.py`).
 
 Reading checks everything that can be checked before a tensor is read, and makes all containers. `Tree.fill` puts the
 tensors in later. No torch is needed here: a function of the caller makes the types of torch and numpy.

@@ -107,6 +107,7 @@ def gather(
     *,
     placements: PlacementsLike | None = None,
     casts: Casts | None = None,
+    max_workers: int | None = None,
 ) -> list[LoadedGroup]:
     """Load to the end; return the groups. The consumer's thread calls `LoadedGroup.take` of each."""
     groups: list[LoadedGroup] = []
@@ -117,6 +118,7 @@ def gather(
         slices=slices,
         placements=placements,
         casts=casts,
+        max_workers=max_workers,
         deliver=lambda _, group: groups.append(group),
     )
     scheduler.run_for(operation)

@@ -212,7 +212,7 @@ class LoadByName:
         slices = {name: self._slices[name]} if name in self._slices else {}
 
         def body(operation: Operation[torch.Tensor]) -> torch.Tensor:
-            (group,) = gather(operation, self._opened, [name], self._options, slices)
+            (group,) = gather(operation, self._opened, [name], self._options, slices, max_workers=self._max_workers)
             return group.tensors[name]
 
         operation = Operation(body, name="load", kind="load", about=self._opened.path)

@@ -190,7 +190,7 @@ def _numpy_value(tag: str, text: str) -> object:
             raise ValueError("the bytes do not fit its dtype and shape")
         if tag == "numpy_scalar":
             return _numpy_scalar(dtype, shape, data)
-        return np.ndarray(shape, dtype, bytearray(data))
+        return np.ndarray(shape, dtype, data).copy()  # an array that owns its memory
     except (TypeError, OverflowError, MemoryError) as error:
         raise ValueError(str(error)) from None
 

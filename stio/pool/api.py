@@ -119,8 +119,10 @@ class ModelPool:
             raise TypeError(f"max_hold_seconds= takes a number of seconds, not {max_hold_seconds!r}")
         if not max_hold_seconds >= 0:
             raise ValueError(f"max_hold_seconds must not be negative, not {max_hold_seconds!r}")
-        if max_loads < 1:
-            raise ValueError(f"max_loads must be positive, not {max_loads!r}")
+        if not isinstance(max_loads, int) or max_loads < 1:
+            raise ValueError(f"max_loads must be a positive whole number, not {max_loads!r}")
+        if disk is not None and not isinstance(disk, DiskCache):
+            raise TypeError(f"disk= takes a stio.DiskCache, not {disk!r}")
         where: Any = with_current_index(device, current_device())
         bound = checked_size(device_bytes, "device_bytes")
         budget = max(_LEAST_BUDGET_BYTES, min(ACCELERATOR_BUDGET_BYTES, bound // 8))
@@ -171,6 +173,8 @@ class ModelPool:
             ClosedError: The pool was closed.
         """
         self._thread.require_not_closed()
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a model is a str, not {name!r}")
         if make is not None and not callable(make):
             raise TypeError(f"make= takes a function that returns a module, not {make!r}")
         options = replace(

@@ -338,10 +338,12 @@ class PoolThread:
     def _too_large(self, entry: PooledModel) -> DeviceMemoryError:
         limit = self._limit()
         bound = self.policy.device_bytes if limit is None else min(limit, self.policy.device_bytes)
+        pinned = self.policy.fixed_bytes - self.policy.leftover_bytes
         free = max(0, bound - self.policy.fixed_bytes)
+        others = f", pinned models have {pinned:,}" if pinned else ""
         kept = f"; still referenced: {listed(map(str, self._leftovers), separator='; ')}" if self._leftovers else ""
         return DeviceMemoryError(
-            f"the model {printable(entry.name)!r} does not fit into the pool{kept}",
+            f"the model {printable(entry.name)!r} does not fit into the pool{others}{kept}",
             needed_bytes=entry.nbytes,
             free_bytes=free,
             expected=f"{entry.nbytes:,} bytes",

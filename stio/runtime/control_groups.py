@@ -69,25 +69,28 @@ def address_space_left() -> int:
 
 
 def _bytes_left(*, with_swap: bool) -> int:
-    machine = _numbers("/proc/meminfo")
-    if "MemAvailable:" not in machine:
-        return sys.maxsize
+    machine, left, most = _numbers("/proc/meminfo"), sys.maxsize, sys.maxsize
     swap = machine.get("SwapFree:", 0) << 10 if with_swap else 0
-    zfs = re.search(r"^size +\d+ +(\d+)$", read_text("/proc/spl/kstat/zfs/arcstats"), re.MULTILINE)  # ZFS's own cache
-    left = (machine["MemAvailable:"] << 10) + swap + (int(zfs[1]) if zfs is not None else 0)
+    if "MemAvailable:" in machine:
+        most = machine["MemTotal:"] << 10
+        zfs = re.search(r"^size +\d+ +(\d+)$", read_text("/proc/spl/kstat/zfs/arcstats"), re.MULTILINE)  # its own cache
+        left = (machine["MemAvailable:"] << 10) + swap + (int(zfs[1]) if zfs is not None else 0)
     for version, directory in _groups("memory"):
         limit_file, used_file, prefix = _MEMORY_FILES[version]
         limit = _number(f"{directory}/{limit_file}", sys.maxsize)
         if not with_swap:  # beyond `memory.high` the kernel throttles and reclaims, but kills nothing
             limit = min(limit, _number(f"{directory}/memory.high", sys.maxsize))
-        if limit >= machine["MemTotal:"] << 10:
+        if limit >= most:
             continue
         stat = _numbers(f"{directory}/memory.stat")
         reclaimable = sum(stat.get(key, 0) for key in (f"{prefix}active_file", f"{prefix}inactive_file"))
         # Version 1 does not report which part of the kernel's memory can be reclaimed: all of it counts.
         reclaimable += stat.get("slab_reclaimable", 0) + _number(f"{directory}/memory.kmem.usage_in_bytes", 0)
-        group_swap = _number(f"{directory}/memory.swap.max", swap) - _number(f"{directory}/memory.swap.current", 0)
         used = _number(f"{directory}/{used_file}", 0)
+        group_swap = _number(f"{directory}/memory.swap.max", swap) - _number(f"{directory}/memory.swap.current", 0)
+        both = _number(f"{directory}/memory.memsw.limit_in_bytes", sys.maxsize)  # of version 1: memory and swap
+        both -= _number(f"{directory}/memory.memsw.usage_in_bytes", 0)
+        group_swap = min(group_swap, both - (limit - used))
         left = min(left, limit - used + reclaimable + max(0, min(swap, group_swap)))
     return max(0, left)
 

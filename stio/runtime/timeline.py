@@ -25,6 +25,7 @@ _LEFT, _RIGHT = 104, 24
 _PLOT = svg.WIDTH - _LEFT - _RIGHT
 _ROW, _BAR = 22, 16
 _MAX_ROWS = 24
+_MOST_SHAPES = 2400
 _WIDTHS = [0.0, *(float(1 << k) for k in range(11))]
 """Widths in pixels within which spans of one kind become one shape. With the last one that is the whole row."""
 
@@ -102,9 +103,12 @@ def draw(spans: Sequence[Span], *, title: str = "") -> str:
     grid, axis = _axis(scale.seconds, top, height)
     text = ""
     for width in _WIDTHS:
+        runs = [_runs(own, scale, width, _MOST_SHAPES // len(rows)) for _, own in rows]
+        if None in runs and width != _WIDTHS[-1]:
+            continue
         bars = "".join(
-            f'<g transform="translate(0 {_ROW * k + (_ROW - _BAR) // 2})">{"".join(_bars(own, scale, width))}</g>'
-            for k, (_, own) in enumerate(rows)
+            f'<g transform="translate(0 {_ROW * k + (_ROW - _BAR) // 2})">{"".join(_bars(own or [], scale))}</g>'
+            for k, own in enumerate(runs)
         )
         plot = f'<svg class="plot" x="{_LEFT}" y="{top}" width="{_PLOT}" height="{height}">{paper}{grid}{bars}</svg>'
         body, below = head + labels + plot + axis, top + height + 30
@@ -162,8 +166,8 @@ def _head(title: str, summary: Summary) -> tuple[str, int]:
     return text, y + 12
 
 
-def _bars(spans: Sequence[Span], scale: _Scale, width: float) -> Iterator[str]:
-    """Yield a shape for each span, or for several that lie within a width; an outer span before those inside it."""
+def _runs(spans: Sequence[Span], scale: _Scale, width: float, most: int) -> list[list[Span]] | None:
+    """Return spans in runs that lie within a width, an outer one before those inside it; None if there are more."""
     runs: list[list[Span]] = []
     last: dict[str, list[Span]] = {}
     for span in spans:
@@ -171,8 +175,15 @@ def _bars(spans: Sequence[Span], scale: _Scale, width: float) -> Iterator[str]:
         if run is not None and scale.at(span.end) - scale.at(run[0].start) <= width:
             run.append(span)
         else:
+            if len(runs) == most:
+                return None
             last[_kind(span.name)] = run = [span]
             runs.append(run)
+    return runs
+
+
+def _bars(runs: Sequence[Sequence[Span]], scale: _Scale) -> Iterator[str]:
+    """Yield a shape for each run."""
     for run in runs:
         x, end = scale.at(run[0].start), max(scale.at(span.end) for span in run)
         y, height = (5, 6) if run[0].name == "wait" else (0, _BAR)  # thin, so that spans behind it are visible

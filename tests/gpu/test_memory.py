@@ -18,10 +18,8 @@ from support import eventually, quick_switches, require_equal, spin
 import stio
 import stio.sync
 from stio.device.base import LoadedGroup, resolve_device
-from stio.device.cuda import TorchAccelerator
 from stio.errors import DeviceMemoryError, StorageError, TruncatedError
 from stio.loading.api import Stream
-from stio.runtime import memory
 from stio.storage.local import LocalRoot
 from stio.testing import FakeDevice, FaultyRoot, write_checkpoint
 
@@ -212,22 +210,3 @@ def test_a_load_takes_over_the_memory_of_the_one_before(checkpoint: Path) -> Non
     after_two = load()
     grown_bytes = max(load() for _ in range(6)) - after_two
     assert grown_bytes < 42 * MIB  # workers allocate in any order, so how it is cut differs; without it, six times that
-
-
-@gpu
-def test_a_slot_can_be_read_into_past_the_page_cache(checkpoint: Path) -> None:
-    """If the driver's memory did not take direct reads, cold files would go through the page cache unnoticed."""
-    root = LocalRoot(checkpoint)
-    file = root.open(min(checkpoint.glob("*.safetensors")).name)
-    try:
-        file.use_direct()
-        file.read_into(0, [memory.allocate(4 * MIB)])
-        if file.direct_refused:
-            pytest.skip("this filesystem has no direct reads")
-        slot = TorchAccelerator(resolve_device("auto")).staging(4 * MIB)
-        file.read_into(0, [slot])
-        assert slot.tobytes() == Path(file.path).read_bytes()[: 4 * MIB]
-        assert not file.direct_refused
-    finally:
-        file.close()
-        root.close()

@@ -101,6 +101,9 @@ class DiskCache:
     def __repr__(self) -> str:
         return f"DiskCache({self.path!r}, max_bytes={self.max_bytes})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_counts": CacheStats()}  # the counters are those of one object
+
     def stats(self) -> CacheStats:
         """Return the files in the directory in numbers, and counters of this object since it was made."""
         found: list[_StoredFile] = []
@@ -388,7 +391,7 @@ def _differ(file: LocalFile, source: Source) -> bool:
     halves = region.sub(0, nbytes), region.sub(nbytes, nbytes)
     for one, half in zip((file, source), halves, strict=True):
         one.read_into(0, [half])
-    return halves[0].view() != halves[1].view()
+    return bytes(halves[0].view()) != bytes(halves[1].view())  # views are compared item by item
 
 
 def _share(fd: int) -> bool:

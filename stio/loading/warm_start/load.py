@@ -13,6 +13,7 @@ to their class. A hook is removed when the submodule's last parameter is filled,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -165,6 +166,7 @@ class WarmStartLoad:
         self._groups: list[int] = []  # of the plan, in the order of the parameters
         self._group_of: dict[str, int] = {}
         self._needed: list[str] = []
+        self._process = os.getpid()
         self._stream: Any = None
         self.notifier = Notifier()
         """Notified when parameters were filled, and at the end."""
@@ -366,7 +368,9 @@ class WarmStartLoad:
 
     def _error_for(self, placeholder: Placeholder) -> ClosedError:
         failure = self.operation.failure
-        why = "ended before that (a forked child has none)" if failure is None else f"failed: {failure}"
+        why = "ended before that" if failure is None else f"failed: {failure}"
+        if os.getpid() != self._process:
+            why = "is the parent's, and not of a forked child; fork after `done()`"
         error = ClosedError(f"{printable(placeholder.name)} was not loaded: the warm start {why}", path=self._path)
         error.__cause__ = failure
         return error

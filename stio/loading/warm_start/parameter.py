@@ -68,7 +68,7 @@ class Placeholder:
     ) -> None:
         parameter = self.parameter = found.parameter
         self.name, self.source, self.dtype, self.device = found.name, found.source, found.dtype, device
-        """See above."""
+        """Of `found`; and where it is loaded to."""
         self.wait = wait
         self.has_ended = has_ended
         self.filled = False
