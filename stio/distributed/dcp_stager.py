@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -18,8 +18,9 @@ from stio.device.copy_out import Readiness, copy_out
 from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import require_no_placeholders
 from stio.device.tensors import tensors_in
-from stio.distributed.torch_private import leaves_of, local_memory, with_local
+from stio.distributed.torch_private import local_memory, with_local
 from stio.format.sharding import TensorSource
+from stio.format.state_tree import python_path
 from stio.native import PINNED_BYTES
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation
@@ -59,8 +60,13 @@ class StioStager(AsyncStager):
             HostMemoryError: There is too little memory.
             DeviceError: A copy failed.
         """
-        found = {id(leaf): (path, leaf) for path, leaf in leaves_of(state_dict) if isinstance(leaf, torch.Tensor)}
-        tensors = dict(found.values())
+        tensors: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for keys, tensor in _tensors_of(state_dict):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                path = python_path(keys)  # for messages, so long keys are cut: two may have one text
+                tensors[path if path not in tensors else f"{path} ({len(tensors)})"] = tensor
         locals_of = {path: local_memory(tensor) for path, tensor in tensors.items()}
         ready = Readiness.now(locals_of)
         copied = Operation(partial(self._copy, locals_of, ready), name="stage").result()
@@ -143,3 +149,17 @@ def _taken(free: list[_Memory], nbytes: int, allocate: Allocator) -> Region:
             free.remove(memory)
             return memory[1]
     return allocate(size).sub(0, size)
+
+
+def _tensors_of(state: object) -> Iterator[tuple[list[object], torch.Tensor]]:
+    """Yield the tensors in mappings, lists and tuples, each with its keys."""
+    ahead: list[tuple[list[object], object]] = [([], state)]
+    seen = set()
+    while ahead:
+        keys, value = ahead.pop()
+        if isinstance(value, torch.Tensor):
+            yield keys, value
+        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            ahead += [([*keys, key], one) for key, one in items]

@@ -13,18 +13,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint import _nested_dict
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_leaves
 
-__all__ = [
-    "NamePath",
-    "flat_state",
-    "leaves_of",
-    "local_memory",
-    "nested_state",
-    "store_of",
-    "tree_leaves",
-    "with_local",
-]
+__all__ = ["NamePath", "flat_state", "local_memory", "nested_state", "store_of", "tree_leaves", "with_local"]
 
 
 def store_of(process_group: dist.ProcessGroup | None) -> tuple[Store, dist.ProcessGroup]:
@@ -56,12 +47,6 @@ def nested_state(leaves: Mapping[str, object], paths: Mapping[str, NamePath]) ->
     """Return a nested state of its values by their flattened names, as `dcp.load` does."""
     nested: dict[str, Any] = _nested_dict.unflatten_state_dict(dict(leaves), dict(paths))
     return nested
-
-
-def leaves_of(state: object) -> list[tuple[str, Any]]:
-    """Return the values in dictionaries, lists and tuples, each with its path in Python's syntax."""
-    leaves, _ = tree_flatten_with_path(state)
-    return [(f"state{keystr(path)}", leaf) for path, leaf in leaves]
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
