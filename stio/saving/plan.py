@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from stio.format.header import build_header
 from stio.format.sharding import TensorSource, build_index, split_into_shards
@@ -232,52 +232,40 @@ def _plan_shard(
 ) -> ShardPlan:
     described = ((source.name, source.dtype, source.shape) for source in map(sources.__getitem__, members))
     header, order = build_header(described, metadata)
-    parts: list[tuple[int, Origin]] = [(len(header), None)]
-    parts += [(sources[positions[name]].nbytes, (positions[name], 0)) for name in order]
-    nbytes = sum(length for length, _ in parts)
-    origins, blocks = Origins(parts, sources), []
-    for offset in range(0, nbytes, block_bytes):
-        length = min(block_bytes, nbytes - offset)
-        blocks.append(WriteBlock(number, offset, length, tuple(origins.take(length, 0))))
+    blocks: list[WriteBlock] = []
+    pieces: list[Piece] = []
+    block_start, position = 0, len(header)
+    for name in order:
+        source = positions[name]
+        nbytes = sources[source].nbytes
+        at = position - block_start
+        if nbytes <= block_bytes - at:  # nearly all, where there are many
+            pieces.append(Piece(source, 0, at, nbytes, True))
+            position += nbytes
+            continue
+        start, ends = 0, False
+        while not ends:
+            # A piece of no bytes may be at the end of a block: no block may follow.
+            while position - block_start >= block_bytes + (not nbytes):
+                blocks.append(WriteBlock(number, block_start, block_bytes, tuple(pieces)))
+                pieces = []
+                block_start += block_bytes
+            at = position - block_start
+            step = min(nbytes - start, block_bytes - at)
+            ends = start + step == nbytes
+            pieces.append(Piece(source, start, at, step, ends))
+            start += step
+            position += step
+    while position > block_start:  # more than once only where a header of several blocks has no data behind it
+        length = min(block_bytes, position - block_start)
+        blocks.append(WriteBlock(number, block_start, length, tuple(pieces)))
+        pieces = []
+        block_start += length
     return ShardPlan(
         header=header,
         names=tuple(order),
         listed=tuple(sources[member].name for member in members),
-        nbytes=nbytes,
-        data_bytes=nbytes - len(header),
+        nbytes=position,
+        data_bytes=position - len(header),
         blocks=tuple(blocks),
     )
-
-
-Origin: TypeAlias = tuple[int, int] | None
-"""Position of a tensor in the sources, and the first of its bytes; None: the header."""
-
-
-class Origins:
-    """What a range of a file consists of, taken from its beginning.
-
-    Args:
-        parts: Length and origin of each part.
-        sources: The tensors.
-    """
-
-    def __init__(self, parts: Sequence[tuple[int, Origin]], sources: Sequence[TensorSource]) -> None:
-        self._parts, self._sources = list(reversed(parts)), sources
-
-    def take(self, nbytes: int, at: int) -> list[Piece]:
-        """Return the pieces of the next bytes, which are at an offset of a block; the header has no piece.
-
-        Tensors without elements behind these bytes belong to them: no block may follow.
-        """
-        pieces, parts, sources = [], self._parts, self._sources
-        while nbytes or (parts and not parts[-1][0]):
-            length, origin = parts.pop()
-            if length > nbytes:
-                parts.append((length - nbytes, None if origin is None else (origin[0], origin[1] + nbytes)))
-                length = nbytes
-            if origin is not None:
-                source, start = origin
-                pieces.append(Piece(source, start, at, length, start + length == sources[source].nbytes))
-            nbytes -= length
-            at += length
-        return pieces

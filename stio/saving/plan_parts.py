@@ -13,7 +13,7 @@ from typing import NamedTuple
 from stio.format.placements import ByteRange
 from stio.format.sharding import TensorSource
 from stio.runtime.limits import PAGE_BYTES
-from stio.saving.plan import Origin, Origins, Piece, Run, ShardPlan, WriteBlock, WritePlan
+from stio.saving.plan import Piece, Run, ShardPlan, WriteBlock, WritePlan
 
 
 class WrittenPart(NamedTuple):
@@ -148,6 +148,9 @@ _ALIGNED_BYTES = 8 * PAGE_BYTES
 """A run of this length is placed in the block so that its whole pages can be written past the page cache. Before it up
 to one page of the block is left empty."""
 
+_Origin = tuple[int, int] | None
+"""Position of a tensor in the sources, and the first of its bytes; None: the header."""
+
 
 class _Extents:
     """Collects ranges of one file in ascending order; neighbours become one extent.
@@ -158,7 +161,7 @@ class _Extents:
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self.found: list[tuple[ByteRange, list[tuple[int, Origin]]]] = []
+        self.found: list[tuple[ByteRange, list[tuple[int, _Origin]]]] = []
         """Each extent, and what it consists of: the length and the origin of each part, without a gap."""
 
     def add_parts(self, placed: Sequence[tuple[int, WrittenPart]], position: int) -> int:
@@ -178,7 +181,7 @@ class _Extents:
                 start += found.nbytes * found.num_ranges
         return position + len(placed)
 
-    def add(self, one: ByteRange, origin: Origin) -> None:
+    def add(self, one: ByteRange, origin: _Origin) -> None:
         """Add a range; or ranges at even distances, which have one origin."""
         if one.num_ranges > 1 and one.nbytes >= self._longest:
             for k in range(one.num_ranges):
@@ -211,7 +214,7 @@ class _Packer:
     def pack(self, extents: _Extents) -> tuple[WriteBlock, ...]:
         """Return the blocks."""
         for extent, parts in extents.found:
-            origins = Origins(parts, self._sources)
+            origins = _Origins(parts, self._sources)
             if extent.num_ranges == 1:
                 self._add_range(extent.start, extent.nbytes, origins)
             else:
@@ -219,7 +222,7 @@ class _Packer:
         self._close()
         return tuple(self._blocks)
 
-    def _add_range(self, offset: int, left: int, origins: Origins) -> None:
+    def _add_range(self, offset: int, left: int, origins: _Origins) -> None:
         while left:
             skip = (offset - self._at) % PAGE_BYTES if left >= _ALIGNED_BYTES else 0
             room = self._block_bytes - self._at - skip
@@ -231,7 +234,7 @@ class _Packer:
             self._add(Run(offset, self._at, step), origins)
             offset, left = offset + step, left - step
 
-    def _add_ranges(self, extent: ByteRange, origins: Origins) -> None:
+    def _add_ranges(self, extent: ByteRange, origins: _Origins) -> None:
         offset, left = extent.start, extent.num_ranges
         while left:
             count = min(left, (self._block_bytes - self._at) // extent.nbytes)
@@ -241,7 +244,7 @@ class _Packer:
             self._add(Run(offset, self._at, extent.nbytes, count, extent.stride), origins)
             offset, left = offset + count * extent.stride, left - count
 
-    def _add(self, run: Run, origins: Origins) -> None:
+    def _add(self, run: Run, origins: _Origins) -> None:
         self._runs.append(run)
         self._pieces += origins.take(run.nbytes * run.num_ranges, run.at)
         self._at = run.at + run.nbytes * run.num_ranges
@@ -257,9 +260,9 @@ class _Cutter:
     """Cuts the extents of one file at the ends of windows."""
 
     def __init__(self, extents: _Extents, sources: Sequence[TensorSource]) -> None:
-        self._left = [(extent, Origins(parts, sources)) for extent, parts in reversed(extents.found)]
+        self._left = [(extent, _Origins(parts, sources)) for extent, parts in reversed(extents.found)]
 
-    def take(self, end: int) -> Iterator[tuple[ByteRange, Origins]]:
+    def take(self, end: int) -> Iterator[tuple[ByteRange, _Origins]]:
         """Yield what is left before a byte of the file: ranges, and whence the caller takes the bytes of each."""
         while self._left and self._left[-1][0].start < end:
             extent, origins = self._left.pop()
@@ -285,3 +288,24 @@ def _cut(extent: ByteRange, end: int) -> tuple[list[ByteRange], list[ByteRange]]
     if num_after:
         after.append(ByteRange(start, nbytes, num_after, stride if num_after > 1 else 0))
     return before, after
+
+
+class _Origins:
+    """The parts of one extent, taken from its beginning."""
+
+    def __init__(self, parts: Sequence[tuple[int, _Origin]], sources: Sequence[TensorSource]) -> None:
+        self._parts, self._sources = list(reversed(parts)), sources
+
+    def take(self, nbytes: int, at: int) -> list[Piece]:
+        """Return the pieces of the next bytes, which are at an offset of a block; the header has no piece."""
+        pieces = []
+        while nbytes:
+            length, origin = self._parts.pop()
+            step = min(length, nbytes)
+            if origin is not None:
+                source, start = origin
+                pieces.append(Piece(source, start, at, step, start + step == self._sources[source].nbytes))
+            if step < length:
+                self._parts.append((length - step, None if origin is None else (origin[0], origin[1] + step)))
+            nbytes, at = nbytes - step, at + step
+        return pieces
