@@ -54,6 +54,9 @@ _ITEM_BYTES = 8
 
 _RUN_NUMBERS = 5
 
+TABLE_PART = 8
+"""The tables of a window have at most one n-th of its size on all ranks together, unless it is a smallest one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPlan:
@@ -71,6 +74,11 @@ class SendPlan:
     """Size of the largest window."""
     packets: Sequence[Packet]
     """What this rank has of the windows."""
+
+
+def table_bytes(packet: Packet) -> int:
+    """Return the size of the numbers with which a message begins."""
+    return _ITEM_BYTES * (1 + _RUN_NUMBERS * len(packet.runs))
 
 
 class Exchange(SteppedTransfer):
@@ -239,7 +247,7 @@ class Exchange(SteppedTransfer):
 
 
 class _MessagePacker:
-    """Packs the bytes of this rank into messages, one for each block; an `OrderedWriter`.
+    """Packs the bytes of this rank into messages, as they come; an `OrderedWriter`.
 
     Args:
         plan: What is sent.
@@ -258,11 +266,12 @@ class _MessagePacker:
         self._unpacked = {packet.window for packet in plan.packets}
         self._packed: dict[int, _Bytes] = {}  # messages, by window
         self._held_bytes = 0
-        self._at = 0  # bytes that were taken
+        self._at = 0  # bytes that were taken from the writers, which come in any order
+        self._message: _Bytes = np.empty(0, np.uint8)  # of the first packet, from its first byte on
         self._error: BaseException | None = None
 
     def write_from(self, offset: int, region: Region) -> None:
-        """Take the block of the next packet; wait until those before it were taken, and while too many messages wait.
+        """Take a block; wait until those before it were taken, and while too many messages wait.
 
         Raises:
             Cancelled: The thread should end, or the exchange was cancelled.
@@ -270,21 +279,27 @@ class _MessagePacker:
         """
         with self._changed:
             self._wait(lambda: self._at == offset)
+        at, end = offset, offset + region.nbytes
+        while self._packets and at < end:
             packet = self._packets[0]
-            table_bytes = _ITEM_BYTES * (1 + _RUN_NUMBERS * len(packet.runs))
-            nbytes = table_bytes + packet.nbytes
-            self._wait(lambda: not self._held_bytes or self._held_bytes + nbytes <= self._most_bytes)
-            self._held_bytes += nbytes
-        message = np.empty(nbytes, np.uint8)
-        numbers = message[:table_bytes].view(np.int64)
-        numbers[0] = len(packet.runs)
-        numbers[1:].reshape(-1, _RUN_NUMBERS)[...] = packet.runs
-        memory.move(message.ctypes.data + table_bytes, region.address, packet.nbytes)
+            at = max(at, packet.begin)
+            step = min(end, packet.begin + packet.nbytes) - at
+            if step <= 0:
+                break  # the gap before the next packet
+            if at == packet.begin:
+                self._message = self._new_message(packet)
+            data_at = len(self._message) - packet.nbytes + at - packet.begin
+            memory.move(self._message.ctypes.data + data_at, region.address + at - offset, step)
+            at += step
+            if at == packet.begin + packet.nbytes:
+                with self._changed:
+                    self._packets.popleft()
+                    self._unpacked.discard(packet.window)
+                    self._packed[packet.window] = self._message
+                    self._message = np.empty(0, np.uint8)
+                    self._changed.notify_all()
         with self._changed:
-            self._packets.popleft()
-            self._unpacked.discard(packet.window)
-            self._packed[packet.window] = message
-            self._at += packet.nbytes
+            self._at = end
             self._changed.notify_all()
 
     def finish(self) -> None:
@@ -311,6 +326,17 @@ class _MessagePacker:
         with self._changed:
             self._held_bytes -= nbytes
             self._changed.notify_all()
+
+    def _new_message(self, packet: Packet) -> _Bytes:
+        nbytes = table_bytes(packet) + packet.nbytes
+        with self._changed:
+            self._wait(lambda: not self._held_bytes or self._held_bytes + nbytes <= self._most_bytes)
+            self._held_bytes += nbytes
+        message = np.empty(nbytes, np.uint8)
+        numbers = message[: table_bytes(packet)].view(np.int64)
+        numbers[0] = len(packet.runs)
+        numbers[1:].reshape(-1, _RUN_NUMBERS)[...] = packet.runs
+        return message
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Wait, under the condition, until something holds."""

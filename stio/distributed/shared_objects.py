@@ -7,7 +7,7 @@ names it. One file alone is uploaded by the first rank, since the end of that up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch.distributed as dist
 from msgspec import Meta
 
-from stio.distributed.exchange import NUM_WINDOWS, WINDOW_BYTES, Exchange, SendPlan
+from stio.distributed.exchange import NUM_WINDOWS, TABLE_PART, WINDOW_BYTES, Exchange, SendPlan, table_bytes
 from stio.distributed.ranks import Ranks
 from stio.distributed.shared_save import RankTransaction, ShardedSave
 from stio.runtime.blocking import run_blocking
@@ -55,16 +55,20 @@ class SaveToStore(ShardedSave):
         assert isinstance(self._absolute_destination, _Store)
         return self._absolute_destination
 
-    def _block_bytes(self, data_bytes: int, budget_bytes: int | None, num_tensors: int) -> int:
-        """Return the size of a block: it holds what the rank sends of one window."""
-        return min(super()._block_bytes(data_bytes, budget_bytes, num_tensors), self._store.window_bytes)
-
     def _plan_own(self, plan: WritePlan, parts: Mapping[str, WrittenPart], block_bytes: int) -> WritePlan:
-        window_bytes: int = min(self._arrive("window", block_bytes, kind=_WindowBytes))
+        window_bytes: int = min(self._arrive("window", self._store.window_bytes, kind=_WindowBytes))
         sizes = [shard.nbytes for shard in plan.shards]
         owners = owners_of(sizes, self._ranks.num_ranks)
         windows = cut_windows(sizes, owners, window_bytes)
-        own, packets = plan_stream(plan, parts, windows)
+        own, packets = plan_stream(plan, parts, windows, block_bytes)
+        if window_bytes > _SMALLEST_WINDOW_BYTES:
+            # The table of many tiny ranges is longer than their bytes.
+            most_bytes = window_bytes // TABLE_PART // self._ranks.num_ranks
+            long = [one.window for one in packets if table_bytes(one) > most_bytes]
+            long_of_all = {number for found in self._arrive("long", long, kind=list[int]) for number in found}
+            if long_of_all:
+                windows = cut_again(windows, long_of_all, _SMALLEST_WINDOW_BYTES)
+                own, packets = plan_stream(plan, parts, windows, block_bytes)
         self._send_plan = SendPlan(
             path=str(self._store),
             owners=owners,
@@ -204,5 +208,24 @@ def cut_windows(sizes: Sequence[int], owners: Sequence[int], window_bytes: int) 
     """
     of_owner: dict[int, list[Window]] = {owner: [] for owner in sorted(set(owners))}
     for file, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
-        of_owner[owner] += [Window(file, at, min(at + window_bytes, size)) for at in range(0, size, window_bytes)]
+        of_owner[owner] += _cut(Window(file, 0, size), window_bytes)
     return [window for turn in zip_longest(*of_owner.values()) for window in turn if window is not None]
+
+
+def cut_again(windows: Sequence[Window], numbers: Container[int], window_bytes: int) -> list[Window]:
+    """Return the windows with some of them cut into smaller ones, which take their places.
+
+    Args:
+        windows: All of them.
+        numbers: Which ones are cut.
+        window_bytes: Size of a smaller one; a multiple of `PAGE_BYTES`.
+    """
+    found: list[Window] = []
+    for number, window in enumerate(windows):
+        found += _cut(window, window_bytes) if number in numbers else [window]
+    return found
+
+
+def _cut(window: Window, window_bytes: int) -> list[Window]:
+    file, begin, end = window
+    return [Window(file, at, min(at + window_bytes, end)) for at in range(begin, end, window_bytes)]

@@ -212,13 +212,10 @@ class PendingSave:
         if budget_bytes is not None and isinstance(self._absolute_destination, BufferedDestination):
             self._absolute_destination, buffer_bytes = self._absolute_destination.within(budget_bytes)
             budget_bytes = max(SMALLEST_BLOCK_BYTES, budget_bytes - buffer_bytes)
-        block_bytes = self._block_bytes(data_bytes, budget_bytes, len(sources))
+        block_bytes = block_bytes_for(data_bytes, budget_bytes, stage_first=self._stage_first, num_tensors=len(sources))
         # The pool is set later: the save before this one may still take blocks.
         fit_pool = partial(self._pool.fit, block_bytes, allocate, limit_bytes=budget_bytes)
         return *self._make_plans(sources, block_bytes), fit_pool
-
-    def _block_bytes(self, data_bytes: int, budget_bytes: int | None, num_tensors: int) -> int:
-        return block_bytes_for(data_bytes, budget_bytes, stage_first=self._stage_first, num_tensors=num_tensors)
 
     def _make_plans(self, sources: Sequence[TensorSource], block_bytes: int) -> tuple[WritePlan, WritePlan]:
         """Return the plan of the files, and that of what this process stages and writes: here the same."""

@@ -93,10 +93,12 @@ class Window(NamedTuple):
 
 
 class Packet(NamedTuple):
-    """The bytes that one process has of a window."""
+    """The bytes that one process has of a window, without a gap of more than a few bytes between them."""
 
     window: int
     """Number of the window."""
+    begin: int
+    """Offset of the first byte in the stream of the process."""
     nbytes: int
     """Length."""
     runs: tuple[Run, ...]
@@ -104,7 +106,7 @@ class Packet(NamedTuple):
 
 
 def plan_stream(
-    plan: WritePlan, parts: Mapping[str, WrittenPart], windows: Sequence[Window]
+    plan: WritePlan, parts: Mapping[str, WrittenPart], windows: Sequence[Window], block_bytes: int
 ) -> tuple[WritePlan, list[Packet]]:
     """Plan what one process sends to the processes that write the files: its bytes of each window, one after the other.
 
@@ -112,10 +114,11 @@ def plan_stream(
         plan: The plan of all of it.
         parts: See `plan_parts`.
         windows: They make up the files. Those of one file are in ascending order.
+        block_bytes: See `plan_parts`.
 
     Returns:
-        The plan of one file, the *stream*, of packets in the order of the windows, each of which is a block; it has no
-        header, and may be empty. And the packets, for those windows of which the process has bytes.
+        The plan of one file, the *stream*, of packets in the order of the windows; it has no header, and may be empty.
+        And the packets, for those windows of which the process has bytes.
     """
     placed = _placed(plan, parts)
     sources = [part.source for of_file in placed for _, part in of_file]
@@ -124,20 +127,25 @@ def plan_stream(
         extents = _Extents(_STRIDED_BYTES)
         position = extents.add_parts(of_file, position)
         files.append(_Cutter(extents, sources))
-    packets, blocks, end = [], [], 0
+    stream, packets, end = _PartStream(block_bytes), [], 0
     for number, window in enumerate(windows):
-        runs, pieces, at = [], list[Piece](), 0
+        begin = at = -(-end // _LARGEST_ITEM_BYTES) * _LARGEST_ITEM_BYTES
+        runs = []
         for one, origins in files[window.file].take(window.end):
-            nbytes = one.nbytes * one.num_ranges
-            runs.append(Run(one.start, at, one.nbytes, one.num_ranges, one.stride))
-            pieces += origins.take(nbytes, at)
-            at += nbytes
+            at += (one.start - at) % _LARGEST_ITEM_BYTES  # blocks of the stream are cut between elements then
+            runs.append(Run(one.start, at - begin, one.nbytes, one.num_ranges, one.stride))
+            stream.add(at, one.nbytes * one.num_ranges, origins)
+            at += one.nbytes * one.num_ranges
         if runs:
-            packets.append(Packet(number, at, tuple(runs)))
-            blocks.append(WriteBlock(0, end, at, tuple(pieces)))
-            end += at
-    shard = ShardPlan(header=b"", names=(), listed=(), nbytes=end, data_bytes=end, blocks=tuple(blocks))
+            packets.append(Packet(number, begin, at - begin, tuple(runs)))
+            end = at
+    blocks = stream.blocks(end)
+    shard = ShardPlan(header=b"", names=(), listed=(), nbytes=end, data_bytes=end, blocks=blocks)
     return replace(plan, sources=tuple(sources), shards=(shard,)), packets
+
+
+_LARGEST_ITEM_BYTES = 8
+"""Largest element of the format."""
 
 
 _STRIDED_BYTES = 128 << 10
@@ -288,6 +296,31 @@ def _cut(extent: ByteRange, end: int) -> tuple[list[ByteRange], list[ByteRange]]
     if num_after:
         after.append(ByteRange(start, nbytes, num_after, stride if num_after > 1 else 0))
     return before, after
+
+
+class _PartStream:
+    """Collects the bytes of a stream, in blocks."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._pieces: list[list[Piece]] = []
+
+    def add(self, at: int, nbytes: int, origins: _Origins) -> None:
+        """Add the next bytes, at an offset of the stream; between them and those before may be a gap."""
+        while nbytes:
+            number, offset = divmod(at, self._block_bytes)
+            while len(self._pieces) <= number:
+                self._pieces.append([])
+            step = min(nbytes, self._block_bytes - offset)
+            self._pieces[number] += origins.take(step, offset)
+            at, nbytes = at + step, nbytes - step
+
+    def blocks(self, nbytes: int) -> tuple[WriteBlock, ...]:
+        """Return the blocks of a stream of this length."""
+        size = self._block_bytes
+        return tuple(
+            WriteBlock(0, k * size, min(size, nbytes - k * size), tuple(found)) for k, found in enumerate(self._pieces)
+        )
 
 
 class _Origins:

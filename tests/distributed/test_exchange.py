@@ -80,7 +80,7 @@ class Case:
             source.name: WrittenPart(source, [ByteRange(0, source.nbytes)])
             for source in sources[: int(part * len(sources))]
         }
-        self.own, packets = plan_stream(self.plan, parts, windows)
+        self.own, packets = plan_stream(self.plan, parts, windows, WINDOW_BYTES)
         self.files = [File(nbytes) for nbytes in sizes]
         self.save: Operation[None] = Operation(lambda _: None, name="save")
         send_plan = SendPlan(

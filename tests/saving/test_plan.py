@@ -450,12 +450,13 @@ def test_parts_of_several_processes_make_up_the_files(seed: int) -> None:
     assert all(set(count) <= {1} for count in counts), "each byte is written once"
 
 
-def stream_of(plan: WritePlan) -> bytes:
+def stream_of(plan: WritePlan, block_bytes: int) -> bytes:
     """Carry out the plan of a stream."""
     (shard,) = plan.shards
     stream, ended = bytearray(shard.nbytes), []
-    for block in shard.blocks:
-        assert block.runs == ()
+    for number, block in enumerate(shard.blocks):
+        assert (block.offset, block.runs) == (number * block_bytes, ())
+        assert block.nbytes == min(block_bytes, shard.nbytes - block.offset)
         for piece in block.pieces:
             source = plan.sources[piece.source]
             assert piece.start * 8 % max(8, BITS[source.dtype]) == 0  # cuts fall between elements
@@ -472,7 +473,7 @@ def stream_of(plan: WritePlan) -> bytes:
 def test_packets_of_several_processes_make_up_the_files(seed: int) -> None:
     """Each byte behind the headers is sent once, by 1 to 4 processes, in the window that it belongs to."""
     chance = random.Random(seed)
-    plan, _ = random_plan(chance)
+    plan, block_bytes = random_plan(chance)
     expected = written(plan)
     window_bytes = PAGE_BYTES * chance.choice([1, 3, 16])
     windows = [
@@ -485,14 +486,13 @@ def test_packets_of_several_processes_make_up_the_files(seed: int) -> None:
     files = [bytearray(shard.header.ljust(shard.nbytes, b"\0")) for shard in plan.shards]
     counts = [bytearray(b"\1" * len(shard.header)).ljust(shard.nbytes, b"\0") for shard in plan.shards]
     for parts in random_parts(plan, chance.randint(1, 4), chance):
-        own, packets = plan_stream(plan, parts, windows)
-        stream = stream_of(own)
+        own, packets = plan_stream(plan, parts, windows, block_bytes)
+        stream = stream_of(own, block_bytes)
         assert [packet.window for packet in packets] == sorted({packet.window for packet in packets})
-        assert sum(packet.nbytes for packet in packets) == len(stream)
-        for packet, block in zip(packets, own.shards[0].blocks, strict=True):
+        assert not packets or packets[-1].begin + packets[-1].nbytes == len(stream)
+        for packet in packets:
             window = windows[packet.window]
-            assert block.nbytes == packet.nbytes <= window_bytes
-            data = stream[block.offset : block.offset + packet.nbytes]
+            data = stream[packet.begin : packet.begin + packet.nbytes]
             for run in packet.runs:
                 for k in range(run.num_ranges):
                     begin, at = run.offset + k * run.stride, run.at + k * run.nbytes
