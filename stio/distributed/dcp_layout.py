@@ -10,12 +10,13 @@ What a rank writes of the tensors are the items of its own plan. Several of one 
 
 from __future__ import annotations
 
+import io
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -45,6 +46,8 @@ class SaveLayout:
     """The path in the nested state of each name, in order."""
     values: frozenset[str]
     """Names of what is no tensor."""
+    options: Mapping[str, Any]
+    """Options of the coordinator's writer that decide what is written; the same on all ranks."""
 
     def whole(self, tree_bytes: int) -> dict[str, torch.Tensor | LazyTensor]:
         """Return all tensors to save, without data; the last one is the tree of so many bytes, if there is one."""
@@ -72,11 +75,12 @@ class SaveLayout:
         return tree_text(nested_state(leaves, self.paths), check)
 
 
-def layout_of(plans: Sequence[SavePlan]) -> SaveLayout:
+def layout_of(plans: Sequence[SavePlan], options: Mapping[str, Any]) -> SaveLayout:
     """Return what all ranks save together.
 
     Args:
         plans: The plan of each rank; no item is in two of them.
+        options: See `SaveLayout`.
 
     Raises:
         MismatchError: The items of two ranks are not of the same tensor.
@@ -107,6 +111,7 @@ def layout_of(plans: Sequence[SavePlan]) -> SaveLayout:
         tensors={name: (tensors[name].properties.dtype, tensors[name].size) for name in paths if name in tensors},
         paths=paths,
         values=frozenset(values),
+        options=options,
     )
 
 
@@ -245,8 +250,22 @@ def values_of_items(items: Sequence[WriteItem], planner: SavePlanner) -> dict[st
     """Return the values of items that are no tensors, by name.
 
     Raises:
-        TypeError: The planner has none, only their pickles.
+        TypeError: The planner has only pickles of them, or saves others than the state has.
     """
-    if not isinstance(planner, DefaultSavePlanner):
+    if items and not isinstance(planner, DefaultSavePlanner):
         raise TypeError("values that are no tensors need a planner that derives from torch's DefaultSavePlanner")
-    return {item.index.fqn: planner.lookup_object(item.index) for item in items}
+    own, kind = DefaultSavePlanner, cast(type[DefaultSavePlanner], type(planner))
+    is_own = (kind.resolve_data, kind.transform_object) == (own.resolve_data, own.transform_object)
+    values: dict[str, object] = {}
+    for item in items:
+        assert isinstance(planner, DefaultSavePlanner)
+        value = values[item.index.fqn] = planner.lookup_object(item.index)
+        if is_own:
+            continue
+        data, expected = planner.resolve_data(item), own.transform_object(planner, item, value)
+        if not isinstance(data, io.BytesIO) or data.getvalue() != expected.getvalue():
+            raise TypeError(
+                f"{printable(item.index.fqn)!r}: the planner saves another value than the state has, as a pickle; "
+                "change the value in the state"
+            )
+    return values

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 _CHUNK_BYTES = MOST_VALUE_BYTES // 2
 """Longest part of a rank's values that is sent at once."""
+
+_COMMON_OPTIONS = (
+    "max_shard_size", "metadata", "filename_pattern", "shard_names", "commit", "durability", "hash",
+)  # fmt: skip
+"""Those that decide what is written and where: all ranks take the coordinator's."""
 
 _OF_TORCH = ".metadata"
 """The file that torch's own reader of a directory begins with."""
@@ -197,7 +203,7 @@ class StioStorageWriter(StorageWriter):
                 f"{len(plans)} ranks save, and process_group= of the writer has "
                 f"{dist.get_world_size(self._process_group)}; pass the process group of dcp.save to the writer too"
             )
-        layout = layout_of(plans)
+        layout = layout_of(plans, {name: getattr(self._options, name) for name in _COMMON_OPTIONS})
         return [SavePlan(plan.items, layout, plan.planner_data, plan.usable) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -264,7 +270,8 @@ class StioStorageWriter(StorageWriter):
         async with ranks.reports():
             require_right_parts(plan.items, planner)
             require_values(state if isinstance(state := getattr(planner, "state_dict", None), Mapping) else {})
-            save = _PlannedSave(plan, planner, path, self._options, ranks=ranks, budget_bytes=self._budget_bytes)
+            options = replace(self._options, **layout.options)
+            save = _PlannedSave(plan, planner, path, options, ranks=ranks, budget_bytes=self._budget_bytes)
             return await save.complete()
 
 

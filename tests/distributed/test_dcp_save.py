@@ -180,6 +180,31 @@ def other_planners(folder: str) -> None:
         require_equal(sync.load_state(f"{folder}/deep"), {"a": {"b": [1, {"c": 2}]}})
 
 
+def other_options(folder: str) -> None:
+    """The coordinator's options count on all ranks: another header would move the data."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (4,))
+    whole = {f"w{k}": tensor_of((40, 11), torch.float32, k) for k in range(3)}
+    state = {name: spread_of(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    own: list[dict[str, Any]] = [
+        {"metadata": {"host": "x" * (10 + 50 * rank)}},
+        {"metadata": None if rank else {"note": "hello"}},
+        {"max_shard_size": 2000 + 2000 * rank},
+        {"hash": None if rank else "sha256"},
+    ]
+    for k, options in enumerate(own):
+        dcp.save(state, storage_writer=writer(f"{folder}/options{k}", **options))
+        if rank == 0:
+            require_equal(sync.load(f"{folder}/options{k}", verify="hash" in options), whole)
+        dist.barrier()
+
+
+class OtherValue(DefaultSavePlanner):
+    """Saves another value than the state has."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return super().transform_object(write_item, 3 if object == 2 else object)
+
+
 def trained(shard: Callable[[Model], None]) -> dict[str, Any]:
     """Return the state of a training: tensors, plain values, and what only looks like a tensor's name."""
     torch.manual_seed(1)
@@ -376,6 +401,7 @@ def failures(folder: str) -> list[float]:
         refused(path, "no such dtype", spread | {"x": torch.ones(2, dtype=torch.complex128)}),
         refused(path, "stio's own", spread | {"step": 1, "/stio.state": torch.ones(1)}),
         refused(path, "caches plans", spread, planner=cached),
+        refused(path, "'step': the planner saves another value", spread | {"step": 2}, planner=OtherValue()),
         refused(path, "another part of 'w0' to this rank", spread, planner=Swapped()),
     ]
     for failing in (0, 2):
@@ -450,7 +476,7 @@ def within_budget(folder: str) -> None:
 
 
 def everything(folder: str) -> list[float]:
-    for part in (tensors_only, other_planners, nested, asynchronous, of_some_ranks, within_budget):
+    for part in (tensors_only, other_planners, other_options, nested, asynchronous, of_some_ranks, within_budget):
         part(folder)
     assert not [name for name in os.listdir(folder) if name.startswith(".")]
     return failures(folder)
