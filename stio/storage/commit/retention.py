@@ -2,9 +2,10 @@
 
 A transaction records the identity of each file and directory that it published (`WrittenFiles`). A deletion compares
 again: what another program has replaced, changed or added since stays, and a warning names it. A directory that the
-save made, and that holds nothing else, disappears in one step. Directories and files first get a name for deletion, and
-are compared once more under it: what took their place, or was added, between the comparison and the rename is put back.
-A reader that opened the checkpoint before can read its open files to the end.
+save made, and that holds nothing else, disappears in one step: it gets a name for directories that are being deleted.
+Then its content is compared once more and deleted. A file is deleted right after its comparison: what another program
+puts in its place between these two calls is deleted too. A reader that opened the checkpoint before can read its open
+files to the end.
 
 Each directory is opened by its path without links, one component at a time, and compared with the recorded one.
 """
@@ -27,7 +28,7 @@ from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
 from stio.storage.commit.files import closing, remove_file
-from stio.storage.commit.staging_dir import DELETED_PREFIX, KEPT_BY_SYSTEM, keep
+from stio.storage.commit.staging_dir import DELETED_PREFIX, KEPT_BY_SYSTEM
 from stio.storage.commit.target import DirectoryIdentity, directory_identity, identity_at
 
 
@@ -162,7 +163,8 @@ class _Removal:
             deleted = f"{DELETED_PREFIX}{secrets.token_hex(5)}"
             calls.rename(name, deleted, source_fd=fd, target_fd=fd)
             if not self._clear(fd, deleted, path):  # something was added since it was compared
-                self._put_back(fd, deleted, path)
+                with suppress(OSError):
+                    calls.rename_new(deleted, name, source_fd=fd, target_fd=fd)
 
     def _is_pure(self, fd: int, path: str) -> bool:
         """Return whether a directory, and what is below it, holds nothing but files of the save."""
@@ -233,32 +235,11 @@ class _Removal:
             if fd is None:
                 return
             for name in names:
-                path, found = os.path.join(directory, name), identity_at(fd, name)
-                if found is None and not calls.exists(name, dir_fd=fd):
-                    continue
-                if not (_is_same(self._files[path], found) and self._remove_file(fd, path)):
-                    self._warn(path, "another program has replaced or changed it")
-
-    def _remove_file(self, dir_fd: int, path: str) -> bool:
-        """Delete a file under a name for deletion, if it still is the one of this path; return whether it is."""
-        deleted, name = f"{DELETED_PREFIX}{secrets.token_hex(5)}", os.path.basename(path)
-        with suppress(FileNotFoundError):
-            calls.rename(name, deleted, source_fd=dir_fd, target_fd=dir_fd)
-            if not _is_same(self._files[path], identity_at(dir_fd, deleted)):
-                self._put_back(dir_fd, deleted, path)
-                return False
-            remove_file(dir_fd, deleted)
-        return True
-
-    def _put_back(self, dir_fd: int, deleted: str, path: str) -> None:
-        """Give what others have put at this path, or added there, its name again, or another one if that is in use."""
-        home, name = os.path.split(path)
-        try:
-            calls.rename_new(deleted, name, source_fd=dir_fd, target_fd=dir_fd)
-        except FileNotFoundError:
-            return
-        except OSError:
-            keep(deleted, dir_fd, name, dir_fd, home)
+                found = identity_at(fd, name)
+                if _is_same(self._files[os.path.join(directory, name)], found):
+                    remove_file(fd, name)
+                elif found is not None or calls.exists(name, dir_fd=fd):
+                    self._warn(os.path.join(directory, name), "another program has replaced or changed it")
 
     # Comparing.
 

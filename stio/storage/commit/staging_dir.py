@@ -26,7 +26,7 @@ STAGING_PREFIX = ".stio-"
 """Prefix of a staging directory's name; the rest is the save's id."""
 
 DELETED_PREFIX = ".stio-trash-"
-"""Prefix of the name of a directory, or a file, whose deletion has started."""
+"""Prefix of the name of a directory whose deletion has started."""
 
 LOCK_NAME = "lock"
 """File in a staging directory; its owner holds the lock on it."""
@@ -163,16 +163,11 @@ def put_back(home_fd: int, home: str, old_fd: int, replaced: Callable[[str], boo
                 raise
         if replaced(name):
             continue  # if it is there, it holds only what the system keeps, and goes with the staging directory
-        keep(name, old_fd, name, home_fd, home)
-
-
-def keep(source: str, source_fd: int, name: str, home_fd: int, home: str) -> None:
-    """Give what has to be kept, and cannot get its name `name` in a directory, another name there; log a warning."""
-    kept = f"{KEPT_PREFIX}{secrets.token_hex(5)}"
-    calls.rename(source, kept, source_fd=source_fd, target_fd=home_fd)
-    log(
-        logging.WARNING,
-        "%s was replaced; what stio did not write, or others have changed, is kept as %s",
-        printable(os.path.join(home, name)),
-        printable(os.path.join(home, kept)),
-    )
+        kept = f"{KEPT_PREFIX}{secrets.token_hex(5)}"
+        calls.rename(name, kept, source_fd=old_fd, target_fd=home_fd)
+        log(
+            logging.WARNING,
+            "%s was replaced; what stio did not write, or others have changed, is kept as %s",
+            printable(os.path.join(home, name)),
+            printable(os.path.join(home, kept)),
+        )

@@ -124,7 +124,7 @@ def remove_directory(name: str, *, dir_fd: int) -> None:
 
 
 def remove_tree(name: str, *, dir_fd: int, check: Callable[[], None] = lambda: None) -> None:
-    """Remove a directory with its content as far as possible, or a file; follows no link and raises no error.
+    """Remove a directory with its content as far as possible; follows no link and raises no error.
 
     Another process may remove the same directory at the same time.
 
@@ -134,10 +134,7 @@ def remove_tree(name: str, *, dir_fd: int, check: Callable[[], None] = lambda: N
         check: Called before each file; it raises to end the removal, as `Operation.check` does.
     """
     with suppress(OSError, RecursionError):
-        try:
-            _remove_below(name, dir_fd, check)
-        except NotADirectoryError:
-            os.unlink(name, dir_fd=dir_fd)
+        _remove_below(name, dir_fd, check)
 
 
 def _remove_below(name: str, dir_fd: int, check: Callable[[], None]) -> None:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -88,56 +87,6 @@ def test_a_file_that_is_added_after_the_comparison(
     at_rename((tmp_path / "x" / name).touch)
     remove_checkpoint(written)
     assert [found for found in names_in(tmp_path) if not (tmp_path / found).is_dir()] == [f"x/{name}"]
-
-
-def test_a_file_that_is_exchanged_after_the_comparison(
-    tmp_path: Path, at_rename: Callable[[Callable[[], object]], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_text("ours")
-    written = describe_file(str(path))
-
-    def exchange() -> None:
-        (tmp_path / "new").write_text("mine")
-        (tmp_path / "new").rename(path)
-
-    at_rename(exchange)
-    remove_checkpoint(written)
-    assert path.read_text() == "mine"
-    assert names_in(tmp_path) == ["x.safetensors"]
-    assert caplog.text.count("x.safetensors stays") == 1
-
-
-@pytest.mark.parametrize("name", ["x", "x.safetensors"])
-def test_what_is_exchanged_twice(
-    tmp_path: Path, at_rename: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """The second one was found in its place: the first one gets another name, and none is lost."""
-    path, plain = tmp_path / name, calls.rename_new
-    if name == "x":
-        written = made(path)
-    else:
-        path.write_text("ours")
-        written = describe_file(str(path))
-
-    def rename_new(*names: str, **fds: Any) -> None:
-        path.write_text("second")
-        plain(*names, **fds)
-
-    def exchange() -> None:
-        if name == "x":
-            (path / "first").write_text("first!")
-        else:
-            path.unlink()
-            path.write_text("first!")
-
-    at_rename(exchange)
-    monkeypatch.setattr(calls, "rename_new", rename_new)
-    remove_checkpoint(written)
-    assert path.read_text() == "second"
-    assert not [*tmp_path.glob(".stio-trash-*")]
-    found = [found.read_text() for found in tmp_path.rglob("*") if found.is_file()]
-    assert sorted(found) == ["first!", "second"]
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
