@@ -1,10 +1,10 @@
 """Checks of a file before a storage on a filesystem reads it (its place, its kind, its identity), and a rule for links.
 
-A save resolves its destination first, one component at a time, and opens the result without following a link. In a
-directory that all may write and that has the sticky bit, such as /tmp, a link is followed only if it belongs to the
-user of this process or to the owner of the directory. Otherwise any user could decide by a link which file of another
-user is replaced. Linux has the same rule (`protected_symlinks`, proc(5)), but it can be turned off, and it is applied
-to the last component of a path only. Other links are followed.
+Paths are resolved one component at a time, each relative to its open directory. In a directory that all may write and
+that has the sticky bit, such as /tmp, a link is followed only if it belongs to the user of this process or to the owner
+of the directory. Otherwise any user could decide by a link which file of another user is replaced. Linux has the same
+rule (`protected_symlinks`, proc(5)), but it can be turned off, and it is applied to the last component of a path only.
+Other links are followed.
 """
 
 from __future__ import annotations
@@ -117,8 +117,24 @@ def require_regular(found: os.stat_result, path: str) -> None:
             f"not a regular file; {'give the path of a file' if is_directory else 'copy its data into one'}",
             path=path,
             errno=errno.EISDIR if is_directory else errno.EINVAL,
-            found=stat.filemode(found.st_mode),
+            found=kind_of_file(found.st_mode),
         )
+
+
+def kind_of_file(mode: int) -> str:
+    """Return what the mode of a status says about the kind of a file, for a message."""
+    return next((text for is_kind, text in _KINDS if is_kind(mode)), "a file of another kind")
+
+
+_KINDS = (
+    (stat.S_ISREG, "a regular file"),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
 
 
 def require_inside(real: str, root: str, path: str) -> None:
@@ -201,33 +217,9 @@ def resolve_links(path: str) -> str:
     """
     if not _HAVE_DIR_FD:
         return os.path.realpath(path)
-    resolved, num_links = os.sep, 0
-    ahead = (path if os.path.isabs(path) else os.path.join(os.getcwd(), path)).split(os.sep)[::-1]
-    while ahead:
-        name = ahead.pop()
-        if name in ("", "."):
-            continue
-        if name == "..":
-            resolved = os.path.dirname(resolved)
-            continue
-        below = os.path.join(resolved, name)
-        try:
-            found = os.lstat(below)
-        except (FileNotFoundError, NotADirectoryError):
-            resolved = below
-            continue
-        if not stat.S_ISLNK(found.st_mode):
-            resolved = below
-            continue
-        num_links += 1
-        if num_links > _MAX_LINKS:
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-        _require_followable(os.stat(resolved), found, below)
-        target = os.readlink(below)
-        ahead += target.split(os.sep)[::-1]
-        if target.startswith(os.sep):
-            resolved = os.sep
-    return resolved
+    fd, passed, rest = _follow(path if os.path.isabs(path) else os.path.join(os.getcwd(), path), None)
+    os.close(fd)
+    return os.sep + os.sep.join((*passed, *rest))
 
 
 def open_resolved(path: str) -> int:
@@ -253,18 +245,101 @@ def open_resolved(path: str) -> int:
     return fd
 
 
+def open_by_rule(name: str, flags: int, *, dir_fd: int) -> int:
+    """Open a file of a directory; a link is followed by the rule of this module.
+
+    Args:
+        name: Its name in the directory.
+        flags: Flags of `os.open`.
+        dir_fd: The directory.
+
+    Raises:
+        StorageError: A link of another user in a directory such as /tmp is on the way.
+        OSError: The operating system reported an error.
+    """
+    try:
+        return os.open(name, flags | _NO_FOLLOW, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    with _target(name, dir_fd) as (fd, last):
+        return os.open(last, flags | _NO_FOLLOW, dir_fd=fd)
+
+
 def stat_by_rule(name: str, *, dir_fd: int) -> os.stat_result:
     """Return the status of a file of a directory; a link is followed by the rule of this module.
 
     Raises:
-        StorageError: It is a link of another user in a directory such as /tmp.
+        StorageError: A link of another user in a directory such as /tmp is on the way.
         OSError: The operating system reported an error.
     """
     found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     if not stat.S_ISLNK(found.st_mode):
         return found
-    _require_followable(os.fstat(dir_fd), found, name)
-    return os.stat(name, dir_fd=dir_fd)
+    with _target(name, dir_fd) as (fd, last):
+        return os.stat(last, dir_fd=fd, follow_symlinks=False)
+
+
+@contextmanager
+def _target(name: str, dir_fd: int) -> Iterator[tuple[int, str]]:
+    """Give the place of a link's target to a block: a directory, open, and a name in it that is no link."""
+    fd, _, rest = _follow(name, dir_fd)
+    try:
+        if len(rest) > 1:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        yield fd, rest[0] if rest else "."
+    finally:
+        os.close(fd)
+
+
+def _follow(path: str, dir_fd: int | None) -> tuple[int, list[str], list[str]]:
+    """Follow a path, from the root or from a directory, as far as there are directories.
+
+    Returns:
+        The last directory, open; the names passed since the root, links resolved; the names that are left: the first
+        is no directory or does not exist.
+    """
+    fd = os.open(os.sep if dir_fd is None else ".", _PASSED, dir_fd=dir_fd)
+    passed: list[str] = []
+    rest: list[str] = []
+    ahead = path.split(os.sep)[::-1]
+    num_links = 0
+    try:
+        while ahead:
+            name = ahead.pop()
+            if name in ("", "."):
+                continue
+            if rest:
+                rest.pop() if name == ".." else rest.append(name)
+                continue
+            try:
+                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            except FileNotFoundError:
+                rest.append(name)
+                continue
+            if stat.S_ISDIR(found.st_mode):
+                below = os.open(name, _PASSED | _NO_FOLLOW, dir_fd=fd)
+                os.close(fd)
+                fd = below
+                passed = passed[:-1] if name == ".." else [*passed, name]
+            elif stat.S_ISLNK(found.st_mode):
+                num_links += 1
+                if num_links > _MAX_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+                _require_followable(os.fstat(fd), found, os.sep.join(("", *passed, name)))
+                target = os.readlink(name, dir_fd=fd)
+                ahead += target.split(os.sep)[::-1]
+                if target.startswith(os.sep):
+                    root = os.open(os.sep, _PASSED)
+                    os.close(fd)
+                    fd = root
+                    passed.clear()
+            else:
+                rest.append(name)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, passed, rest
 
 
 def _require_followable(directory: os.stat_result, link: os.stat_result, path: str) -> None:

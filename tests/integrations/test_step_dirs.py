@@ -164,10 +164,9 @@ def test_what_others_added_or_replaced_stays(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_the_same_step_again_keeps_what_others_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    added = ("eval-results.json", "plots/loss.png")
+    added = ("eval-results.json", f"{STATE_NAME}/notes.txt")
     with Saver(max_pending=2) as saver:
         begin(tmp_path, 5, saver).result()
-        (tmp_path / "checkpoint-5" / "plots").mkdir()
         for name in added:
             (tmp_path / "checkpoint-5" / name).write_text("mine")
         begin(tmp_path, 5, saver, state=2).result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import stat
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import stio
-from stio.storage.checks import open_resolved, resolve_links, stat_by_rule
+from stio.storage.checks import open_by_rule, open_resolved, resolve_links, stat_by_rule
 from stio.storage.commit.recovery import collect_garbage
 
 NOBODY = 65534
@@ -122,11 +123,17 @@ def test_files_by_the_rule(tmp_path: Path, sticky: Path) -> None:
     (sticky / "dangling").symlink_to("none/none")
     fd = os.open(sticky, os.O_RDONLY)
     try:
+        with open(open_by_rule("own", os.O_RDONLY, dir_fd=fd)) as file:
+            assert file.read() == "mine"
         assert stat.S_IMODE(stat_by_rule("own", dir_fd=fd).st_mode) == 0o600
         with pytest.raises(FileNotFoundError):
             stat_by_rule("dangling", dir_fd=fd)
-        with pytest.raises(stio.StorageError, match="link of another user"):
-            stat_by_rule("planted", dir_fd=fd)
+        for refused in (
+            lambda: open_by_rule("planted", os.O_RDONLY, dir_fd=fd),
+            lambda: stat_by_rule("planted", dir_fd=fd),
+        ):
+            with pytest.raises(stio.StorageError, match="link of another user"):
+                refused()
     finally:
         os.close(fd)
 
@@ -149,3 +156,27 @@ def test_garbage_behind_a_planted_link(tmp_path: Path, sticky: Path) -> None:
     with pytest.raises(stio.StorageError, match="link of another user"):
         collect_garbage(link)
     assert (tmp_path / "victim" / ".stio-trash-0123456789").exists()
+
+
+def test_a_descriptor_is_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed twice, the number could be another thread's file by then."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    real_open, real_close, closed, opened = os.open, os.close, [], []
+
+    def open_once(path: str, *args: object, **kwargs: object) -> int:
+        if path == os.sep and opened:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        opened.append(path)
+        return real_open(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    def close(fd: int) -> None:
+        closed.append(fd)
+        real_close(fd)
+
+    monkeypatch.setattr(os, "open", open_once)
+    monkeypatch.setattr(os, "close", close)
+    with pytest.raises(OSError) as info:
+        resolve_links(str(tmp_path / "link"))
+    assert info.value.errno == errno.EMFILE
+    assert len(closed) == len(opened)

@@ -15,8 +15,8 @@ After a crash, the next save in the directory, or `collect_garbage` (`stio gc`),
   destination are removed, notes get their old content; then the staging directory is removed;
 - one with a record, its commit in place: rolled forward: the remaining files are replaced, notes get their new
   content, old files are removed; then the staging directory is removed;
-- one with a directory that the save was replacing (`old`): that is put back, or, if the new one is in its place, gets a
-  name `.stio-kept-<id>`, as far as others have written it; what has that name is never deleted;
+- `.stio-aside-<id>`, a directory for what a deletion or a replacement has set aside: its content is put
+  back, or gets a name `.stio-kept-<id>` if its own is in use; what has that name is never deleted;
 - `.stio-trash-<id>`, a directory whose deletion was interrupted: deleted.
 
 Invariants: a reader through the index finds the whole old or the whole new checkpoint. Recovery changes only what

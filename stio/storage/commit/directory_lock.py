@@ -4,8 +4,8 @@ A lock file (`FileLock`) is locked by `flock`. Its owner removes it before it re
 left is free: the next owner of the lock takes and removes it. `stio pull` and `DiskCache` have such files too. The
 lock of a staging directory is one that stays.
 
-The lock of a directory is the file `.stio-lock` in it. Its mode follows from the directory's: the users that may write
-the directory may open the file. Other users cannot hold the lock. In a sticky
+The lock of a directory is the file `.stio-lock` in it. Its mode, or its access control list, follows from the
+directory's: the users that may write the directory may open the file. Other users cannot hold the lock. In a sticky
 directory such as /tmp each user has a file of its own, `.stio-lock-<uid>`: there no user can replace files of another
 user. The owner of the lock writes its process into the file. Locks alone decide nothing: each change compares first
 what is in the directory.
@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import socket
 import stat
 import time
@@ -28,7 +29,7 @@ from functools import cache
 from stio.errors import ConcurrentSaveError, printable
 from stio.runtime.log import log
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.files import ACCESS_LIST, FileAttributes, status_at
+from stio.storage.commit.files import ACCESS_LIST, USER_OBJ, FileAttributes, entries_of, packed_list, status_at
 
 LOCK_TIMEOUT_SECONDS = 60.0
 """Default of `lock_timeout=`."""
@@ -36,7 +37,9 @@ LOCK_TIMEOUT_SECONDS = 60.0
 DIRECTORY_LOCK_NAME = ".stio-lock"
 """Name of the lock file of a directory that is not sticky."""
 
-_LOCK_FILE = re.compile(rf"{re.escape(DIRECTORY_LOCK_NAME)}(-\d+)?")
+_LOCK_FILE = re.compile(rf"{re.escape(DIRECTORY_LOCK_NAME)}(-\d+)?(\.[0-9a-f]{{10}})?")
+"""The name of a lock file. A new one has a suffix until its rights are set: all users that may use the lock can open
+it, even if its maker dies."""
 
 _SHORT_SECONDS = 0.5
 """Longest wait for a lock file that cannot be opened: its maker may be about to set its rights."""
@@ -138,7 +141,11 @@ def remove_free_lock(dir_fd: int, name: str) -> None:
     """Remove a lock file that a crash left. One that is held, or that another user made, stays. Never raises."""
     with suppress(OSError):
         lock = _DirectoryLock(dir_fd, "")
-        if name == lock.name:
+        if name.startswith(f"{lock.name}."):
+            found = status_at(dir_fd, name)  # its maker, if it lives, makes another one
+            if found is not None and (not lock.is_sticky or found.st_uid == os.geteuid()):
+                calls.unlink(name, dir_fd=dir_fd)
+        elif name == lock.name:
             lock.try_lock(may_create=False)
             lock.release()
 
@@ -269,18 +276,28 @@ class _DirectoryLock(FileLock):
 
     def _create(self) -> int | None:
         """Make the file; None if another process has made it meanwhile."""
+        new = f"{self.name}.{secrets.token_hex(5)}"
+        fd = calls.open_file(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=self._dir_fd, mode=0o600)
         try:
-            fd = calls.open_file(self.name, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=self._dir_fd, mode=0o600)
-        except FileExistsError:
-            return None
-        # Those who may write the directory may lock. A mode shows the mask of an access control list as the rights of
-        # the group: there the file is its maker's.
-        mode, home = 0o600, self._home
-        if not (self.is_sticky or ACCESS_LIST in calls.read_attributes(self._dir_fd)):
-            mode |= sum(6 << shift for shift in (3, 0) if home.st_mode >> shift & 2)
-        owner = os.fstat(fd) if self.is_sticky else home
-        FileAttributes(os.stat_result((stat.S_IFREG | mode, *tuple(owner)[1:]))).apply(fd)
+            self._attributes(fd).apply(fd)
+            calls.rename_new(new, self.name, source_fd=self._dir_fd, target_fd=self._dir_fd)
+        except BaseException as error:
+            calls.close(fd)
+            with suppress(OSError):
+                calls.unlink(new, dir_fd=self._dir_fd)
+            if isinstance(error, FileExistsError | FileNotFoundError):  # not found: a recovery has removed it
+                return None
+            raise
         return fd
+
+    def _attributes(self, fd: int) -> FileAttributes:
+        """Return those of a new file: the users that may write the directory, and its maker, may read and write it."""
+        if self.is_sticky:
+            return FileAttributes(_with_mode(os.fstat(fd), 0o600))
+        mode = 0o600 | sum(6 << shift for shift in (3, 0) if self._home.st_mode >> shift & 2)
+        found = entries_of(calls.read_attributes(self._dir_fd).get(ACCESS_LIST))
+        entries = [(tag, 6 if rights & 2 or tag == USER_OBJ else 0, number) for tag, rights, number in found]
+        return FileAttributes(_with_mode(self._home, mode), {ACCESS_LIST: packed_list(entries)} if entries else {})
 
     def _refused(self) -> bool | None:
         """Return the answer of `try_lock` where the file was not opened."""
@@ -290,6 +307,10 @@ class _DirectoryLock(FileLock):
         message = "%s cannot be used as a lock; the files are compared and replaced without it"
         log(logging.WARNING, message, printable(where))
         return None
+
+
+def _with_mode(found: os.stat_result, mode: int) -> os.stat_result:
+    return os.stat_result((stat.S_IFREG | mode, *tuple(found)[1:]))
 
 
 # The owner of a lock.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import deque
 from collections.abc import Sequence
 
 from stio import native
@@ -35,6 +36,10 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _WRITEBACK_BYTES = 8 << 20
 """Buffered writes of at least this size are sent to the disk at once; below it the call costs more than it saves."""
+
+_RANGES_BEHIND = 4
+"""Strided writes after which the pages of one are sent to the disk: the processes that write between them are at about
+the same place, and have then written those pages too."""
 
 
 def free_bytes(fd: int) -> int | None:
@@ -113,6 +118,7 @@ class LocalFileWriter:
         self._lock = new_lock()
         self._fd = self._direct_fd = -1
         self._written_bytes = 0
+        self._behind: deque[tuple[int, int]] = deque()  # ranges with strided writes
         self.own_bytes = nbytes
         """Bytes that this process writes; `finish` requires them. Less than the size where others write the rest."""
         self.direct_refused = not _O_DIRECT
@@ -188,6 +194,10 @@ class LocalFileWriter:
             at += stride
         with self._lock:
             self._written_bytes += region.nbytes
+            self._behind.append((offset, at - offset))
+            ranges = [self._behind.popleft()] if len(self._behind) > _RANGES_BEHIND else []
+        for begin, length in ranges:
+            calls.start_writeback(fd, begin, length)
 
     def finish(self) -> None:
         """Make the file durable, if `durable` is set, and close it; see `FileWriter.finish`."""

@@ -18,7 +18,7 @@ from stio.errors import CommitUncertainError, ConcurrentSaveError, StorageError
 from stio.storage.base import Identity, Note
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import is_same
-from stio.storage.commit.files import MAX_INDEX_BYTES, Stamp, closing, digest_of, read_small, stamp_of, write_small
+from stio.storage.commit.files import MAX_INDEX_BYTES, Stamp, digest_of, read_small, stamp_of, write_small
 from stio.storage.commit.journal import (
     MAX_NOTE_BYTES,
     JournalRecord,
@@ -33,9 +33,9 @@ from stio.storage.commit.journal import (
     write_record,
 )
 from stio.storage.commit.retention import WrittenFiles, survey
-from stio.storage.commit.staging_dir import FILES_NAME, OLD_NAME, StagingDirectory, put_back
+from stio.storage.commit.staging_dir import FILES_NAME, Aside, StagingDirectory, aside_directory, put_back
 from stio.storage.commit.target import CommitPlan, DirectoryIdentity, SaveTarget, directory_identity, identity_at
-from stio.storage.commit.written_list import put_back_replaced
+from stio.storage.commit.written_list import merge_replaced
 
 _INTERRUPTED = "replacing the files was interrupted; the next save here, or collect_garbage, completes it"
 _SHADOWED = "the old index could not be removed, so readers load the old checkpoint; the next save here removes it"
@@ -95,7 +95,7 @@ class Publication:
         self._sync(files_fd)
         written = self._surveyed()
         try:
-            calls.rename_new(FILES_NAME, name, source_fd=self.staging.fd, target_fd=self.home_fd)
+            calls.rename_new(FILES_NAME, name, source_fd=self.staging.fd, target_fd=self.home_fd, is_directory=True)
         except OSError as error:
             if error.errno in _TAKEN:
                 raise self._conflict() from error
@@ -107,33 +107,34 @@ class Publication:
 
     def _replace_directory(self) -> None:
         """Rename a directory, whose files are durable; it replaces a directory of the same name."""
-        home_fd, name, staging_fd = self.home_fd, self.target.name, self.staging.fd
+        home_fd, name = self.home_fd, self.target.name
         written = self._surveyed()
         with ExitStack() as stack:
-            old_fd = -1
+            aside = None
             if calls.exists(name, dir_fd=home_fd):
-                calls.make_directory(OLD_NAME, dir_fd=staging_fd)
-                old_fd = stack.enter_context(closing(calls.open_directory(OLD_NAME, dir_fd=staging_fd)))
-                self.needs_recovery = True  # until nothing is set aside any more
+                aside = stack.enter_context(aside_directory(home_fd))
+                calls.rename(name, name, source_fd=home_fd, target_fd=aside.fd)
             try:
-                if old_fd >= 0:
-                    calls.rename(name, name, source_fd=home_fd, target_fd=old_fd)
-                calls.rename(FILES_NAME, name, source_fd=staging_fd, target_fd=home_fd)
+                calls.rename(FILES_NAME, name, source_fd=self.staging.fd, target_fd=home_fd)
             except OSError:
-                if old_fd >= 0:
+                if aside is not None:
                     with suppress(OSError):  # recovery puts it back
-                        put_back(home_fd, self.target.home, old_fd)
-                        self.needs_recovery = False
+                        put_back(home_fd, self.target.home, aside)
                 raise
             self.written = written
             self.lock.close()
             self._confirm()
-            if old_fd >= 0:
-                try:
-                    put_back_replaced(home_fd, self.target.home, self.staging.save_id, old_fd)
-                    self.needs_recovery = False
-                except OSError as error:
-                    self.cleanup_error = error
+            if aside is not None:
+                self._remove_replaced(aside)
+
+    def _remove_replaced(self, aside: Aside) -> None:
+        """Delete what a save has written in the directory that was replaced; keep the rest."""
+        home_fd, home = self.home_fd, self.target.home
+        where = os.path.join(home, aside.name)
+        try:
+            put_back(home_fd, home, aside, lambda name: merge_replaced(where, aside.fd, home_fd, name))
+        except OSError as error:
+            self.cleanup_error = error
 
     def _publish_files(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Publish files in a directory that exists, under its lock."""

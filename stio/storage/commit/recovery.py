@@ -51,14 +51,18 @@ from stio.storage.commit.journal import (
     roll_back,
 )
 from stio.storage.commit.staging_dir import (
+    ASIDE_PREFIX,
     DELETED_PREFIX,
     FILES_NAME,
     LOCK_NAME,
-    OLD_NAME,
     STAGING_PREFIX,
+    Aside,
+    entries,
+    put_back,
+    remove_aside,
     rename_for_deletion,
 )
-from stio.storage.commit.written_list import put_back_replaced
+from stio.storage.commit.written_list import merge_replaced
 from stio.storage.local import is_local
 
 MAX_AGE_SECONDS = 24 * 3600.0
@@ -78,7 +82,8 @@ class GarbageReport:
     finished: tuple[str, ...] = ()
     """Staging directories whose save had committed and was rolled forward."""
     undone: tuple[str, ...] = ()
-    """Staging directories whose save had not committed and was rolled back."""
+    """Staging directories whose save had not committed and was rolled back; and directories with what a save had set
+    aside, which was put back."""
     kept: tuple[str, ...] = ()
     """Staging directories whose owner runs or may run, or that could not be removed."""
     removed: tuple[str, ...] = ()
@@ -172,7 +177,7 @@ def recover(
             report += GarbageReport(**{"kept" if is_left else "removed": (where,)})
         elif is_directory_lock(name) and not dry_run:
             remove_free_lock(home_fd, name)
-        elif _STAGING_NAME.fullmatch(name):
+        elif _STAGING_NAME.fullmatch(name) or name.startswith(ASIDE_PREFIX):
             try:
                 outcome, deleted = _recover_one(home_fd, name, path, max_age_seconds, dry_run, timeout, check)
                 if deleted is not None:
@@ -206,40 +211,51 @@ def _recover_one(
     timeout: LockTimeout,
     check: Callable[[], None],
 ) -> tuple[str | None, str | None]:
-    """Roll one save forward or back, if its owner is dead.
+    """Roll one save forward or back, or put back what was set aside, if its owner is dead.
 
     Returns:
         What was done, None if another recovery did it; and the directory's new name, to delete it by. It is deleted
         when none of its files is open: filesystems in user space keep the names of open files.
     """
+    is_aside = name.startswith(ASIDE_PREFIX)
     with ExitStack() as stack:
         try:
             fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=home_fd)))
             if not _is_trusted(home_fd, os.fstat(fd)):
                 return "kept", None
-            lock = _open_lock(home_fd, fd, may_create=not dry_run)
+            lock = fd if is_aside else _open_lock(home_fd, fd, may_create=not dry_run)
         except FileNotFoundError:
             return None, None
         if lock is None:
             return "kept", None
-        stack.callback(calls.close, lock)
+        if lock != fd:
+            stack.callback(calls.close, lock)
         held = calls.try_lock(lock)
         if held:
             stack.callback(calls.unlock, lock)
-        is_old = _age_seconds(home_fd, lock, dry_run=dry_run) >= max_age_seconds
-        if held is False or not ((held and is_local(lock)) or (is_old and not _owner_runs_here(lock))):
+        is_dead = held is not False and (
+            (held and is_local(lock))
+            or (
+                _age_seconds(home_fd, lock, dry_run=dry_run) >= max_age_seconds
+                and (is_aside or not _owner_runs_here(lock))
+            )
+        )
+        if not is_dead:
             return "kept", None
         if not is_same(home_fd, name, fd):
             return None, None
-        if has_version(read_small(fd, LOCK_NAME, _MAX_LOCK_BYTES) or b""):
+        # What is set aside has names of its own; in a staging directory a record with another name has a version.
+        if not is_aside and has_version(read_small(fd, LOCK_NAME, _MAX_LOCK_BYTES) or b""):
             raise UnknownRecordError(errno.ENOTSUP, "the lock of another version of stio")
         if dry_run:
-            return "finished" if _is_forward(home_fd, read_record(fd)) else "undone", None
+            return "finished" if not is_aside and _is_forward(home_fd, read_record(fd)) else "undone", None
         with directory_lock(home_fd, path, timeout, check):
-            if calls.exists(OLD_NAME, dir_fd=fd):
-                with closing(calls.open_directory(OLD_NAME, dir_fd=fd)) as old_fd:
-                    put_back_replaced(home_fd, path, name.removeprefix(STAGING_PREFIX), old_fd)
-            return _roll(home_fd, fd), rename_for_deletion(home_fd, name)
+            if not is_aside:
+                return _roll(home_fd, fd), rename_for_deletion(home_fd, name)
+            aside, where = Aside(name, fd), os.path.join(path, name)
+            put_back(home_fd, path, aside, lambda entry: merge_replaced(where, fd, home_fd, entry))
+        remove_aside(home_fd, aside)
+        return "kept" if entries(aside) else "undone", None
 
 
 def _is_trusted(home_fd: int, found: os.stat_result | None) -> bool:

@@ -2,10 +2,9 @@
 
 A transaction records the identity of each file and directory that it published (`WrittenFiles`). A deletion compares
 again: what another program has replaced, changed or added since stays, and a warning names it. A directory that the
-save made, and that holds nothing else, disappears in one step: it gets a name for directories that are being deleted.
-Then its content is compared once more and deleted. A file is deleted right after its comparison: what another program
-puts in its place between these two calls is deleted too. A reader that opened the checkpoint before can read its open
-files to the end.
+save made, and that holds nothing else, disappears in one step; then its content is deleted. Directories and files are
+first set aside (`staging_dir.py`) and compared there: what took the name, or was added, between a comparison and the
+move is put back. A reader that opened the checkpoint before can read its open files to the end.
 
 Each directory is opened by its path without links, one component at a time, and compared with the recorded one.
 """
@@ -17,18 +16,18 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from stio.errors import listed, printable
 from stio.format.naming import INDEX_SUFFIX, MANIFEST_SUFFIX
 from stio.runtime.log import log
 from stio.storage.base import Identity
-from stio.storage.checks import refusals, resolve_links
+from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
 from stio.storage.commit.files import closing, remove_file
-from stio.storage.commit.staging_dir import DELETED_PREFIX, KEPT_BY_SYSTEM
+from stio.storage.commit.staging_dir import DELETED_PREFIX, KEPT_BY_SYSTEM, Aside, aside_directory, put_back
 from stio.storage.commit.target import DirectoryIdentity, directory_identity, identity_at
 
 
@@ -105,8 +104,11 @@ def remove_checkpoint(written: WrittenFiles, *, spare: Set[str] = frozenset()) -
     Raises:
         StorageError: The operating system reported an error.
     """
-    with refusals("deleting the old checkpoint", next(iter(written.files), ""), caught=(OSError,)):
-        _Removal(written, spare).run()
+    removal = _Removal(written, spare)
+    try:
+        removal.run()
+    except OSError as error:
+        raise refused("deleting the old checkpoint", removal.path, error) from error
 
 
 def remove_unchanged(dir_fd: int, name: str, path: str, written: WrittenFiles) -> bool:
@@ -133,7 +135,11 @@ class _Removal:
     def __init__(self, written: WrittenFiles, spare: Set[str]) -> None:
         self._files, self._directories, self._made = written.files, written.directories, written.made
         self._spare = spare
+        self._ended: set[str] = set()  # directories of which nothing is left to do
+        self._emptied: set[str] = set()  # directories in or below which files were removed
         self._warned: set[str] = set()
+        self.path = next(iter(written.files), "")
+        """What it works on, for messages."""
 
     def run(self) -> None:
         made = sorted(self._made)
@@ -142,50 +148,80 @@ class _Removal:
                 self._remove_whole(path)
         by_directory: dict[str, list[str]] = {}
         for path in self._files:
-            by_directory.setdefault(os.path.dirname(path), []).append(os.path.basename(path))
-        for directory, names in by_directory.items():
-            # Without the index no reader takes the shards for a checkpoint.
-            self._remove_files(directory, sorted(names, key=lambda name: not name.endswith(INDEX_SUFFIX)))
+            by_directory.setdefault(os.path.dirname(path), []).append(path)
+        for directory, paths in by_directory.items():
+            if not self._has_ended(directory):
+                names = [os.path.basename(path) for path in paths]
+                # Without the index no reader takes the shards for a checkpoint.
+                self._remove_files(directory, sorted(names, key=lambda name: not name.endswith(INDEX_SUFFIX)))
         for path in reversed(made):
-            self._remove_empty(path)
+            if not self._has_ended(path) and path in self._emptied:
+                self._remove_empty(path)
 
     # Directories.
 
     def _remove_whole(self, path: str) -> None:
         """Delete a directory that the save made, if it holds only what was written with it."""
-        parent, name = os.path.split(path)
+        parent, name = os.path.split(self._at(path))
         with self._opened(parent) as fd:
             if fd is None:
+                self._ended.add(path)
                 return
             with self._opened(path, name, fd) as below:
-                if below is None or not self._is_pure(below, path):
+                if below is None:
+                    self._ended.add(path)
                     return
-            deleted = f"{DELETED_PREFIX}{secrets.token_hex(5)}"
-            calls.rename(name, deleted, source_fd=fd, target_fd=fd)
-            if not self._clear(fd, deleted, path):  # something was added since it was compared
-                with suppress(OSError):
-                    calls.rename_new(deleted, name, source_fd=fd, target_fd=fd)
+                num_files, is_pure = self._compare(below, path, warn=True)
+            if not (num_files and is_pure):
+                return
+            with ExitStack() as stack:
+                try:
+                    aside = stack.enter_context(aside_directory(fd))
+                except OSError:  # the filesystem may be full; then its files are deleted one by one
+                    return
+                calls.rename(name, name, source_fd=fd, target_fd=aside.fd)
+                if self._delete_aside(fd, aside, name, path):
+                    self._ended.add(path)
+                    return
+                # It was exchanged, or something was put into it, since it was compared: its files go one by one.
+                put_back(fd, parent, aside)
+                self._warn(path, "another program is changing it")
 
-    def _is_pure(self, fd: int, path: str) -> bool:
-        """Return whether a directory, and what is below it, holds nothing but files of the save."""
-        is_pure, added = True, []
+    def _delete_aside(self, fd: int, aside: Aside, name: str, path: str) -> bool:
+        """Delete a directory that is set aside, if it still is the one of this path and holds nothing else."""
+        with self._opened(path, name, aside.fd) as below:
+            if below is None or not self._compare(below, path, warn=False)[1]:
+                return False
+        deleted = f"{DELETED_PREFIX}{secrets.token_hex(5)}"
+        calls.rename(name, deleted, source_fd=aside.fd, target_fd=fd)
+        is_pure = self._clear(fd, deleted, path)
+        if not is_pure:
+            with suppress(FileNotFoundError):
+                calls.rename(deleted, name, source_fd=fd, target_fd=aside.fd)
+        return is_pure
+
+    def _compare(self, fd: int, path: str, *, warn: bool) -> tuple[int, bool]:
+        """Return how many of the files are in a directory and below it, and whether nothing else is."""
+        num_files, is_pure, added = 0, True, []
         for name in sorted(os.listdir(fd)):
             below = os.path.join(path, name)
             if is_directory_lock(name):
                 remove_free_lock(fd, name)
                 is_pure = is_pure and not calls.exists(name, dir_fd=fd)
             elif below in self._files:
-                is_pure = is_pure and _is_same(self._files[below], identity_at(fd, name))
+                is_own = _is_same(self._files[below], identity_at(fd, name))
+                num_files, is_pure = num_files + is_own, is_pure and is_own
             elif below in self._made:
                 with self._opened(below, name, fd) as opened:
-                    is_pure = opened is not None and self._is_pure(opened, below) and is_pure
+                    inside = (0, False) if opened is None else self._compare(opened, below, warn=warn)
+                num_files, is_pure = num_files + inside[0], is_pure and inside[1]
             elif not name.startswith(KEPT_BY_SYSTEM):
                 is_pure = False
                 if not any(file == below or file.startswith(f"{below}{os.sep}") for file in self._spare):
                     added.append(name)
-        if added:
+        if added and warn:
             self._warn(path, f"it holds what its save did not write: {listed(added)}")
-        return is_pure
+        return num_files, is_pure
 
     def _clear(self, dir_fd: int, name: str, path: str) -> bool:
         """Delete a directory with its files, if it is the one of this path; return whether it holds nothing else."""
@@ -217,7 +253,7 @@ class _Removal:
 
     def _remove_empty(self, path: str) -> None:
         """Delete a directory that the save made, if it is empty and the same one."""
-        parent, name = os.path.split(path)
+        parent, name = os.path.split(self._at(path))
         with self._opened(parent) as fd:
             if fd is None:
                 return
@@ -231,15 +267,45 @@ class _Removal:
 
     def _remove_files(self, directory: str, names: list[str]) -> None:
         """Delete files of one directory that are those of the save."""
-        with self._opened(directory) as fd:
+        with self._opened(self._at(directory)) as fd:
             if fd is None:
                 return
+            own = []
             for name in names:
                 found = identity_at(fd, name)
+                if found is None and not calls.exists(name, dir_fd=fd):
+                    continue
                 if _is_same(self._files[os.path.join(directory, name)], found):
+                    own.append(name)
+                else:
+                    self._warn_changed(directory, name)
+            if own:
+                self._unlink(fd, directory, own)
+                while directory and directory not in self._emptied:
+                    self._emptied.add(directory)
+                    directory = os.path.dirname(directory)
+
+    def _unlink(self, fd: int, directory: str, names: list[str]) -> None:
+        with ExitStack() as stack:
+            try:
+                aside = stack.enter_context(aside_directory(fd))
+            except OSError:  # the filesystem may be full
+                for name in names:
                     remove_file(fd, name)
-                elif found is not None or calls.exists(name, dir_fd=fd):
-                    self._warn(os.path.join(directory, name), "another program has replaced or changed it")
+                return
+            for name in names:
+                recorded = self._files[os.path.join(directory, name)]
+                try:
+                    calls.rename(name, name, source_fd=fd, target_fd=aside.fd)
+                except FileNotFoundError:  # another program has removed the new directory, or the file
+                    if _is_same(recorded, identity_at(fd, name)):
+                        remove_file(fd, name)
+                    continue
+                if _is_same(recorded, identity_at(aside.fd, name)):
+                    remove_file(aside.fd, name)
+                else:
+                    put_back(fd, directory, aside)
+                    self._warn_changed(directory, name)
 
     # Comparing.
 
@@ -265,8 +331,20 @@ class _Removal:
             self._warn(path, "another directory has its name")
         return is_same
 
+    def _at(self, path: str) -> str:
+        self.path = path
+        return path
+
+    def _has_ended(self, path: str) -> bool:
+        return any(path == ended or path.startswith(f"{ended}{os.sep}") for ended in self._ended)
+
+    def _warn_changed(self, directory: str, name: str) -> None:
+        path = os.path.join(directory, name)
+        if path not in self._spare:
+            self._warn(path, "another program has replaced or changed it")
+
     def _warn(self, path: str, reason: str) -> None:
-        if path not in self._warned and path not in self._spare:
+        if path not in self._warned:
             self._warned.add(path)
             log(logging.WARNING, "%s stays, although its checkpoint is to be deleted: %s", printable(path), reason)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,6 +43,13 @@ _sync_file_range: Any = function_of(_linux, "sync_file_range", _INT, _INT, _OFFS
 _renameat2: Any = function_of(_linux, "renameat2", _INT, _INT, _TEXT, _INT, _TEXT, _UINT)
 
 
+def _check(result: int, *names: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), *names)
+    return result
+
+
 def open_directory(name: str, *, dir_fd: int | None = None) -> int:
     """Open a directory; no link is followed. Without `dir_fd`, the name is a path that contains no links."""
     if dir_fd is None:
@@ -73,7 +79,7 @@ def rename(source: str, target: str, *, source_fd: int, target_fd: int) -> None:
     os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
 
-def rename_new(source: str, target: str, *, source_fd: int, target_fd: int) -> None:
+def rename_new(source: str, target: str, *, source_fd: int, target_fd: int, is_directory: bool = False) -> None:
     """Rename from one directory into another; raise an error if the name is in use there.
 
     If the filesystem has no such rename, a file is linked to its new name first, which raises the same error; a
@@ -86,10 +92,9 @@ def rename_new(source: str, target: str, *, source_fd: int, target_fd: int) -> N
         names = os.fsencode(source), os.fsencode(target)
         if _renameat2(source_fd, names[0], target_fd, names[1], _RENAME_NOREPLACE) == 0:
             return
-        number = ctypes.get_errno()
-        if number not in _NOT_SUPPORTED:
-            raise OSError(number, os.strerror(number), source, None, target)
-    if not stat.S_ISDIR(os.stat(source, dir_fd=source_fd, follow_symlinks=False).st_mode):
+        if ctypes.get_errno() not in _NOT_SUPPORTED:
+            _check(-1, source, target)
+    if not is_directory:
         try:
             os.link(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd, follow_symlinks=False)
         except FileExistsError:
@@ -182,9 +187,15 @@ def fchmod(fd: int, mode: int) -> None:
 
 def copy_owner(found: os.stat_result, fd: int) -> None:
     """Give a file an owner and a group as far as this process may; an error is ignored."""
-    with suppress(OSError, AttributeError):
-        os.fchown(fd, -1, found.st_gid)
-        os.fchown(fd, found.st_uid, -1)
+    file = os.fstat(fd)
+    for owner in (found.st_uid, -1):
+        if (owner in (file.st_uid, -1)) and file.st_gid == found.st_gid:
+            return
+        try:
+            os.fchown(fd, owner, found.st_gid)
+        except (OSError, AttributeError):
+            continue
+        return
 
 
 def read_attributes(file: int | str) -> dict[str, bytes]:
@@ -234,11 +245,7 @@ def reserve(fd: int, nbytes: int) -> None:
 
 def write(fd: int, address: int, nbytes: int, offset: int) -> int:
     """Write memory at an offset; return how many bytes were written, perhaps fewer."""
-    count = int(_pwrite(fd, address, min(nbytes, _WRITE_MAX_BYTES), offset))
-    if count < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return count
+    return _check(_pwrite(fd, address, min(nbytes, _WRITE_MAX_BYTES), offset))
 
 
 def write_bytes(fd: int, data: bytes | memoryview, offset: int) -> int:

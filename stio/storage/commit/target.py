@@ -15,7 +15,7 @@ from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, index_name, is_checkpoint_file, shard_name
 from stio.runtime.limits import Limits
 from stio.storage.base import Identity
-from stio.storage.checks import identity_of, refusals, resolve_links
+from stio.storage.checks import identity_of, kind_of_file, refusals, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.files import (
     MAX_INDEX_BYTES,
@@ -96,7 +96,7 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
                 mode = os.stat(real, follow_symlinks=False).st_mode
     parent, name = os.path.split(real)
     if mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise wrong(errno.EINVAL, "the destination is neither a file nor a directory; choose another path")
+        raise wrong(errno.EINVAL, f"the destination is {kind_of_file(mode)}; choose another path")
     if is_one_file(destination):
         if stat.S_ISDIR(mode):
             raise wrong(errno.EISDIR, f"the destination is a directory; a name ending in {FILE_SUFFIX} means one file")
@@ -326,5 +326,5 @@ def require_replaceable(home_fd: int, target: SaveTarget, names: tuple[str, ...]
                 "the save needs this name, and what has it is not a file; move it, or save elsewhere",
                 path=os.path.join(target.path, name),
                 errno=errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EEXIST,
-                found=stat.filemode(found.st_mode),
+                found=kind_of_file(found.st_mode),
             )

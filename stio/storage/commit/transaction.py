@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import secrets
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -38,6 +37,8 @@ from stio.storage.commit.files import (
     FileAttributes,
     attributes_at,
     closing,
+    keep_default_list,
+    keep_tree,
     read_small,
     write_small,
 )
@@ -67,6 +68,7 @@ _NONCE_BYTES = 16
 _ATTEMPTS = 8
 _RECOVERY_SECONDS = 1.0
 """Most of its `lock_timeout` that a save spends on recovery, which it can do without."""
+_DEFAULT_NAME_BYTES = 255
 _VISIBLE_SECONDS = 5.0
 """Longest time after which a network filesystem shows a new directory to another machine."""
 _HASHED_BYTES = 4 << 20
@@ -263,12 +265,12 @@ class LocalTransaction(FilesTransaction):
         self._publication: Publication | None = None  # once the commit has begun
         self._lock: ExitStack | None = None  # holds the lock of the directory, where the commit needs it
         self._parents: Mapping[str, tuple[int, int]] = {}  # those of the destination that were made for this save
+        needed = "readable and writable"
         try:
-            with ExitStack() as stack:
-                if home_fd is None:
-                    home_fd, self._parents = make_and_open(target.home, durable=durable)
-                stack.callback(calls.close, home_fd)
-                self._home_fd = home_fd
+            if home_fd is None:
+                home_fd, self._parents = make_and_open(target.home, durable=durable)
+            needed, self._home_fd = "writable", home_fd
+            try:
                 left = recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
                 if left.newer and target.kind != "fresh":  # beside a new directory it concerns another destination
                     raise StorageError(
@@ -278,13 +280,15 @@ class LocalTransaction(FilesTransaction):
                         errno=errno.ENOTSUP,
                     )
                 self._plan, self._staging = self._stage()
-                stack.pop_all()
-        except StorageError:
-            raise
+            except BaseException:
+                calls.close(home_fd)
+                raise
         except OSError as error:
+            if isinstance(error, StorageError):
+                raise
             failure = write_refused("beginning the save", target.path, error)
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                failure.message += "; the directory that holds the checkpoint must be readable and writable"
+                failure.message += f"; the directory that holds the checkpoint must be {needed}"
             raise failure from error
         self._files_fd = self._staging.files_fd
         self.shard_names, self.takes_index = self._plan.shards, self._plan.index is not None
@@ -296,6 +300,8 @@ class LocalTransaction(FilesTransaction):
             self.require_names(*plan.shards, *([] if plan.index is None else [plan.index]))
             staging = StagingDirectory.create(self._home_fd, save_id)
             if staging is not None:
+                if plan.commit == "replacement":
+                    keep_default_list(self._home_fd, self._target.name, staging.files_fd)
                 return plan, staging
         raise OSError(f"no staging directory in {_ATTEMPTS} attempts")
 
@@ -324,7 +330,10 @@ class LocalTransaction(FilesTransaction):
         Raises:
             StorageError: One is too long.
         """
-        limit = os.fpathconf(self._home_fd, "PC_NAME_MAX")
+        try:
+            limit = os.fpathconf(self._home_fd, "PC_NAME_MAX")
+        except (OSError, ValueError):
+            limit = _DEFAULT_NAME_BYTES
         for name in names:
             if len(os.fsencode(name)) > limit:
                 raise StorageError(
@@ -423,9 +432,7 @@ class LocalTransaction(FilesTransaction):
             return
         with refusals("publishing the checkpoint", self.path, write_refused):
             if self._plan.commit == "replacement":
-                replaced = attributes_at(self._home_fd, self._target.name, follow_symlinks=False)
-                if replaced is not None and stat.S_ISDIR(replaced.status.st_mode):
-                    replaced.apply(self._files_fd)
+                keep_tree(self._home_fd, self._target.name, self._files_fd)
                 if self._durable:
                     _sync_tree(self.files_path)
             with ExitStack() as stack:

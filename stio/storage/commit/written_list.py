@@ -25,9 +25,9 @@ from stio.storage.base import Identity
 from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
-from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, write_small
+from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, status_at, write_small
 from stio.storage.commit.retention import WrittenFiles, remove_unchanged, survey
-from stio.storage.commit.staging_dir import KEPT_BY_SYSTEM, OLD_NAME, STAGING_PREFIX, put_back
+from stio.storage.commit.staging_dir import KEPT_BY_SYSTEM
 from stio.storage.commit.target import DirectoryIdentity, directory_identity, identity_at
 
 LIST_NAME = ".stio-written.json"
@@ -84,27 +84,11 @@ def read_list(directory: str, within: str) -> WrittenFiles | None:
     return None
 
 
-def put_back_replaced(home_fd: int, home: str, save_id: str, old_fd: int) -> None:
-    """Put back what a save has set aside, unless its commit is in place; then keep what others have added.
-
-    Args:
-        home_fd: The directory that holds the destination.
-        home: Path of this directory.
-        save_id: The save's id.
-        old_fd: The directory `OLD_NAME` of its staging directory.
-
-    Raises:
-        OSError: The operating system reported an error.
-    """
-    aside = os.path.join(home, STAGING_PREFIX + save_id, OLD_NAME)
-    put_back(home_fd, home, old_fd, lambda name: _merge_replaced(aside, old_fd, home_fd, name))
-
-
-def _merge_replaced(aside: str, aside_fd: int, home_fd: int, name: str) -> bool:
+def merge_replaced(aside: str, aside_fd: int, home_fd: int, name: str) -> bool:
     """Delete what a save published in a directory, and move what others have added into the one that replaced it.
 
-    Without a valid list nothing is changed. What is in the list and was changed since stays where it is. So does what
-    has the name of a new file, or is in a directory that the save made.
+    Without a valid list nothing is changed. What is in the list and was changed since stays where it is, and so does
+    what has the name of a new file.
 
     Args:
         aside: Path of the directory that holds the old directory.
@@ -128,13 +112,7 @@ def _merge_replaced(aside: str, aside_fd: int, home_fd: int, name: str) -> bool:
     with ExitStack() as stack:
         stack.enter_context(suppress(FileNotFoundError, NotADirectoryError))
         old, new = (stack.enter_context(closing(calls.open_directory(name, dir_fd=fd))) for fd in (aside_fd, home_fd))
-        for added in sorted(os.listdir(old)):
-            below = os.path.join(path, added)
-            if is_directory_lock(added):
-                remove_free_lock(old, added)
-            elif below not in written.files and below not in written.made and not added.startswith(KEPT_BY_SYSTEM):
-                with suppress(OSError):  # it stays
-                    calls.rename_new(added, added, source_fd=old, target_fd=new)
+        _move_added(old, new, path, written)
     return remove_unchanged(aside_fd, name, path, written)
 
 
@@ -146,6 +124,42 @@ def _found_list(path: str, dir_fd: int, name: str) -> WrittenFiles | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return next((found for within in ("", *folders) if (found := read_list(path, within)) is not None), None)
+
+
+def _move_added(old: int, new: int, path: str, written: WrittenFiles) -> None:
+    """Move what a save has not written from one directory into another, where no file has its name."""
+    for name in sorted(os.listdir(old)):
+        below = os.path.join(path, name)
+        if is_directory_lock(name):
+            remove_free_lock(old, name)
+        elif below not in written.files and not name.startswith(KEPT_BY_SYSTEM):
+            with suppress(OSError):  # it stays
+                _move_one(old, new, name, below, written)
+
+
+def _move_one(old: int, new: int, name: str, path: str, written: WrittenFiles) -> None:
+    found = status_at(old, name)
+    is_directory = found is not None and stat.S_ISDIR(found.st_mode)
+    is_made = False
+    if path in written.made:
+        with suppress(FileExistsError):
+            calls.make_directory(name, dir_fd=new)
+            is_made = True
+    else:
+        try:
+            calls.rename_new(name, name, source_fd=old, target_fd=new, is_directory=is_directory)
+            return
+        except OSError:
+            if not is_directory:
+                raise
+    with ExitStack() as stack:
+        inner, target = (stack.enter_context(closing(calls.open_directory(name, dir_fd=fd))) for fd in (old, new))
+        _move_added(inner, target, path, written)
+    if is_made:
+        with suppress(OSError):
+            calls.remove_directory(name, dir_fd=new)  # if nothing was moved into it
+    if path not in written.made:
+        calls.remove_directory(name, dir_fd=old)
 
 
 def _read_in(fd: int, folder: str) -> tuple[Identity | None, bytes | None]:

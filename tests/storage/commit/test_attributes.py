@@ -14,7 +14,7 @@ import pytest
 from storage.transactions import HUB_FILES, INDEX, save
 
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.files import FileAttributes, attributes_at
+from stio.storage.commit.files import attributes_at
 from stio.storage.commit.transaction import begin_directory
 
 ACCESS_LIST, DEFAULT_LIST = "system.posix_acl_access", "system.posix_acl_default"
@@ -110,35 +110,49 @@ def refusing(*refused: str) -> Callable[..., bool]:
     return write
 
 
-def test_without_its_list_a_file_is_its_owners(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made(tmp_path / "old", access=LIST, origin=b"x")
+@pytest.mark.parametrize(
+    ("access", "mode"),
+    [
+        (LIST, 0o600),
+        (packed((USER_OBJ, 6, NO_ID), (USER, 6, 9), (GROUP_OBJ, 4, NO_ID), (MASK, 6, NO_ID), (OTHER, 4, NO_ID)), 0o644),
+        (packed((USER_OBJ, 6, NO_ID), (USER, 0, 9), (GROUP_OBJ, 4, NO_ID), (MASK, 4, NO_ID), (OTHER, 4, NO_ID)), 0o600),
+        (
+            packed((USER_OBJ, 6, NO_ID), (GROUP_OBJ, 6, NO_ID), (GROUP, 4, 9), (MASK, 6, NO_ID), (OTHER, 6, NO_ID)),
+            0o644,
+        ),
+    ],
+)
+def test_without_its_list_a_file_has_the_rights_of_all(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, access: bytes, mode: int
+) -> None:
+    made(tmp_path / "old", access=access, origin=b"x")
     new = made(tmp_path / "new")
     monkeypatch.setattr(calls, "write_attribute", refusing(ACCESS_LIST))
     replaced(place, "old", new)
-    assert stat.S_IMODE(new.stat().st_mode) == 0o600
+    assert stat.S_IMODE(new.stat().st_mode) == mode
     assert os.listxattr(new) == ["user.origin"]
 
 
 def test_an_inherited_list_that_stays_grants_nothing(
     place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made(tmp_path / "old", 0o640)
+    made(tmp_path / "old", 0o644)
     new = made(tmp_path / "new", access=WIDE)
     monkeypatch.setattr(calls, "remove_attribute", lambda fd, name: False)
     replaced(place, "old", new)
-    assert {entry: allowed for entry, allowed in rights(new).items() if allowed} == {(USER_OBJ, NO_ID): 6}
+    assert {entry: allowed for entry, allowed in rights(new).items() if allowed} == {
+        (USER_OBJ, NO_ID): 6,
+        (OTHER, NO_ID): 4,
+    }
 
 
-def test_attributes_that_cannot_be_read_leave_the_rights_of_all(place: int, tmp_path: Path) -> None:
+def test_attributes_that_cannot_be_read_leave_the_rights_of_all(
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made(tmp_path / "old", 0o664)
     new = made(tmp_path / "new")
-    attributes = attributes_at(place, "old")
-    assert attributes is not None
-    fd = os.open(new, os.O_RDWR)
-    try:
-        FileAttributes(attributes.status, None).apply(fd)
-    finally:
-        os.close(fd)
+    monkeypatch.setattr("stio.storage.commit.files._extended_at", lambda *_, **__: None)
+    replaced(place, "old", new)
     assert stat.S_IMODE(new.stat().st_mode) == 0o644
 
 
@@ -157,7 +171,8 @@ def test_another_group_gets_no_rights_of_the_old_one(
         old, ACCESS_LIST, packed(*((t, 7 if t != OTHER else 4, i) for t, _, i in struct.iter_unpack("<HHI", WIDE[4:])))
     )
     replaced(place, "old", new)
-    assert stat.S_IMODE(new.stat().st_mode) == 0o700  # the mask: nobody but the owner
+    assert rights(new)[GROUP_OBJ, NO_ID] == rights(new)[OTHER, NO_ID] == 4
+    assert rights(new)[USER, 4321] == 7
 
 
 @as_root
@@ -218,17 +233,39 @@ def test_new_shards_are_not_wider_than_the_narrowest_old_one(place: int, tmp_pat
 
 def test_a_directory_in_the_place_of_another_keeps_its_attributes(place: int, tmp_path: Path) -> None:
     old = tmp_path / "one"
-    old.mkdir()
-    os.setxattr(old, "user.note", b"y")
+    (old / "below").mkdir(parents=True)
+    made(old / "below" / "file", 0o600, LIST, origin=b"x")
+    made(old / "state", 0o640)
+    made(old / "gone")
+    os.setxattr(old / "below", "user.note", b"y")
     os.setxattr(old, DEFAULT_LIST, LIST)
+    (old / "below").chmod(0o711)
     old.chmod(0o2750)
     staged = begin_directory(old, durable=False)
-    (Path(staged.files_path) / "state").write_text("new")
+    new = Path(staged.files_path)
+    (new / "below").mkdir()
+    for name in ("below/file", "below/more", "state"):
+        (new / name).write_text("new")
+    assert rights(new / "state") == {**rights(new / "state"), (USER, 1234): 4}
     staged.commit(index=None)
     assert (old / "state").read_text() == "new"
     assert stat.S_IMODE(old.stat().st_mode) == 0o2750
     assert os.getxattr(old, DEFAULT_LIST) == LIST
-    assert os.getxattr(old, "user.note") == b"y"
+    assert stat.S_IMODE((old / "below").stat().st_mode) == 0o711
+    assert os.getxattr(old / "below", "user.note") == b"y"
+    assert os.getxattr(old / "below" / "file", ACCESS_LIST) == LIST
+    assert os.getxattr(old / "below" / "file", "user.origin") == b"x"
+    assert stat.S_IMODE((old / "state").stat().st_mode) == 0o640
+    assert ACCESS_LIST not in os.listxattr(old / "state")
+
+
+def test_the_home_s_default_list_is_not_for_a_directory_that_had_none(place: int, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    os.setxattr(tmp_path, DEFAULT_LIST, WIDE)
+    staged = begin_directory(tmp_path / "one", durable=False)
+    made(Path(staged.files_path) / "file")
+    staged.commit(index=None)
+    assert os.listxattr(tmp_path / "one") == os.listxattr(tmp_path / "one" / "file") == []
 
 
 def test_a_system_without_attributes(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

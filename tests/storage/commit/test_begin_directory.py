@@ -116,29 +116,19 @@ def test_what_is_no_directory_is_kept(tmp_path: Path, kind: str) -> None:
 def test_what_others_added_moves_into_the_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = tmp_path / "one"
     staged_with(one, "old").commit(index=None)
-    added = ("results.json", "plots/a/b.png")
+    added = ("results.json", "below/results.json", "plots/a/b.png")
     for name in added:
         (one / name).parent.mkdir(parents=True, exist_ok=True)
         (one / name).write_text("mine")
     (one / ".stio-lock").touch()
     staged_with(one, "new").commit(index=None)
-    assert [(one / name).read_text() for name in added] == ["mine"] * 2
+    assert [(one / name).read_text() for name in added] == ["mine"] * 3
     assert (one / "below" / "file").read_text() == "new"
     assert names_in(tmp_path) == ["one"]
     assert names_in(one) == [LIST_NAME, "below", "plots", "results.json"]
     assert not caplog.text
     staged_with(one, "third").commit(index=None)
-    assert [(one / name).read_text() for name in added] == ["mine"] * 2
-
-
-def test_what_others_added_in_a_directory_of_the_save_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    one = tmp_path / "one"
-    staged_with(one, "old").commit(index=None)
-    (one / "below" / "results.json").write_text("mine")
-    staged_with(one, "new").commit(index=None)
-    kept = kept_in(tmp_path)
-    assert names_in(kept / "below") == ["results.json"]
-    assert len(caplog.records) == 1
+    assert [(one / name).read_text() for name in added] == ["mine"] * 3
 
 
 def test_what_has_the_name_of_a_new_file_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,7 @@ from stio.storage.commit.directory_lock import DIRECTORY_LOCK_NAME, FileLock, Lo
 from stio.storage.commit.files import closing
 from stio.storage.commit.recovery import collect_garbage
 from stio.storage.commit.transaction import begin_local
-from tests.storage.transactions import names_in, read, save
+from tests.storage.transactions import Killed, System, names_in, read, save
 
 root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs other users to be")
 NOBODY, MAKER, MEMBER, GROUP = 65534, 64001, 64002, 64100
@@ -136,6 +136,32 @@ def test_the_file_of_a_dead_owner_is_taken_and_removed(tmp_path: Path) -> None:
     with held(tmp_path, 0):
         assert json.loads(lock_file(tmp_path).read_text())["pid"] == os.getpid()
     assert names_in(tmp_path) == set()
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o1777], ids=oct)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_maker_that_dies_leaves_a_file_with_its_rights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool, mode: int
+) -> None:
+    """All who may write the directory could open the file, whenever its maker dies."""
+    for n in range(1, 30):
+        place = tmp_path / str(n)
+        place.mkdir()
+        place.chmod(mode)
+        with monkeypatch.context() as patch:
+            system = System(patch, kill_at=n, kill_after=after)
+            with suppress(Killed), opened(place) as fd, directory_lock(fd, str(place)):
+                pass
+            system.bury()
+        left = names_in(place)
+        assert {name for name in left if not module.is_directory_lock(name)} == set()
+        for name in left & {DIRECTORY_LOCK_NAME}:
+            assert stat.S_IMODE((place / name).stat().st_mode) == 0o660
+        collect_garbage(place)
+        assert names_in(place) == set()
+        if system.hit is None:
+            break
+    assert system.hit is None and n > 5
 
 
 def test_a_recovery_that_removes_a_file_that_is_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -510,17 +536,23 @@ def access_list(*entries: tuple[int, int, int]) -> bytes:
 
 
 @root
-def test_where_a_list_decides_the_file_is_its_makers(shared: Path) -> None:
-    """The mode of the directory shows the mask of the list, and not what the group may."""
+@pytest.mark.parametrize("inherited", [False, True])
+def test_a_list_of_the_directory_decides(shared: Path, inherited: bool) -> None:
+    """A member may write, the group and a named user may read only; the mode shows neither."""
     none = 0xFFFFFFFF
-    entries = access_list((1, 7, none), (2, 5, NOBODY), (4, 5, none), (16, 7, none), (32, 5, none))
+    entries = access_list((1, 7, none), (2, 7, MEMBER), (2, 5, NOBODY), (4, 5, none), (16, 7, none), (32, 5, none))
     try:
         os.setxattr(shared, "system.posix_acl_access", entries)
+        if inherited:
+            os.setxattr(shared, "system.posix_acl_default", access_list(
+                (1, 7, none), (2, 6, NOBODY), (4, 6, none), (16, 7, none), (32, 6, none),
+            ))  # fmt: skip
     except OSError as error:
         pytest.skip(f"no access control lists: {error}")
     os.chown(shared, 0, GROUP)
-    with held(shared):
+    with held(shared), opened(shared) as fd:
         path = lock_file(shared)
+        assert as_user(MEMBER, [], lambda: module._DirectoryLock(fd, "").try_lock()) == "False"
         for user, groups in ((NOBODY, []), (MAKER, [GROUP]), (MAKER, [])):
             assert as_user(user, groups, lambda: os.open(path, os.O_RDONLY)).startswith("PermissionError")
 

@@ -483,6 +483,24 @@ def test_age_is_measured_by_the_clock_of_the_filesystem(
     assert collect_garbage(places[2], max_age_seconds=0).undone == (str(no_lock),)
     require_clean(places[1], ["old"])
     assert not [name for place in places for name in os.listdir(place) if name.startswith(".stio-trash")]
+    aside = places[0] / ".stio-aside-0123456789"
+    aside.mkdir()
+    assert str(aside) in collect_garbage(places[0], max_age_seconds=1800).kept
+    os.utime(aside, (hour_ago, hour_ago))
+    assert str(aside) in collect_garbage(places[0], max_age_seconds=1800).undone
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_what_was_set_aside_may_have_the_name_of_a_lock(tmp_path: Path, kind: str) -> None:
+    aside = tmp_path / ".stio-aside-0123456789"
+    (aside / "lock").mkdir(parents=True)
+    if kind == "file":
+        (aside / "lock").rmdir()
+        (aside / "lock").write_text('{"version": 9}')
+    old = time.time() - 3600
+    os.utime(aside, (old, old))
+    assert collect_garbage(tmp_path, max_age_seconds=1800).undone == (str(aside),)
+    assert (tmp_path / "lock").exists() and not aside.exists()
 
 
 def test_where_no_time_can_be_seen_nothing_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

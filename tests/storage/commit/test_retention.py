@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,10 +91,100 @@ def test_a_file_that_is_added_after_the_comparison(
     assert [found for found in names_in(tmp_path) if not (tmp_path / found).is_dir()] == [f"x/{name}"]
 
 
+def test_a_file_that_is_exchanged_after_the_comparison(
+    tmp_path: Path, at_rename: Callable[[Callable[[], object]], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_text("ours")
+    written = describe_file(str(path))
+
+    def exchange() -> None:
+        (tmp_path / "new").write_text("mine")
+        (tmp_path / "new").rename(path)
+
+    at_rename(exchange)
+    remove_checkpoint(written)
+    assert path.read_text() == "mine"
+    assert names_in(tmp_path) == ["x.safetensors"]
+    assert caplog.text.count("x.safetensors stays") == 1
+
+
+def test_a_file_that_is_exchanged_twice(
+    tmp_path: Path, at_rename: Callable[[Callable[[], object]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one was found in its place: the first one gets another name, and none is lost."""
+    path, plain = tmp_path / "x.safetensors", calls.rename_new
+    path.write_text("ours")
+    written = describe_file(str(path))
+
+    def rename_new(*names: str, **fds: Any) -> None:
+        path.write_text("second")
+        plain(*names, **fds)
+
+    def exchange() -> None:
+        path.unlink()
+        path.write_text("first!")
+
+    at_rename(exchange)
+    monkeypatch.setattr(calls, "rename_new", rename_new)
+    remove_checkpoint(written)
+    assert sorted(found.read_text() for found in tmp_path.iterdir()) == ["first!", "second"]
+
+
+def test_a_full_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "x.safetensors"
+    path.write_text("ours")
+    written = describe_file(str(path))
+    monkeypatch.setattr(calls, "make_directory", refuse)
+    remove_checkpoint(written)
+    assert names_in(tmp_path) == []
+
+
+def test_a_recovery_that_deletes_at_the_same_time(
+    tmp_path: Path, at_rename: Callable[[Callable[[], object]], None]
+) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_text("ours")
+    written = describe_file(str(path))
+    at_rename(lambda: next(tmp_path.glob(".stio-aside-*")).rmdir())
+    remove_checkpoint(written)
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["x", "x.safetensors"])
+def test_a_recovery_while_something_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What took the place of the checkpoint after its comparison is not deleted by the recovery of another save."""
+    path, plain, is_done = tmp_path / name, calls.rename, []
+    if name == "x":
+        written = made(path)
+    else:
+        path.write_text("ours")
+        written = describe_file(str(path))
+
+    def rename(*names: str, **fds: int) -> None:
+        if is_done:
+            plain(*names, **fds)
+            return
+        is_done.append(1)
+        mine = path / "mine" if name == "x" else path
+        mine.unlink(missing_ok=True)
+        mine.write_text("mine")
+        plain(*names, **fds)
+        collect_garbage(tmp_path)
+
+    monkeypatch.setattr(calls, "rename", rename)
+    remove_checkpoint(written)
+    assert [found.read_text() for found in tmp_path.rglob("*") if found.is_file()] == ["mine"]
+    assert not [*tmp_path.glob(".stio-*")]
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("kind", ["directory", "file"])
+@pytest.mark.parametrize("kind", ["directory", "file", "exchanged file"])
 def test_killed_at_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, after: bool) -> None:
-    """A checkpoint is there or not."""
+    """A checkpoint is there or not; what others put in its place always is."""
     for n in range(1, 100):
         home = tmp_path / str(n)
         home.mkdir()
@@ -105,11 +197,22 @@ def test_killed_at_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
         whole = names_in(home)
         with monkeypatch.context() as patch:
             system = System(patch, kill_at=n, kill_after=after)
+            if kind == "exchanged file":
+                wrapped = calls.rename
+
+                def exchange(*names: str, to: Path = path, ahead: Any = wrapped, **fds: int) -> None:
+                    to.unlink(missing_ok=True)
+                    to.write_text("mine")
+                    ahead(*names, **fds)
+
+                patch.setattr(calls, "rename", exchange)
             with suppress(Killed):
                 remove_checkpoint(written)
             system.bury()
         collect_garbage(home)
-        if kind == "directory":
+        if kind == "exchanged file" and (system.hit is None or path.read_text() != "ours"):
+            assert path.read_text() == "mine"
+        elif kind == "directory":
             assert names_in(home) in ([], whole)
         assert not [*home.glob(".stio-*")]
         if system.hit is None:
@@ -118,12 +221,10 @@ def test_killed_at_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
 
 
 def test_what_cannot_be_put_back_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    staged = tmp_path / ".stio-0123456789"
-    (staged / "old").mkdir(parents=True)
-    (staged / "lock").touch()
-    (staged / "old" / "x").write_text("first")
+    (tmp_path / ".stio-aside-0123456789").mkdir()
+    (tmp_path / ".stio-aside-0123456789" / "x").write_text("first")
     (tmp_path / "x").write_text("second")
-    assert collect_garbage(tmp_path).undone == (str(staged),)
+    assert collect_garbage(tmp_path).undone == (str(tmp_path / ".stio-aside-0123456789"),)
     (kept,) = tmp_path.glob(".stio-kept-*")
     assert (kept.read_text(), (tmp_path / "x").read_text()) == ("first", "second")
     assert str(kept) in caplog.text

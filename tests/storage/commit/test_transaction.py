@@ -718,7 +718,7 @@ def test_rename_new_refuses_on_every_system(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / "full" / "x").mkdir(parents=True)
         (tmp_path / "new").mkdir()
         with pytest.raises(OSError):
-            calls.rename_new("new", "full", source_fd=fd, target_fd=fd)
+            calls.rename_new("new", "full", source_fd=fd, target_fd=fd, is_directory=True)
     finally:
         os.close(fd)
 
