@@ -296,8 +296,8 @@ def _same(a: Region, b: Region) -> bool:
 def differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float | None = None) -> Difference:
     """Compare two pieces of memory that hold as many values of one dtype, or of two floating ones.
 
-    Values become float64: of integers beyond 2**53, and of their distances, the last digits are lost. A dtype that
-    torch does not have as numbers (packed ones, BOOL) is compared byte by byte.
+    Floats become float64. Values of packed dtypes, and of dtypes that torch does not have, are compared bit by bit,
+    whatever the tolerance.
 
     Args:
         dtype_a: Name in the format of the dtype of `a`.
@@ -309,31 +309,44 @@ def differences(dtype_a: str, a: bytes, dtype_b: str, b: bytes, tolerance: float
     """
     if not a:  # torch refuses an empty buffer
         return Difference()
-    torch, known = import_module("torch"), import_module("stio.device.tensors").TORCH_DTYPES
-    of_a, of_b = (
-        torch.uint8 if BITS[dtype] < 8 or dtype == "BOOL" else known.get(dtype, torch.uint8)
-        for dtype in (dtype_a, dtype_b)
-    )
+    torch, numpy = import_module("torch"), import_module("numpy")
+    known = import_module("stio.device.tensors").TORCH_DTYPES | {"BOOL": torch.uint8}
+    if BITS[dtype_a] < 8 or dtype_a not in known or dtype_b not in known:
+        bits = numpy.unpackbits(numpy.frombuffer(a, "u1") ^ numpy.frombuffer(b, "u1"), bitorder="little")
+        return Difference(int(bits.reshape(-1, BITS[dtype_a]).any(1).sum()))
     raw_a, raw_b = (torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in (a, b))
     if dtype_a == dtype_b:
-        item = of_a.itemsize
+        item = known[dtype_a].itemsize
         differing = (raw_a != raw_b).view(-1, item).any(1)
         raw_a, raw_b = (raw.view(-1, item)[differing].view(-1) for raw in (raw_a, raw_b))
     found = Difference()
-    for part_a, part_b in zip(raw_a.view(of_a).split(_PART), raw_b.view(of_b).split(_PART), strict=True):
-        found = found.with_piece(_compared(part_a, part_b, tolerance))
+    for part_a, part_b in zip(
+        raw_a.view(known[dtype_a]).split(_PART), raw_b.view(known[dtype_b]).split(_PART), strict=True
+    ):
+        is_integer = not (part_a.is_floating_point() or part_a.is_complex())
+        found = found.with_piece((_compared_integers if is_integer else _compared)(part_a, part_b, tolerance))
     return found
 
 
+def _compared_integers(a: Any, b: Any, tolerance: float | None) -> Difference:
+    """Compare two tensors of integers of one dtype, which all differ."""
+    numpy: Any = import_module("numpy")
+    a, b = a.numpy(), b.numpy()
+    if not len(a):
+        return Difference()
+    # The distance of two integers of 64 bits has 64 bits without a sign: it is their difference modulo 2**64.
+    wide = "i8" if a.dtype.kind == "i" else "u8"
+    gaps = numpy.maximum(a, b).astype(wide).view("u8") - numpy.minimum(a, b).astype(wide).view("u8")
+    return Difference(len(a) if tolerance is None else int((gaps > tolerance).sum()), float(gaps.max()))
+
+
 def _compared(a: Any, b: Any, tolerance: float | None) -> Difference:
-    """Compare two tensors of values; those of one dtype have other bits."""
+    """Compare two tensors of floats; those of one dtype have other bits."""
     torch: Any = import_module("torch")
     wide_a, wide_b = (one.to(torch.complex128 if one.is_complex() else torch.float64) for one in (a, b))
     nan_a, nan_b = wide_a.isnan(), wide_b.isnan()
     is_number = ~(nan_a | nan_b)
     gaps = torch.where(wide_a == wide_b, 0, wide_a - wide_b).abs().nan_to_num(inf, inf)
-    if not (a.is_floating_point() or a.is_complex()):
-        gaps = gaps.clamp(min=1)  # integers of other bits
     num_nan = int((nan_a != nan_b).sum())
     if tolerance is not None:
         num_differing = int((is_number & (gaps > tolerance)).sum()) + num_nan

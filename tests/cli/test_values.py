@@ -36,8 +36,11 @@ def data(values: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
-def test_packed_floats_are_compared_by_bytes(dtype: str) -> None:
-    assert differences(dtype, b"\x21\x00\x43", b"\x22\x00\x40") == (2, 3.0, 0)
+def test_packed_floats_are_compared_bit_by_bit(dtype: str) -> None:
+    """0 and -0 of F4 differ by more than any tolerance: their distance is not known."""
+    for tolerance in (None, 0.0, 100.0):
+        assert differences(dtype, b"\x21\x00\x43", b"\x22\x00\x40", tolerance) == (2, None, 0)
+        assert differences(dtype, b"\x00\x00\x00", b"\x00\x00\x80", tolerance) == (1, None, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -145,7 +148,9 @@ def test_nans_of_other_payloads_are_within_every_tolerance() -> None:
 
 def test_integers_within_a_tolerance() -> None:
     low, high = (int(value).to_bytes(8, "little", signed=True) for value in (-(2**63), 2**63 - 1))
-    assert differences("I64", (2**60).to_bytes(8, "little"), (2**60 + 1).to_bytes(8, "little"), 0.5) == (1, 1, 0)
+    for gap in (1, 100):
+        pair = [number.to_bytes(8, "little") for number in (2**62, 2**62 + gap)]
+        assert differences("I64", pair[0], pair[1], gap / 2) == (1, gap, 0)
     for tolerance, count in ((math.inf, 0), (2.0**64, 0), (2.0**63, 1), (0.5, 1)):
         assert differences("I64", low, high, tolerance) == (count, 2**64, 0)
     assert differences("BOOL", b"\0\1", b"\1\1", 1.0) == (0, 1, 0)

@@ -11,6 +11,7 @@ original takes ints, slices inside the tensor, one Ellipsis and `[]`.
 from __future__ import annotations
 
 import ctypes
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -197,10 +198,19 @@ class DropInFile:
         """Return the file once more, for a load that outlives this object; the caller closes it.
 
         Raises:
-            OSError: The system refuses, or the file was changed or replaced since it was opened.
+            OSError: The system refuses, or the file was changed since it was opened. A mapped file has no descriptor:
+                if another file is at its path now, that is a change too.
         """
         with reading(self.path):
-            file = open_file(self.path)
+            if self._file is None:
+                file = open_file(self.path)
+            else:
+                fd = os.dup(self._file.fd)
+                try:
+                    file = LocalFile(fd, self.path)
+                except BaseException:
+                    os.close(fd)
+                    raise
             try:
                 self._identity.require_same(file.identity, self.path)
             except BaseException:

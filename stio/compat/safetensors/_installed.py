@@ -164,7 +164,7 @@ def _own(function: Callable[..., Any], module: str) -> Any:
     return own
 
 
-_TORCH = (*("load", "load_file", "load_model", "save", "save_file", "save_model", "storage_ptr", "storage_size"),)
+_TORCH = ("load", "load_file", "load_model", "save", "save_file", "save_model", "storage_ptr", "storage_size")
 _NUMPY = ("load", "load_file", "save", "save_file")
 
 REPLACEMENTS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,8 @@ A loader is a load whose tensors are taken by name (`stio.loading.by_name`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ from stio.compat.safetensors._errors import SafetensorError, reading, wrong_type
 from stio.compat.safetensors._file import DropInFile
 from stio.compat.safetensors._tensors import require_torch_dtypes, require_whole_pairs
 from stio.device.base import Target, resolve_device
+from stio.format.slicing import select
 from stio.loading.by_name import LoadByName
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
@@ -160,5 +162,10 @@ def _checked(plan: Mapping[str, Any] | None, file: DropInFile) -> tuple[list[str
     for name, index in slices.items():
         row = header.positions[name]
         if header.dtypes[row] == "F4":
-            require_whole_pairs(index, header.shapes[row])
+            with reading(file.path):
+                require_whole_pairs(header.shapes[row], partial(_shape_of_part, index))
     return [header.names[row] for row in rows], slices
+
+
+def _shape_of_part(index: Any, shape: tuple[int, ...]) -> Sequence[int]:
+    return select(index, shape, 1).shape

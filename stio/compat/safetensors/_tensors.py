@@ -8,7 +8,7 @@ short gaps between them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,14 +68,14 @@ class Tensors(Framework):
         header = file.header
         dtype, shape = header.dtypes[row], header.shapes[row]
         _require_torch_dtype(dtype, shape)
-        if dtype == "F4":
-            require_whole_pairs(index, shape)
         tensor = (_view if file.is_mapped else _read)(file, row, dtype, shape, index)
         return tensor if self._device == "cpu" else moved(tensor, self._device)
 
 
 def _view(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
     whole = tensors_in(file.region_of(slice(row, row + 1)), [""], [dtype], [shape], [0])[""]
+    if dtype == "F4":
+        require_whole_pairs(shape, lambda sizes: torch.empty(sizes, device="meta")[index].shape)
     # As integers: torch does not index tensors of every dtype, and no bit may change.
     item = whole.itemsize
     numbers = whole.view(INTEGERS[item])
@@ -94,6 +94,8 @@ def _view(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> t
 def _read(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
     sizes, item = torch_shape(dtype, shape), TORCH_DTYPES[dtype].itemsize
     with reading(file.path):
+        if dtype == "F4":
+            require_whole_pairs(shape, lambda sizes: select(index, sizes, 1).shape)
         selection = select(index, sizes, item, gap_bytes=WORTHWHILE_STRIDE_BYTES, image_bytes=_WHOLE_ROWS_BYTES)
     region = file.gather(row, selection)
     tensors = tensors_in(region, [""], [dtype], [_format_shape(dtype, selection.read_shape)], [0])
@@ -106,9 +108,13 @@ def _format_shape(dtype: str, sizes: Shape) -> Shape:
     return (*sizes[:-1], sizes[-1] * 2) if dtype == "F4" else sizes
 
 
-def require_whole_pairs(index: Any, shape: Shape) -> None:
-    """Refuse an index into packed pairs: it means different elements for the file's shape and for torch's."""
-    items = index if isinstance(index, tuple) else (index,)
-    is_last = len(items) >= len(shape) or any(item is Ellipsis for item in items[:-1])
-    if items and is_last and items[-1] is not Ellipsis and items[-1] != slice(None):
+def require_whole_pairs(shape: Shape, part_of: Callable[[Shape], Sequence[int]]) -> None:
+    """Refuse an index into packed pairs: it means different elements for the file's shape and for torch's.
+
+    Args:
+        shape: The tensor's shape in the file.
+        part_of: Returns the shape of the part that the index takes of a shape.
+    """
+    by_elements, by_pairs = part_of(shape), part_of(torch_shape("F4", shape))
+    if not (by_elements and by_pairs and by_elements[-1] == shape[-1] and by_pairs[-1] * 2 == shape[-1]):
         raise SafetensorError("F4 packs two elements into a byte: slice its other dimensions, not the last one")

@@ -103,6 +103,9 @@ def locate(url: str) -> Location:
             scheme, urlunsplit((scheme, parts.netloc, "/", parts.query, "")), unquote(parts.path).strip("/")
         )
     bucket, _, key = rest.partition("/")
+    if not bucket:
+        what = "container" if scheme == "az" else "bucket"
+        raise CheckpointNotFoundError(f"the URL names no {what}", path=without_secrets(url))
     if not _BUCKET.fullmatch(bucket) or _SIGNATURE.search(key):
         what = "container" if scheme == "az" else "bucket"
         raise StorageError(
