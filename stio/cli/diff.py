@@ -1,8 +1,9 @@
 """`stio diff A B`: compares two checkpoints. Imports torch only where values differ.
 
 From top to bottom: the command, the comparison, the text of the result. The comparison matches tensors by name. Those
-with equal dtype and shape are read in pieces by a few workers; where the bytes differ, torch compares values as
-float64. Floats of two dtypes, as a conversion leaves them, are compared too: float64 holds the values of both.
+with equal dtype and shape are read in pieces by a few workers. Where the bytes differ, torch compares floats as
+float64, and numpy integers. Floats of two dtypes, as a conversion leaves them, are compared too: float64 holds the
+values of both.
 """
 
 from __future__ import annotations
@@ -412,8 +413,7 @@ def _change(a: TensorInfo, b: TensorInfo) -> str:
 def _amount(info: TensorInfo, difference: Difference) -> list[str]:
     """Return how many values differ, and by how much."""
     largest = "" if difference.max_abs is None or not difference.num_differing else f"{difference.max_abs:.6g}"
-    every = f"{info.nbytes:,} bytes" if BITS[info.dtype] < 8 else f"{prod(info.shape):,}"
-    return [f"{difference.num_differing:,} of {every}", largest]
+    return [f"{difference.num_differing:,} of {prod(info.shape):,}", largest]
 
 
 def _verdict(found: Comparison, header_only: bool, tolerance: float | None) -> str:

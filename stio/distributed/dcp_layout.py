@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -252,13 +252,14 @@ def values_of_items(items: Sequence[WriteItem], planner: SavePlanner) -> dict[st
     Raises:
         TypeError: The planner has only pickles of them, or saves others than the state has.
     """
-    if items and not isinstance(planner, DefaultSavePlanner):
+    if not items:
+        return {}
+    if not isinstance(planner, DefaultSavePlanner):
         raise TypeError("values that are no tensors need a planner that derives from torch's DefaultSavePlanner")
-    own, kind = DefaultSavePlanner, cast(type[DefaultSavePlanner], type(planner))
+    own, kind = DefaultSavePlanner, type(planner)
     is_own = (kind.resolve_data, kind.transform_object) == (own.resolve_data, own.transform_object)
     values: dict[str, object] = {}
     for item in items:
-        assert isinstance(planner, DefaultSavePlanner)
         value = values[item.index.fqn] = planner.lookup_object(item.index)
         if is_own:
             continue

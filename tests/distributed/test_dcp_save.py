@@ -191,11 +191,36 @@ def other_options(folder: str) -> None:
         {"max_shard_size": 2000 + 2000 * rank},
         {"hash": None if rank else "sha256"},
     ]
+    dcp.save(state, storage_writer=writer(f"{folder}/wrapped"), planner=Wrapping())
+    if rank == 0:
+        require_equal(sync.load(f"{folder}/wrapped"), whole)
     for k, options in enumerate(own):
         dcp.save(state, storage_writer=writer(f"{folder}/options{k}", **options))
         if rank == 0:
             require_equal(sync.load(f"{folder}/options{k}", verify="hash" in options), whole)
         dist.barrier()
+
+
+class Wrapping(SavePlanner):
+    """A planner that does not derive from torch's default one; it saves tensors only."""
+
+    def __init__(self) -> None:
+        self._inner = DefaultSavePlanner()
+
+    def set_up_planner(self, *arguments: Any, **keywords: Any) -> None:
+        self._inner.set_up_planner(*arguments, **keywords)
+
+    def create_local_plan(self) -> SavePlan:
+        return self._inner.create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        return self._inner.create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return self._inner.finish_plan(new_plan)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        return self._inner.resolve_data(write_item)
 
 
 class OtherValue(DefaultSavePlanner):

@@ -72,7 +72,7 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls()
-    init, write, parsed = _file.File.__init__, stio_torch._write, stio_torch.parsed
+    init, write, parsed = _file.DropInFile.__init__, stio_torch._write, stio_torch.parsed
 
     def opened(file: Any, path: str, *args: Any, **options: Any) -> None:
         calls.opened_by_stio.append(str(path))
@@ -86,7 +86,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         calls.opened_by_stio.append("bytes")
         return parsed(data)
 
-    monkeypatch.setattr(_file.File, "__init__", opened)
+    monkeypatch.setattr(_file.DropInFile, "__init__", opened)
     monkeypatch.setattr(stio_torch, "_write", written)
     monkeypatch.setattr(stio_torch, "parsed", of_bytes)
 

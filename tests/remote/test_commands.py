@@ -54,6 +54,6 @@ def test_errors(url: str, server: HttpServer) -> None:
     for command in (("inspect",), ("verify", "--no-progress"), ("load", "--no-progress", "--device", "cpu")):
         shown = run(*command, url.replace("m.safe", "none.safe"), status=2)
         assert f"{server.url}/none.safetensors: the store has no such object: 404 Not Found; check the path" in shown
-    assert "no bucket has such a name" in run("inspect", "s3:///x", status=2)
+    assert "names no bucket" in run("inspect", "s3:///x", status=2)
     for nowhere in (url, "hf://owner/name"):
         assert "URLs of s3, gs and az" in run("gc", nowhere, status=2)

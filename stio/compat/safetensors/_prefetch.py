@@ -14,7 +14,7 @@ A loader is a load whose tensors are taken by name (`stio.loading.by_name`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -24,9 +24,8 @@ import torch
 from stio.compat.safetensors import _accelerator
 from stio.compat.safetensors._errors import SafetensorError, reading, wrong_type
 from stio.compat.safetensors._file import DropInFile
-from stio.compat.safetensors._tensors import require_torch_dtypes, require_whole_pairs
+from stio.compat.safetensors._tensors import require_torch_dtypes, require_whole_pairs, selected_shape
 from stio.device.base import Target, resolve_device
-from stio.format.slicing import select
 from stio.loading.by_name import LoadByName
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
@@ -163,9 +162,5 @@ def _checked(plan: Mapping[str, Any] | None, file: DropInFile) -> tuple[list[str
         row = header.positions[name]
         if header.dtypes[row] == "F4":
             with reading(file.path):
-                require_whole_pairs(header.shapes[row], partial(_shape_of_part, index))
+                require_whole_pairs(header.shapes[row], partial(selected_shape, index))
     return [header.names[row] for row in rows], slices
-
-
-def _shape_of_part(index: Any, shape: tuple[int, ...]) -> Sequence[int]:
-    return select(index, shape, 1).shape

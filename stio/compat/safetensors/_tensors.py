@@ -9,6 +9,7 @@ short gaps between them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ class Tensors(Framework):
 def _view(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
     whole = tensors_in(file.region_of(slice(row, row + 1)), [""], [dtype], [shape], [0])[""]
     if dtype == "F4":
-        require_whole_pairs(shape, lambda sizes: torch.empty(sizes, device="meta")[index].shape)
+        nothing = torch.empty(1, dtype=torch.uint8)  # an index by a mask needs values
+        require_whole_pairs(shape, lambda sizes: nothing.expand(sizes)[index].shape)
     # As integers: torch does not index tensors of every dtype, and no bit may change.
     item = whole.itemsize
     numbers = whole.view(INTEGERS[item])
@@ -95,7 +97,7 @@ def _read(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> t
     sizes, item = torch_shape(dtype, shape), TORCH_DTYPES[dtype].itemsize
     with reading(file.path):
         if dtype == "F4":
-            require_whole_pairs(shape, lambda sizes: select(index, sizes, 1).shape)
+            require_whole_pairs(shape, partial(selected_shape, index))
         selection = select(index, sizes, item, gap_bytes=WORTHWHILE_STRIDE_BYTES, image_bytes=_WHOLE_ROWS_BYTES)
     region = file.gather(row, selection)
     tensors = tensors_in(region, [""], [dtype], [_format_shape(dtype, selection.read_shape)], [0])
@@ -108,6 +110,12 @@ def _format_shape(dtype: str, sizes: Shape) -> Shape:
     return (*sizes[:-1], sizes[-1] * 2) if dtype == "F4" else sizes
 
 
+def selected_shape(index: Any, shape: Shape) -> Sequence[int]:
+    """Return the shape of a part that `select` takes; of one whose last dimension is reversed, one without it."""
+    selection = select(index, shape, 1)
+    return selection.shape[:-1] if len(selection.shape) - 1 in selection.flip else selection.shape
+
+
 def require_whole_pairs(shape: Shape, part_of: Callable[[Shape], Sequence[int]]) -> None:
     """Refuse an index into packed pairs: it means different elements for the file's shape and for torch's.
 
@@ -115,6 +123,8 @@ def require_whole_pairs(shape: Shape, part_of: Callable[[Shape], Sequence[int]])
         shape: The tensor's shape in the file.
         part_of: Returns the shape of the part that the index takes of a shape.
     """
-    by_elements, by_pairs = part_of(shape), part_of(torch_shape("F4", shape))
-    if not (by_elements and by_pairs and by_elements[-1] == shape[-1] and by_pairs[-1] * 2 == shape[-1]):
+    by_elements = part_of(shape)
+    is_whole = bool(by_elements) and by_elements[-1] == shape[-1]
+    by_pairs = part_of(torch_shape("F4", shape)) if is_whole else ()
+    if not by_pairs or by_pairs[-1] * 2 != shape[-1]:
         raise SafetensorError("F4 packs two elements into a byte: slice its other dimensions, not the last one")

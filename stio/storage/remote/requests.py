@@ -227,12 +227,14 @@ class Attempts:
         )
         if last or not failure.may_succeed or (failure.kind == "expired" and self._renewed):
             raise failure.error(self._path, self.number, expected=self._expected, work=self._work)
+        most = patience.num_stalls if failure.is_slow else patience.num_attempts
         log(
             requester.warnings.level(),
-            "%s: attempt %d of %d failed (%s%s); trying again%s",
+            "%s: attempt %d%s failed (%s%s); trying again%s",
             self._path,
             self.number,
-            patience.num_stalls if failure.is_slow else patience.num_attempts,
+            # Throttled requests are repeated for a time, however often.
+            "" if failure.is_throttled and patience.busy_seconds else f" of {most}",
             failure.kind,
             f": {failure.cause}" if failure.cause else "",
             failure.requested_pause,

@@ -57,10 +57,12 @@ _QUOTED = re.compile(r"(?<=invalid type: )[a-z ]+ [\"`].*[\"`]")
 _TEXT = re.compile(r"[^\x00-\x1f\x7f]*"), "one line of text"
 _FILE = re.compile(r"(?!\{)[^\x00-\x1f\x7f]*"), "a path of a file"
 _FLAG = re.compile(r"(?i:1|true|on|yes|y|0|false|off|no|n)"), "true or false"
-_PORT = r"0*(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
-_REST = r"[^\s\"<>\\^`{|}\x00-\x1f\x7f-\U0010ffff]*"
+_PORT = r"(?!0+(?!\d))0*(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+_NO_URL = r"\s\"<>\\^`{|}\x00-\x1f\x7f-\U0010ffff"
 _URL = (
-    re.compile(rf"https?://([^/?#@]*@)?([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:{_PORT})?(?=[/?#]|$){_REST}"),
+    re.compile(
+        rf"https?://([^/?#@{_NO_URL}]*@)?([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:({_PORT})?)?(?=[/?#]|$)[^{_NO_URL}]*"
+    ),
     "a URL that begins with http:// or https://",
 )
 _WORD = re.compile(r"[!-~]*"), "ASCII without spaces"

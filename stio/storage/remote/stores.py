@@ -77,8 +77,8 @@ def locate(url: str) -> Location:
     """Take a URL apart.
 
     Raises:
-        CheckpointNotFoundError: It names no host.
-        StorageError: It names no bucket or container.
+        CheckpointNotFoundError: It names no bucket, container or host.
+        StorageError: No bucket has such a name, or the URL has a signature.
     """
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
