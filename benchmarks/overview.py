@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks import gpu_results, gpu_stages, load, report, save
+from benchmarks import bar_chart, gpu_results, gpu_stages, load, report, save
 from benchmarks.runner import HERE
 from benchmarks.runs import Runs
 from benchmarks.suite import Panel, Suite
-from stio.runtime import svg
 
 _LABELS = {"raw": "limit of the disk", "safetensors-fsync": "safetensors, then fsync"}
 _GPU = "gpu-2026-11-27.jsonl"
@@ -80,25 +79,27 @@ _CHOSEN = (
 def charts() -> dict[str, str]:
     """Return each chart as SVG, by the name of its file in results/."""
     panels = {"overview.svg": [_panel(chosen) for chosen in _CHOSEN], "overview-gpu.svg": _gpu_panels()}
-    return {name: svg.draw_panels(several) for name, several in panels.items()}
+    return {name: bar_chart.draw_panels(several) for name, several in panels.items()}
 
 
-def _panel(chosen: Chosen) -> svg.Panel:
+def _panel(chosen: Chosen) -> bar_chart.Panel:
     records = report.read_records(HERE / "results" / chosen.results)
     runs = Runs(record for record in records if record.get("entry") in chosen.entries)
     suite = replace(chosen.suite, labels={**chosen.suite.labels, **_LABELS})
     rates = report.rates_of(Panel(chosen.case, "seconds", chosen.text), suite, runs)
-    return svg.Panel(chosen.title, rates, [f"{chosen.text}; bar: median, line: all rounds"])
+    return bar_chart.Panel(chosen.title, rates, [f"{chosen.text}; bar: median, line: all rounds"])
 
 
-def _gpu_panels() -> list[svg.Panel]:
+def _gpu_panels() -> list[bar_chart.Panel]:
     records = [record for record in gpu_results.read(HERE / "results" / _GPU) if record["kind"] == "run"]
     suite = replace(gpu_stages.SUITE, labels={**gpu_stages.SUITE.labels, **_GPU_LABELS})
     panels = []
     for panel in _GPU_PANELS:
         busy = " busy" if panel.case == "busy" else ""
         runs = Runs(record for record in records if record["entry"] in {name + busy for name in _GPU_LABELS})
-        panels.append(svg.Panel(panel.text, report.rates_of(panel, suite, runs), ["bar: median, line: all processes"]))
+        panels.append(
+            bar_chart.Panel(panel.text, report.rates_of(panel, suite, runs), ["bar: median, line: all processes"])
+        )
     return panels
 
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks import bar_chart
 from benchmarks.runs import Bound, Measured, NoFigure, Record, Runs, show
 from benchmarks.suite import Case, Columns, Panel, Suite
-from stio.runtime import svg
 
 _RESAMPLES = 10_000
 
@@ -377,16 +377,16 @@ def draw(records: list[dict[str, Any]], suite: Suite, path: Path) -> bool:
     runs = Runs(records)
     titles = {case.name: case.title for case in suite.cases}
     panels = [
-        svg.Panel(titles[panel.case], rates, [f"{panel.text}; bar: median, line: all rounds"])
+        bar_chart.Panel(titles[panel.case], rates, [f"{panel.text}; bar: median, line: all rounds"])
         for panel in suite.panels
         if (rates := rates_of(panel, suite, runs))
     ]
     if panels:
-        path.write_text(svg.draw_panels(panels), "utf-8")
+        path.write_text(bar_chart.draw_panels(panels), "utf-8")
     return bool(panels)
 
 
-def rates_of(panel: Panel, suite: Suite, runs: Runs) -> list[svg.Rate]:
+def rates_of(panel: Panel, suite: Suite, runs: Runs) -> list[bar_chart.Rate]:
     """Return the rates of a panel, the fastest first."""
     rates = []
     contestants = {
@@ -403,6 +403,6 @@ def rates_of(panel: Panel, suite: Suite, runs: Runs) -> list[svg.Rate]:
             "ours" if entry.startswith("stio") else "limit" if entry.startswith(_LIMITS) else "peer"
         )
         rates.append(
-            svg.Rate(label, num_bytes / seconds.value, num_bytes / seconds.high, num_bytes / seconds.low, kind)
+            bar_chart.Rate(label, num_bytes / seconds.value, num_bytes / seconds.high, num_bytes / seconds.low, kind)
         )
     return sorted(rates, key=lambda rate: rate.median, reverse=True)

@@ -24,8 +24,7 @@ from crash.zygote import Zygote
 from pages import DOCS, ROOT, Block, PageError
 
 import stio
-from benchmarks import overview, report
-from stio.runtime import svg
+from benchmarks import bar_chart, overview, report
 from tests.distributed.ranks import PRELOADED
 
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
@@ -172,7 +171,7 @@ def timeline_of_a_save(directory: Path) -> str:
 
 
 def bar_chart_of_one_rate() -> str:
-    return svg.draw_panels([svg.Panel("one", [svg.Rate("stio", 2.0, 1.0, 3.0, "ours")])])
+    return bar_chart.draw_panels([bar_chart.Panel("one", [bar_chart.Rate("stio", 2.0, 1.0, 3.0, "ours")])])
 
 
 def test_a_capture_that_takes_minutes_has_the_shape_of_its_command() -> None:

@@ -652,7 +652,7 @@ def _require_supported(args: TrainingArguments, state: TrainerState, model: nn.M
         "FSDP1, or FSDP of XLA,": not is_sharded and getattr(args, "fsdp", None),
         "a model with DTensors that FSDP2 has not made": not is_sharded and _has_parts(model),
         "a model with adapters under FSDP2": is_sharded and has_adapters,
-        "save_on_each_node=True under FSDP2 (False needs it not)": is_sharded and args.save_on_each_node,
+        "FSDP2 with save_on_each_node=True (False is supported)": is_sharded and args.save_on_each_node,
     }
     for what, is_so in is_found.items():
         if is_so:

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from stio.runtime.svg import Panel, Rate, draw_panels
+from benchmarks.bar_chart import Panel, Rate, draw_panels
 
 SVG = "{http://www.w3.org/2000/svg}"
 RATES = [

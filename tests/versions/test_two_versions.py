@@ -557,7 +557,7 @@ def test_a_newer_manifest_is_refused_where_it_is_wanted(values: dict[str, Any], 
     with pytest.raises(stio.FormatError, match=r"manifest\.json.*(newer|unknown)"):
         stio.sync.load(root / "model", verify=True)
     said = run("verify", root / "model", "--no-progress", status=1).stdout
-    assert "manifest.json" in said and ("newer" in said or "unknown" in said)
+    assert "manifest.json" in said and "unknown" in said
     look.save_next("save", root / "model", {**MANY, "hash": "sha256"})
     run("verify", root / "model", "--hash-required", "--no-progress")
 
