@@ -59,6 +59,7 @@ NO_COPY = GPU_ENGINE + "test_a_copy_that_does_not_come"
 ENGINE = "tests/native/test_engine.py::"
 CUFILE = "tests/native/test_cufile.py::"
 REFRESH = "tests/gpu/test_refresh.py::"
+IMAGES = "tests/loading/test_images.py::"
 EACH_EVENT = ENGINE + "test_a_group_is_complete_behind_each_of_its_events"
 ARRANGED = ENGINE + "test_arranged_groups_are_next_and_none_is_lost"
 
@@ -500,14 +501,14 @@ MUTANTS = (
         "bytes into memory with gaps",
         "memory that is not contiguous gets the bytes of the tensor one after the other",
         "stio/device/tensor_memory.py",
-        ("and tensor.is_contiguous() and not any", "and not any"),
-        tests=f"{REFRESH}test_all_kinds_of_memory_are_filled",
+        ("and target.is_contiguous()) or any", ") or any"),
+        tests=f"{IMAGES}test_what_has_changed_since_the_load_began_is_copied_by_torch",
     ),
     mutant(
         "bytes of another dtype",
         "memory of another dtype gets the bytes of the tensor as they are",
         "stio/device/tensor_memory.py",
-        ("target.dtype == dtype and target.shape == shape and target.device == device and is_plain", "is_plain"),
+        ("target.dtype == dtype and target.shape == shape and target.device == device", "True"),
         tests=f"{REFRESH}test_memory_that_is_another_during_the_load",
     ),
     mutant(
@@ -521,10 +522,31 @@ MUTANTS = (
         tests=f"{REFRESH}test_memory_that_is_freed_during_the_load_is_not_written",
     ),
     mutant(
+        "a tensor for each of a group on the CPU",
+        "a load into memory on the CPU makes a tensor for each tensor of the file",
+        "stio/loading/target.py",
+        ("first.memory.is_cpu and not native.available()", "first.memory.is_cpu"),
+        tests=f"{IMAGES}test_one_tensor_of_bytes_for_a_group",
+    ),
+    mutant(
+        "a copy on the CPU that cannot be cancelled",
+        "a copy of the engine on the CPU does not look for a cancel",
+        "stio/device/tensor_memory.py",
+        ("            if is_interrupted():\n                raise Cancelled\n", "            pass\n"),
+        tests=f"{IMAGES}test_a_cancel_ends_a_copy_within_a_second",
+    ),
+    mutant(
+        "no copy without a thread",
+        "where no thread can be started for the copies of a load, nothing is copied",
+        "stio/device/tensor_memory.py",
+        ("    except OSError:\n        return False", "    except OSError:\n        return True"),
+        tests=f"{IMAGES}test_where_no_thread_can_be_started_torch_copies",
+    ),
+    mutant(
         "bytes are not counted as a change",
         "autograd does not see that a load has written a tensor",
         "stio/device/tensor_memory.py",
-        ("            torch.autograd.graph.increment_version(target)  #", "            pass  #"),
+        ("        torch.autograd.graph.increment_version(target)  #", "        pass  #"),
         tests=f"{REFRESH}test_all_kinds_of_memory_are_filled",
     ),
     mutant(

@@ -28,10 +28,11 @@ from stio import native
 from stio.device.base import Image
 from stio.device.cuda import queue_copies
 from stio.device.tensors import PLAIN
-from stio.device.torch_private import conj_neg_bits, copy_each, has_no_overrides, traits_of, without_torch_function
+from stio.device.torch_private import copy_each, has_no_overrides, traits_of, without_torch_function
 from stio.errors import MismatchError, printable
 from stio.format.sharding import TensorSource
 from stio.runtime.memory import WritableMemory
+from stio.runtime.operation import Cancelled, is_interrupted
 
 ON_META = (
     "is on meta: it has no data to save. Load the module first; of one that accelerate offloads, save `module."
@@ -390,9 +391,10 @@ def copy_all(
 
 
 def copy_from_image(image: Image, places: Sequence[tuple[str, str, torch.Tensor]], *, path: str | None) -> None:
-    """Copy tensors of an image into others on its device, in the order of the current stream.
+    """Copy tensors of an image into others on its device; on an accelerator in the order of the current stream.
 
-    The copies are queued by one call, and no tensor is made for them.
+    One call makes or queues the copies, and no tensor is made for them. On the CPU the engine makes them, and they have
+    ended when this returns.
 
     Args:
         image: The bytes of the tensors.
@@ -402,34 +404,69 @@ def copy_from_image(image: Image, places: Sequence[tuple[str, str, torch.Tensor]
         path: The checkpoint, for the error.
 
     Raises:
+        Cancelled: On the CPU, if the operation of this thread was cancelled.
         MismatchError: Since the load began, the memory of a target was freed or shrunk.
         DeviceError: The device refused a copy. The version of each target is higher nevertheless.
     """
     ranges, base, device = native.Ranges(), image.memory.data_ptr(), image.memory.device
-    plain, others = [], []
+    on_cpu = device.type == "cpu"
+    written, others = [], []
     for name, source, target in places:
         begin, end, address, _ = require_memory(name, target, path=path)
         at, dtype, shape = image.tensors[source]
-        if target.dtype == dtype and target.shape == shape and target.device == device and is_plain_memory(target):
-            ranges.of_device(base + at, end - begin, address + begin)
-            plain.append(target)
-        else:
+        traits = traits_of(target)
+        is_same = target.dtype == dtype and target.shape == shape and target.device == device
+        if not (is_same and _is_plain(type(target)) and target.is_contiguous()) or any(traits.bits):
             others.append((name, target, (at, dtype, shape)))
-    for target in plain:
-        if not traits_of(target).is_inference:
-            torch.autograd.graph.increment_version(target)  # first: the device may refuse a copy behind others
-    stream = torch.get_device_module(device).current_stream(device)
-    image.memory.record_stream(stream)  # it may be another one than that under which the image was allocated
-    if plain:
-        queue_copies(device, stream, ranges)
+            continue
+        if on_cpu:
+            ranges.host_to_host(0, base + at, end - begin, address + begin, at)
+        else:
+            ranges.of_device(base + at, end - begin, address + begin)
+        if not traits.is_inference:
+            written.append(target)
+    for target in written:
+        torch.autograd.graph.increment_version(target)  # first: the device may refuse a copy behind others
+    if on_cpu:
+        if not _has_copied(ranges):
+            others = [(name, target, image.tensors[source]) for name, source, target in places]
+    else:
+        stream = torch.get_device_module(device).current_stream(device)
+        image.memory.record_stream(stream)  # it may be another one than that under which the image was allocated
+        if len(ranges):
+            queue_copies(device, stream, ranges)
     for name, target, (at, dtype, shape) in others:
         part = image.memory[at : at + math.prod(shape) * dtype.itemsize].clone().view(dtype).view(shape)
         copy_all([target], [part], [name], path=path)
 
 
-def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has just the bytes of its values, and a copy of them is all that a copy of it does."""
-    return _is_plain(type(tensor)) and tensor.is_contiguous() and not any(conj_neg_bits(tensor))
+def _has_copied(ranges: native.Ranges) -> bool:
+    """Let the engine copy from host memory to host memory, and wait without the GIL.
+
+    Returns:
+        False if the process can start no thread.
+
+    Raises:
+        Cancelled: The operation of this thread was cancelled; nothing is written any more.
+    """
+    if not len(ranges):
+        return True
+    try:
+        transfer = native.Transfer()
+    except OSError:
+        return False
+    try:
+        transfer.add(ranges)
+        while not transfer.take(_CANCEL_SECONDS):
+            if is_interrupted():
+                raise Cancelled
+    finally:
+        transfer.end()
+    return True
+
+
+_CANCEL_SECONDS = 0.1
+"""How often a copy looks for a cancel."""
 
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:

@@ -193,7 +193,7 @@ def fill(
             kept=kept,
             slices=target.slices,
             views=not kept,
-            copied=frozenset() if direct else target.copied_names,
+            copied=target.copied_names,
         )
         queue.attach(scheduler)
         scheduler.run_for(operation)

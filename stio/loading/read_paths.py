@@ -23,7 +23,16 @@ import torch
 from stio import native
 from stio.device.base import Accelerator, LoadedGroup
 from stio.device.cuda import DeviceRing, copy_error, ring_of
-from stio.device.tensors import TORCH_DTYPES, Casts, GroupMemory, cast_dtype, select_and_cast, tensors_in
+from stio.device.tensors import (
+    TORCH_DTYPES,
+    Casts,
+    GroupMemory,
+    cast_dtype,
+    has_image,
+    image_over,
+    select_and_cast,
+    tensors_in,
+)
 from stio.errors import StioError
 from stio.format.dtypes import BITS
 from stio.loading.cache.entries import CachedFile, FileImage
@@ -255,6 +264,9 @@ class CopiedPath(ReadPath):
 
     def _tensors_over(self, group: Group, region: Region) -> LoadedGroup:
         with memory.reporting_shortage(self._source.path):
+            if has_image(group, self._delivery.copied):
+                whole = tensors_in(region, [""], ["U8"], [(group.nbytes,)], [0])
+                return LoadedGroup({}, image_over(whole[""], group))
             tensors = tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets)
             return LoadedGroup(_finished(group, tensors, self._delivery.casts, views=self._delivery.views))
 

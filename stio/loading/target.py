@@ -15,8 +15,9 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from stio import native
 from stio.device.base import LoadedGroup
-from stio.device.tensor_memory import TargetMemory, copy_all, copy_from_image, is_plain_memory
+from stio.device.tensor_memory import TargetMemory, copy_all, copy_from_image
 from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
 from stio.errors import MismatchError, listed, printable
 from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
@@ -188,18 +189,11 @@ class LoadTarget(ABC):
 
     @property
     def copied_names(self) -> AbstractSet[str]:
-        """Names of tensors whose bytes are copied as they are, from a device into memory there; after `select`."""
-        return {
-            name
-            for name, places in self._places.items()
-            if all(
-                place.box is None
-                and not place.memory.is_cpu
-                and place.memory.dtype == TORCH_DTYPES.get(place.stored)
-                and is_plain_memory(place.memory)
-                for place in places
-            )
-        }.difference(self.kept_names or ())
+        """Names of tensors whose bytes are copied as they are, into memory of the device that they are loaded to.
+
+        After `select`. Without the engine torch copies on the CPU.
+        """
+        return {name for name, places in self._places.items() if _are_bytes(places)}.difference(self.kept_names or ())
 
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the memory, in the order of the calling thread's stream."""
@@ -228,6 +222,18 @@ class LoadTarget(ABC):
     def discard(self) -> None:
         """Drop the memory: after a failure its traceback may hold this object for long."""
         self._places.clear()
+
+
+def _are_bytes(places: Sequence[Place]) -> bool:
+    """Return whether a tensor's bytes are copied as they are into all places, which are on one device."""
+    for place in places:
+        memory = place.memory
+        if place.box is not None or memory.dtype != TORCH_DTYPES.get(place.stored) or not memory.is_contiguous():
+            return False
+    first, *others = places
+    if first.memory.is_cpu and not native.available():
+        return False
+    return all(other.memory.device == first.memory.device for other in others)
 
 
 class PartsTarget(LoadTarget):
