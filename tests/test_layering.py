@@ -235,7 +235,7 @@ def test_integrations_use_public_names_and_the_internals_that_architecture_lists
 
 
 def test_an_internal_of_an_integration_is_found() -> None:
-    assert {"saving/pending.py", "storage/commit/target.py"} <= internals_of("integrations/lightning.py")
+    assert {"saving/pending.py", "storage/commit/destination.py"} <= internals_of("integrations/lightning.py")
 
 
 def test_no_import_circle() -> None:

@@ -1,7 +1,7 @@
 """Tensors, devices, and copies between host memory and devices, in both directions. Nothing here opens a file.
 
 Start with `base.py`: `Accelerator` is the interface that loads need from a device, a `LoadedGroup` is delivered to the
-consumer of a load, and a `Placement` finds the device of each tensor. `cuda.py` implements the interface by torch, and
+consumer of a load, and a `DeviceMap` finds the device of each tensor. `cuda.py` implements the interface by torch, and
 has the engine's rings of pinned memory. Loads use `tensors.py` (tensors over memory, the memory of a group on the
 device, dtypes, casts). Saves use `describe.py` (what can be saved of a tensor) and `copy_out.py` (its bytes into host
 memory). `tensor_memory.py` checks that the data of a tensor is there. `pinned.py` allocates pinned memory, and finds

@@ -79,7 +79,7 @@ class Accelerator(Protocol):
         """
 
 
-Target: TypeAlias = torch.device | Accelerator
+AnyDevice: TypeAlias = torch.device | Accelerator
 """Device of tensors: the CPU or an accelerator of torch, with its index; or an object of the caller (tests)."""
 
 
@@ -206,7 +206,7 @@ def _current_index() -> int:
 # Devices by name of tensor.
 
 
-class Placement:
+class DeviceMap:
     """A device for each name. Equal devices are one object.
 
     Args:
@@ -216,10 +216,10 @@ class Placement:
 
     def __init__(self, where: Callable[[str], Any] | Mapping[str, Any]) -> None:
         self._where = partial(_by_prefix, where) if isinstance(where, Mapping) else where
-        self._known: dict[str | int | torch.device, Target] = {}
+        self._known: dict[str | int | torch.device, AnyDevice] = {}
         self._devices: dict[torch.device, torch.device] = {}
 
-    def __call__(self, name: str) -> Target:
+    def __call__(self, name: str) -> AnyDevice:
         """Return the device of a tensor.
 
         Raises:
@@ -233,7 +233,7 @@ class Placement:
             target = self._known[device] = self._resolved(device, name)
         return target
 
-    def _resolved(self, device: Any, name: str) -> Target:
+    def _resolved(self, device: Any, name: str) -> AnyDevice:
         if isinstance(device, Accelerator):
             return device
         try:
@@ -244,7 +244,7 @@ class Placement:
         return self._devices.setdefault(found, found)
 
 
-def resolve_placement(device: Any) -> Target | Placement:
+def resolve_devices(device: Any) -> AnyDevice | DeviceMap:
     """Return the device of all tensors, its index set, or a device for each of them.
 
     Raises:
@@ -256,7 +256,7 @@ def resolve_placement(device: Any) -> Target | Placement:
     if isinstance(device, Accelerator):
         return device
     if isinstance(device, Mapping) or callable(device):
-        return Placement(device)
+        return DeviceMap(device)
     return resolve_device(device)
 
 

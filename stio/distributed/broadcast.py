@@ -41,13 +41,13 @@ from stio.format.placements import (
     needed_rows,
     rows_of,
 )
-from stio.loading.body import Target
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plan import Group, stored_shape
 from stio.loading.prepare import prepare
 from stio.loading.scheduler import LoadScheduler
+from stio.loading.target import LoadTarget
 from stio.runtime.blocking import run_blocking
 from stio.runtime.memory import default_budget_bytes
 from stio.runtime.notifier import Notifier
@@ -118,7 +118,7 @@ class _Agreement(msgspec.Struct, array_like=True):
 def fill_shared(
     operation: Operation[Any],
     opened: OpenCheckpoint,
-    target: Target,
+    target: LoadTarget,
     names: list[str],
     *,
     ranks: Ranks,
@@ -159,7 +159,7 @@ def fill_shared(
 def agree(
     operation: Operation[Any],
     opened: OpenCheckpoint,
-    target: Target,
+    target: LoadTarget,
     names: Sequence[str],
     *,
     ranks: Ranks,

@@ -21,12 +21,11 @@ from stio.distributed.parts import part_of
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.errors import ChangedDuringReadError
 from stio.loading.api import fill_from, load
-from stio.loading.body import Target
 from stio.loading.module import ModuleTarget
 from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
-from stio.loading.target import LoadReport
+from stio.loading.target import LoadReport, LoadTarget
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
@@ -106,7 +105,7 @@ async def load_into(
         opened_as = b""
 
         def fill_first(
-            operation: Operation[Any], opened: OpenCheckpoint, target: Target, names: list[str]
+            operation: Operation[Any], opened: OpenCheckpoint, target: LoadTarget, names: list[str]
         ) -> list[str]:
             nonlocal opened_as
             opened_as = describe_opened(opened, source)
@@ -123,7 +122,7 @@ async def load_into(
         return report
 
 
-def _filled(target: object) -> Target:
+def _filled(target: object) -> LoadTarget:
     """Return what fills a module or a state."""
     if not isinstance(target, nn.Module):
         return StateTarget(target, part_of=part_of)

@@ -54,8 +54,8 @@ from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
 from stio.saving.nested import flatten
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
+from stio.storage.commit.destination import SingleFile
 from stio.storage.commit.retention import WrittenFiles, describe_file, remove_checkpoint
-from stio.storage.commit.target import SingleFile
 from stio.sync import load_state
 from stio.sync import open as open_checkpoint
 

@@ -22,7 +22,6 @@ from stio.errors import ClosedError, printable
 from stio.format.header import TensorInfo
 from stio.loading.body import (
     FillSome,
-    Target,
     collect,
     fill,
     open_with_options,
@@ -36,7 +35,7 @@ from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, So
 from stio.loading.plan import Names
 from stio.loading.prepare import prepare
 from stio.loading.select import PlacementsLike, checked_placements, plain_names, reusable_names, shards_of
-from stio.loading.target import LoadReport
+from stio.loading.target import LoadReport, LoadTarget
 from stio.runtime.blocking import runs_blocking
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
@@ -181,7 +180,7 @@ async def load_into(
 
 async def fill_from(
     source: SourceLike | OpenCheckpoint,
-    target: Target,
+    target: LoadTarget,
     options: LoadOptions,
     *,
     on_begin: Callable[[Operation[Any]], object] = lambda operation: None,

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from stio.device.base import LoadedGroup, resolve_placement
+from stio.device.base import LoadedGroup, resolve_devices
 from stio.device.tensors import Casts
 from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
@@ -34,10 +34,7 @@ from stio.runtime.trace import shown, traced
 
 T = TypeVar("T")
 
-Target: TypeAlias = LoadTarget
-"""What a load fills: the tensors of a module, of a nested state, or other memory."""
-
-FillSome: TypeAlias = Callable[[Operation[Any], OpenCheckpoint, Target, list[str]], list[str]]
+FillSome: TypeAlias = Callable[[Operation[Any], OpenCheckpoint, LoadTarget, list[str]], list[str]]
 """Fills some of a target's tensors by other means than a load of their own. Called on the operation's thread with the
 names to load; returns those that remain."""
 
@@ -156,7 +153,7 @@ def fill(
     operation: Operation[None],
     queue: GroupQueue,
     source: SourceLike | OpenCheckpoint,
-    target: Target,
+    target: LoadTarget,
     options: LoadOptions,
     fill_first: FillSome | None = None,
 ) -> None:
@@ -182,7 +179,7 @@ def fill(
             return
         options = replace(options, device=target.device)  # the copies stay on one device
         # If no device queue orders the copies, the load's thread makes them, and no event loop is needed.
-        direct = target.on_cpu and resolve_placement(options.device) == torch.device("cpu")
+        direct = target.on_cpu and resolve_devices(options.device) == torch.device("cpu")
         kept = target.kept_names
         scheduler = prepare(
             opened,
@@ -213,7 +210,7 @@ def reading_operation(
 
     def body(operation: Operation[Any]) -> T:
         with shortened(options.switch_interval):
-            resolve_placement(options.device)  # a missing device is an error before any file is opened
+            resolve_devices(options.device)  # a missing device is an error before any file is opened
             with closing(open_with_options(operation, source, options, shards_of=shards_of)) as opened:
                 verify(operation, opened, options)
                 return read(operation, opened)

@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 import torch
 
-from stio.device.base import Accelerator, LoadedGroup, Target, resolve_placement
+from stio.device.base import Accelerator, AnyDevice, LoadedGroup, resolve_devices
 from stio.device.cuda import TorchAccelerator, default_stream
 from stio.device.tensors import Casts, require_dtypes
 from stio.errors import DeviceError, TensorNotFoundError, printable
@@ -120,7 +120,7 @@ def prepare(
     """
     names, slices = reusable_names(names), checked_slices(slices)
     with traced(options.trace, "plan", detail=opened.path):
-        device = resolve_placement(options.device)
+        device = resolve_devices(options.device)
         if placements is not None:
             placed = placed_parts(opened, names, slices, placements, device, strict=options.strict)
             slices, deliver = placed.slices, partial(_deliver_made, deliver, placed)
@@ -213,7 +213,7 @@ def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], optio
 class DeviceLoad:
     """The tensors of one device, and how they are read for it."""
 
-    device: Target
+    device: AnyDevice
     """The device."""
     positions: Sequence[Sequence[int]]
     """For each shard, the ascending positions of its tensors in the header."""
@@ -493,11 +493,11 @@ def _selected_bytes(header: Header, chosen: Sequence[int], without: Collection[s
     return sum(header.ends[k] - header.begins[k] for k in chosen if header.names[k] not in without)
 
 
-def _is_cpu(device: Target) -> bool:
+def _is_cpu(device: AnyDevice) -> bool:
     return isinstance(device, torch.device) and device.type == "cpu"
 
 
-def _accelerator(device: Target, options: LoadOptions) -> Accelerator | None:
+def _accelerator(device: AnyDevice, options: LoadOptions) -> Accelerator | None:
     if not isinstance(device, torch.device):
         return device
     if _is_cpu(device):

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from stio.device.base import Placement, Target
+from stio.device.base import AnyDevice, DeviceMap
 from stio.device.tensors import torch_shape
 from stio.errors import MismatchError, TensorNotFoundError, listed, printable
 from stio.format.index import ShardIndex
@@ -25,11 +25,11 @@ from stio.format.shared import ALIASES_KEY
 from stio.loading.open import OpenCheckpoint
 from stio.loading.plan import Names, select_names
 
-Selected = tuple[Target, Sequence[Sequence[int]], Mapping[str, Sequence[str]]]
+Selected = tuple[AnyDevice, Sequence[Sequence[int]], Mapping[str, Sequence[str]]]
 """A device; for each shard, the positions of its tensors; see `select_by_device`."""
 
 
-def select_by_device(opened: OpenCheckpoint, names: Names | None, device: Target | Placement) -> list[Selected]:
+def select_by_device(opened: OpenCheckpoint, names: Names | None, device: AnyDevice | DeviceMap) -> list[Selected]:
     """Return the selected tensors of each device.
 
     Args:
@@ -39,7 +39,7 @@ def select_by_device(opened: OpenCheckpoint, names: Names | None, device: Target
 
     Returns:
         For each device: the device; for each shard, the ascending positions of its tensors in the header; by the name
-        that has data, the names that were selected (empty: each tensor has one name, its own). A `Placement` gives only
+        that has data, the names that were selected (empty: each tensor has one name, its own). A `DeviceMap` gives only
         devices that have a tensor; a single device is returned even if it has none.
 
     Raises:
@@ -52,9 +52,9 @@ def select_by_device(opened: OpenCheckpoint, names: Names | None, device: Target
             selected.setdefault(opened.aliases.get(name, name), []).append(name)
         names = list(selected)
     positions = select_names(opened.headers, names, path=opened.path)
-    if not isinstance(device, Placement):
+    if not isinstance(device, DeviceMap):
         return [(device, positions, selected)]
-    found: dict[int, tuple[Target, list[list[int]], dict[str, list[str]]]] = {}
+    found: dict[int, tuple[AnyDevice, list[list[int]], dict[str, list[str]]]] = {}
     for shard, (header, chosen) in enumerate(zip(opened.headers, positions, strict=True)):
         for k in chosen:
             name = header.names[k]
@@ -192,7 +192,7 @@ def placed_parts(
     names: Names | None,
     slices: Mapping[str, object],
     placements: PlacementsLike,
-    device: Target | Placement,
+    device: AnyDevice | DeviceMap,
     *,
     strict: bool,
 ) -> PlacedParts:
@@ -223,7 +223,7 @@ def placed_parts(
         source = aliases.get(name, name)
         if source not in stored:
             continue  # the selection raises for it
-        target = device(name) if isinstance(device, Placement) else device
+        target = device(name) if isinstance(device, DeviceMap) else device
         where = target if isinstance(target, torch.device) else target.device
         part = parts[name] = placements.part(name, torch_shape(*stored[source]), where)
         first = by_source.setdefault(source, name)

@@ -28,8 +28,8 @@ from stio.runtime.trace import Trace
 from stio.runtime.urls import SAVED_SCHEMES, is_url, without_secrets
 from stio.storage.base import Root, Transaction
 from stio.storage.checks import local_directory
+from stio.storage.commit.destination import SingleFile, is_one_file
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.storage.commit.target import SingleFile, is_one_file
 from stio.storage.open import open_destination
 
 DEFAULT_MAX_SHARD_SIZE = "5GB"

@@ -20,8 +20,8 @@ from stio.format.naming import FILE_SUFFIX, series_of, step_named, step_of
 from stio.runtime.log import log
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Identity, Published
+from stio.storage.commit.destination import DirectoryIdentity
 from stio.storage.commit.retention import WrittenFiles
-from stio.storage.commit.target import DirectoryIdentity
 from stio.storage.commit.written_list import EarlierSave, find_earlier_saves
 
 _Place: TypeAlias = tuple[str, str | None]

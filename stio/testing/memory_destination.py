@@ -20,9 +20,9 @@ from stio.format.naming import index_name, is_checkpoint_file
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.storage.base import Ending, Identity, Note, Transaction
+from stio.storage.commit.destination import CommitPlan, ExistingCheckpoint, LocalDestination, choose_names
 from stio.storage.commit.file_writer import write_refused
 from stio.storage.commit.files import digest_of
-from stio.storage.commit.target import CommitPlan, ExistingCheckpoint, SaveTarget, choose_names
 from stio.testing.gate import Gated
 
 Step = Literal["begin", "create", "write", "finish", "commit", "confirm"]
@@ -123,7 +123,7 @@ class MemoryDestination(Gated):
             index = index_name(filename_pattern)
             old = {name for name in self.files if name != index and is_checkpoint_file(name, filename_pattern)}
             names = choose_names(
-                SaveTarget(self.path, "update" if self.files else "fresh", self.path, ""),
+                LocalDestination(self.path, "update" if self.files else "fresh", self.path, ""),
                 ExistingCheckpoint(index, digest_of(self.files.get(index)), dict.fromkeys(old, Identity(0, 0, 0, 0))),
                 num_shards=num_shards,
                 pattern=filename_pattern,

@@ -177,7 +177,7 @@ def test_c319_latest_under_other_names(tmp_path: Path, name: str) -> None:
 
 
 def test_c319_latest_of_lightning(tmp_path: Path) -> None:
-    from stio.storage.commit.target import SingleFile
+    from stio.storage.commit.destination import SingleFile
 
     for step in (4, 12):
         sync.save_state({"step": step}, SingleFile(str(tmp_path / f"epoch=0-step={step}.ckpt")))

@@ -27,10 +27,10 @@ from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files
 from stio.storage.checks import resolve_links
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.destination import CommitPlan, LocalDestination, existing_checkpoint
 from stio.storage.commit.directory_lock import directory_lock
 from stio.storage.commit.file_writer import write_refused
 from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small
-from stio.storage.commit.target import CommitPlan, SaveTarget, existing_checkpoint
 from stio.storage.commit.transaction import LocalTransaction
 
 _FORMAT = {"format": "pt"}
@@ -58,8 +58,8 @@ class HubDirectory:
         """
         real, home_fd = self._open()
         with self.refusals():
-            target = SaveTarget(self.path, "update", real, "")
-            return LocalTransaction(target, self.plan, durable=True, last_wins=True, home_fd=home_fd)
+            destination = LocalDestination(self.path, "update", real, "")
+            return LocalTransaction(destination, self.plan, durable=True, last_wins=True, home_fd=home_fd)
 
     def clear(self) -> None:
         """Remove the old checkpoint if no new one replaces it; its index first."""

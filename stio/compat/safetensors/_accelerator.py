@@ -14,7 +14,7 @@ import torch
 from stio.compat.safetensors._errors import reading
 from stio.compat.safetensors._file import DropInFile
 from stio.compat.safetensors._tensors import Tensors, require_torch_dtypes
-from stio.device.base import Target, resolve_device
+from stio.device.base import AnyDevice, resolve_device
 from stio.device.cuda import has_streams
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.loading.body import collect
@@ -55,7 +55,7 @@ def loading(path: str) -> Iterator[None]:
             raise torch.OutOfMemoryError(str(error)) from error
 
 
-def served(device: str | int) -> Target | None:
+def served(device: str | int) -> AnyDevice | None:
     """Return the device if stio's loads copy to it, else None."""
     try:
         resolved = resolve_device(device)

@@ -25,7 +25,7 @@ from stio.compat.safetensors import _accelerator
 from stio.compat.safetensors._errors import SafetensorError, reading, wrong_type
 from stio.compat.safetensors._file import DropInFile
 from stio.compat.safetensors._tensors import require_torch_dtypes, require_whole_pairs, selected_shape
-from stio.device.base import Target, resolve_device
+from stio.device.base import AnyDevice, resolve_device
 from stio.loading.by_name import LoadByName
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
@@ -116,7 +116,7 @@ def prefetch(
 ) -> PrefetchLoader:
     """Start to read the tensors of a plan; see `safe_open.prefetch`."""
     names, slices = _checked(plan, file)
-    target: Target = torch.device("cpu")
+    target: AnyDevice = torch.device("cpu")
     moved_to = None
     if device != "cpu":
         served = _accelerator.served(device)

@@ -43,7 +43,7 @@ from stio.runtime.memory import Region
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
 from stio.saving.plan import WritePlan, plan_files
-from stio.storage.commit.target import SingleFile
+from stio.storage.commit.destination import SingleFile
 
 
 def storage_ptr(tensor: torch.Tensor) -> int:

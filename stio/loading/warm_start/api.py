@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from stio.device.base import LoadedGroup, Placement, resolve_placement
+from stio.device.base import DeviceMap, LoadedGroup, resolve_devices
 from stio.device.tensors import DtypeLike
 from stio.errors import ClosedError
 from stio.loading.api import load
@@ -190,8 +190,8 @@ class WarmStart:
     ) -> WarmStartLoad:
         require_supported(module)  # it may have changed since the constructor
         settings = self._settings
-        target = resolve_placement(settings.device)
-        if isinstance(target, Placement):
+        target = resolve_devices(settings.device)
+        if isinstance(target, DeviceMap):
             raise ValueError("a warm start has one device; place a module on several by load_into(..., assign=True)")
         opened = open_with_options(operation, self._source, settings, strict=False)
         try:

@@ -1,6 +1,6 @@
 """A save to a local filesystem: one transaction (`transaction.py`, start there), and the recovery after a crash.
 
-Prepare: `target.py` describes the destination and plans names and commit step; `staging_dir.py` makes `.stio-<id>`
+Prepare: `destination.py` describes the destination and plans names and commit step; `staging_dir.py` makes `.stio-<id>`
 beside the new files' place and locks it; `file_writer.py` writes the new files into it; `directory_lock.py` excludes
 other saves from the directory that is changed. Commit: `publication.py` renames, by the plan; `journal.py` records in
 `intent.json` what a save over an existing checkpoint will change, before it changes it. Roll back: the staging

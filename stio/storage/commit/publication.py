@@ -17,6 +17,13 @@ from dataclasses import dataclass, field
 from stio.errors import CommitUncertainError, ConcurrentSaveError, StorageError
 from stio.storage.base import Identity, Note
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.destination import (
+    CommitPlan,
+    DirectoryIdentity,
+    LocalDestination,
+    directory_identity,
+    identity_at,
+)
 from stio.storage.commit.directory_lock import is_same
 from stio.storage.commit.files import MAX_INDEX_BYTES, Stamp, digest_of, read_small, stamp_of, write_small
 from stio.storage.commit.journal import (
@@ -34,7 +41,6 @@ from stio.storage.commit.journal import (
 )
 from stio.storage.commit.retention import WrittenFiles, survey
 from stio.storage.commit.staging_dir import FILES_NAME, Aside, StagingDirectory, aside_directory, put_back
-from stio.storage.commit.target import CommitPlan, DirectoryIdentity, SaveTarget, directory_identity, identity_at
 from stio.storage.commit.written_list import merge_replaced
 
 _INTERRUPTED = "replacing the files was interrupted; the next save here, or collect_garbage, completes it"
@@ -50,10 +56,10 @@ _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
 class Publication:
     """The commit of one transaction. Its files are complete and durable, and it holds the lock that the plan needs."""
 
-    target: SaveTarget
+    destination: LocalDestination
     """The destination."""
     home_fd: int
-    """`target.home`, open; owned by the transaction."""
+    """`destination.home`, open; owned by the transaction."""
     staging: StagingDirectory
     """The staging directory with the new files."""
     plan: CommitPlan
@@ -88,7 +94,7 @@ class Publication:
 
     def _publish_directory(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Write index and notes into a fresh directory, and rename it."""
-        files_fd, name = self.staging.files_fd, self.target.name
+        files_fd, name = self.staging.files_fd, self.destination.name
         for file, data in ((self.plan.index, index), *((note.name, note.after) for note in notes)):
             if file is not None and data is not None:
                 write_small(files_fd, file, data, durable=self.durable)
@@ -107,7 +113,7 @@ class Publication:
 
     def _replace_directory(self) -> None:
         """Rename a directory, whose files are durable; it replaces a directory of the same name."""
-        home_fd, name = self.home_fd, self.target.name
+        home_fd, name = self.home_fd, self.destination.name
         written = self._surveyed()
         with ExitStack() as stack:
             aside = None
@@ -119,7 +125,7 @@ class Publication:
             except OSError:
                 if aside is not None:
                     with suppress(OSError):  # recovery puts it back
-                        put_back(home_fd, self.target.home, aside)
+                        put_back(home_fd, self.destination.home, aside)
                 raise
             self.written = written
             self.lock.close()
@@ -129,7 +135,7 @@ class Publication:
 
     def _remove_replaced(self, aside: Aside) -> None:
         """Delete what a save has written in the directory that was replaced; keep the rest."""
-        home_fd, home = self.home_fd, self.target.home
+        home_fd, home = self.home_fd, self.destination.home
         where = os.path.join(home, aside.name)
         try:
             put_back(home_fd, home, aside, lambda name: merge_replaced(where, aside.fd, home_fd, name))
@@ -207,13 +213,13 @@ class Publication:
 
     def _surveyed(self) -> WrittenFiles:
         """Return what the rename of the staged directory will publish."""
-        found = survey(self.staging.files_fd, self.target.real)
-        parents = {self.target.home: directory_identity(self.home_fd), **self.parents}
+        found = survey(self.staging.files_fd, self.destination.real)
+        parents = {self.destination.home: directory_identity(self.home_fd), **self.parents}
         return WrittenFiles(found.files, {**found.directories, **parents}, found.made | self.parents.keys())
 
     def _written(self, files: Mapping[str, Identity | None], notes: Sequence[Note]) -> WrittenFiles:
         """Return what was published in a directory that existed: files that were staged, and notes."""
-        home, found = self.target.home, dict(files)
+        home, found = self.destination.home, dict(files)
         for note in notes:
             identity = identity_at(self.home_fd, note.name)
             if note.after is not None and read_small(self.home_fd, note.name, MAX_NOTE_BYTES) == note.after:
@@ -229,7 +235,7 @@ class Publication:
         if stamp is None:
             raise StorageError(
                 "a new file was removed from the staging directory during the save; save again",
-                path=self.target.path,
+                path=self.destination.path,
                 errno=errno.ENOENT,
                 expected=name,
             )
@@ -318,13 +324,13 @@ class Publication:
 
     def _uncertain(self, message: str, error: OSError | None = None) -> CommitUncertainError:
         reason = f": {os.strerror(error.errno)}" if error is not None and error.errno else ""
-        return CommitUncertainError(message + reason, path=self.target.path, errno=error.errno if error else None)
+        return CommitUncertainError(message + reason, path=self.destination.path, errno=error.errno if error else None)
 
     def _conflict(self) -> ConcurrentSaveError:
         return ConcurrentSaveError(
             "another save, or another program, changed the destination while this save was under way; this one was "
             "rolled back",
-            path=self.target.path,
+            path=self.destination.path,
         )
 
 

@@ -25,10 +25,10 @@ from stio.runtime.log import log
 from stio.storage.base import Identity
 from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.destination import DirectoryIdentity, directory_identity, identity_at
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
 from stio.storage.commit.files import closing, remove_file
 from stio.storage.commit.staging_dir import DELETED_PREFIX, KEPT_BY_SYSTEM, Aside, aside_directory, put_back
-from stio.storage.commit.target import DirectoryIdentity, directory_identity, identity_at
 
 
 @dataclass(frozen=True, slots=True)

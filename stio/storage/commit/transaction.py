@@ -31,6 +31,17 @@ from stio.runtime.memory import allocate
 from stio.storage.base import Ending, Note, Transaction, digest_of_source
 from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.destination import (
+    CommitPlan,
+    CommitPolicy,
+    LocalDestination,
+    SingleFile,
+    choose_names,
+    describe_existing,
+    make_and_open,
+    require_replaceable,
+    resolve,
+)
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, LockTimeout, directory_lock
 from stio.storage.commit.file_writer import LocalFileWriter, create_files, write_refused
 from stio.storage.commit.files import (
@@ -47,17 +58,6 @@ from stio.storage.commit.publication import Publication
 from stio.storage.commit.recovery import recover
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.staging_dir import FILES_NAME, STAGING_PREFIX, StagingDirectory
-from stio.storage.commit.target import (
-    CommitPlan,
-    CommitPolicy,
-    SaveTarget,
-    SingleFile,
-    choose_names,
-    describe_existing,
-    make_and_open,
-    require_replaceable,
-    resolve,
-)
 from stio.storage.local import is_local, open_at
 
 NONCE_NAME = "shared"
@@ -110,26 +110,26 @@ def begin_local(
     """
     if num_shards < 1:
         raise ValueError(f"a checkpoint has at least one file, not {num_shards}")
-    target = resolve(destination)
-    if target.kind == "file" and num_shards != 1:
-        raise ValueError(f"{target.path}: one file cannot hold {num_shards} shards; give a directory")
+    local = resolve(destination)
+    if local.kind == "file" and num_shards != 1:
+        raise ValueError(f"{local.path}: one file cannot hold {num_shards} shards; give a directory")
 
     def policy(home_fd: int, save_id: str) -> CommitPlan:
         plan = choose_names(
-            target,
-            describe_existing(home_fd, target, filename_pattern),
+            local,
+            describe_existing(home_fd, local, filename_pattern),
             num_shards=num_shards,
             pattern=filename_pattern,
             shard_names=shard_names,
             commit=commit,
             save_id=save_id,
         )
-        if target.kind != "fresh":
-            require_replaceable(home_fd, target, plan.shards)
+        if local.kind != "fresh":
+            require_replaceable(home_fd, local, plan.shards)
         return plan
 
     return LocalTransaction(
-        target,
+        local,
         policy,
         durable=durability == "full",
         last_wins=isinstance(destination, SingleFile),
@@ -160,8 +160,8 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
         home, name = os.path.split(os.path.abspath(path))  # raises if there is no working directory
         if "\0" in name:
             raise ValueError("a path cannot contain NUL")
-        target = SaveTarget(os.fspath(path), "fresh", resolve_links(home), name)
-    return LocalTransaction(target, lambda home_fd, save_id: CommitPlan("replacement", (), None), durable=durable)
+        destination = LocalDestination(os.fspath(path), "fresh", resolve_links(home), name)
+    return LocalTransaction(destination, lambda home_fd, save_id: CommitPlan("replacement", (), None), durable=durable)
 
 
 class FilesTransaction(Transaction):
@@ -225,14 +225,14 @@ class LocalTransaction(FilesTransaction):
     """One save to a local filesystem. Made by `begin_local` or `begin_directory`.
 
     Args:
-        target: Its destination.
+        destination: Its destination.
         policy: Makes the plan: names of new files, files to replace, step that commits.
         durable: Whether anything is synced.
         last_wins: Of several saves at once the last one replaces the others: `commit` makes the plan again, under the
             lock, and replaces the files of that moment. Otherwise it raises if the destination has changed since the
             first plan.
-        home_fd: `target.home`, open; owned by the transaction, also if this raises. None: it is opened, and made if it
-            does not exist.
+        home_fd: `destination.home`, open; owned by the transaction, also if this raises. None: it is opened, and made
+            if it does not exist.
         lock_timeout: Seconds for which it waits for locks of other saves, all waits together.
         check: Called while it waits here; it raises to end the wait.
 
@@ -246,7 +246,7 @@ class LocalTransaction(FilesTransaction):
 
     def __init__(
         self,
-        target: SaveTarget,
+        destination: LocalDestination,
         policy: CommitPolicy,
         *,
         durable: bool,
@@ -257,9 +257,9 @@ class LocalTransaction(FilesTransaction):
     ) -> None:
         if os.open not in os.supports_dir_fd:
             raise StorageError("saving needs a system with POSIX files", errno=errno.ENOSYS)
-        self._target, self._policy, self._durable, self._last_wins = target, policy, durable, last_wins
-        self.path = target.real
-        self._is_one_file = target.kind == "file"
+        self._destination, self._policy, self._durable, self._last_wins = destination, policy, durable, last_wins
+        self.path = destination.real
+        self._is_one_file = destination.kind == "file"
         self._finished: set[str] = set()  # names of the files that other libraries or processes wrote
         self._timeout = LockTimeout(lock_timeout)
         self._publication: Publication | None = None  # once the commit has begun
@@ -268,11 +268,11 @@ class LocalTransaction(FilesTransaction):
         needed = "readable and writable"
         try:
             if home_fd is None:
-                home_fd, self._parents = make_and_open(target.home, durable=durable)
+                home_fd, self._parents = make_and_open(destination.home, durable=durable)
             needed, self._home_fd = "writable", home_fd
             try:
-                left = recover(home_fd, target.home, self._timeout.part(_RECOVERY_SECONDS), check)
-                if left.newer and target.kind != "fresh":  # beside a new directory it concerns another destination
+                left = recover(home_fd, destination.home, self._timeout.part(_RECOVERY_SECONDS), check)
+                if left.newer and destination.kind != "fresh":  # beside a new directory it concerns another destination
                     raise StorageError(
                         "a save by another version of stio was interrupted here; run `stio gc` of that version, or "
                         "delete this directory if the checkpoint beside it is whole",
@@ -286,7 +286,7 @@ class LocalTransaction(FilesTransaction):
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
-            failure = write_refused("beginning the save", target.path, error)
+            failure = write_refused("beginning the save", destination.path, error)
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 failure.message += f"; the directory that holds the checkpoint must be {needed}"
             raise failure from error
@@ -301,7 +301,7 @@ class LocalTransaction(FilesTransaction):
             staging = StagingDirectory.create(self._home_fd, save_id)
             if staging is not None:
                 if plan.commit == "replacement":
-                    keep_default_list(self._home_fd, self._target.name, staging.files_fd)
+                    keep_default_list(self._home_fd, self._destination.name, staging.files_fd)
                 return plan, staging
         raise OSError(f"no staging directory in {_ATTEMPTS} attempts")
 
@@ -312,15 +312,15 @@ class LocalTransaction(FilesTransaction):
         except StorageError:
             raise
         except OSError as error:
-            path = self._target.path
+            path = self._destination.path
             if isinstance(error.filename, str):
-                path = os.path.join(self._target.home, error.filename)
+                path = os.path.join(self._destination.home, error.filename)
             raise refused("reading the old checkpoint", path, error) from error
 
     @property
     def files_path(self) -> str:
         """Directory of the new files while the transaction is open, for libraries that write files by their path."""
-        return os.path.join(self._target.home, STAGING_PREFIX + self._staging.save_id, FILES_NAME)
+        return os.path.join(self._destination.home, STAGING_PREFIX + self._staging.save_id, FILES_NAME)
 
     # Prepare.
 
@@ -338,7 +338,7 @@ class LocalTransaction(FilesTransaction):
             if len(os.fsencode(name)) > limit:
                 raise StorageError(
                     "the name of a file is too long for the filesystem; choose a shorter one",
-                    path=os.path.join(self._target.home, name),
+                    path=os.path.join(self._destination.home, name),
                     errno=errno.ENAMETOOLONG,
                     expected=f"at most {limit} bytes",
                     found=len(os.fsencode(name)),
@@ -411,7 +411,7 @@ class LocalTransaction(FilesTransaction):
         """
         _require_plain(name)
         self._require_open()
-        if self._target.kind == "fresh":
+        if self._destination.kind == "fresh":
             return None
         with refusals(f"reading {name}", self.path):
             return read_small(self._home_fd, name, MAX_NOTE_BYTES, where=self.path)
@@ -432,12 +432,12 @@ class LocalTransaction(FilesTransaction):
             return
         with refusals("publishing the checkpoint", self.path, write_refused):
             if self._plan.commit == "replacement":
-                keep_tree(self._home_fd, self._target.name, self._files_fd)
+                keep_tree(self._home_fd, self._destination.name, self._files_fd)
                 if self._durable:
                     _sync_tree(self.files_path)
             with ExitStack() as stack:
                 if self._plan.commit != "directory":
-                    home, path = self._target.home, self._target.path
+                    home, path = self._destination.home, self._destination.path
                     stack.enter_context(directory_lock(self._home_fd, home, self._timeout, check, destination=path))
                 self._lock = stack.pop_all()
 
@@ -461,7 +461,7 @@ class LocalTransaction(FilesTransaction):
                 self._plan = self._planned(self._staging.save_id)
             assert self._lock is not None
             self._publication = Publication(
-                target=self._target,
+                destination=self._destination,
                 home_fd=self._home_fd,
                 staging=self._staging,
                 plan=self._plan,
@@ -491,7 +491,7 @@ class LocalTransaction(FilesTransaction):
         calls.close(self._home_fd)
         if begun is not None and begun.cleanup_error is not None:
             message = "%s: cleaning up failed, the next save here or `stio gc` completes it: %s"
-            log(logging.WARNING, message, self._target.path, begun.cleanup_error)
+            log(logging.WARNING, message, self._destination.path, begun.cleanup_error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

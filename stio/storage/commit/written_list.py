@@ -24,11 +24,11 @@ from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, is_sh
 from stio.storage.base import Identity
 from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.destination import DirectoryIdentity, directory_identity, identity_at
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
 from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, status_at, write_small
 from stio.storage.commit.retention import WrittenFiles, remove_unchanged, survey
 from stio.storage.commit.staging_dir import KEPT_BY_SYSTEM
-from stio.storage.commit.target import DirectoryIdentity, directory_identity, identity_at
 
 LIST_NAME = ".stio-written.json"
 """Name of the list."""

@@ -24,7 +24,7 @@ from stio.compat.safetensors import numpy as in_numpy
 from stio.compat.safetensors import torch as in_torch
 from stio.errors import StorageError
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.target import SingleFile, is_one_file, resolve
+from stio.storage.commit.destination import SingleFile, is_one_file, resolve
 from stio.storage.commit.transaction import LocalTransaction
 
 T = torch.arange(4.0)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from stio.storage.commit import destination
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit import target
 from stio.storage.commit.recovery import collect_garbage
 from stio.storage.commit.retention import WrittenFiles, describe_file, remove_checkpoint, survey
 from stio.storage.commit.written_list import LIST_NAME, read_list, write_list
@@ -256,7 +256,7 @@ def test_a_save_under_way_in_the_directory(tmp_path: Path) -> None:
 
 
 def test_a_filesystem_without_stable_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "is_local", lambda fd: False)
+    monkeypatch.setattr(destination, "is_local", lambda fd: False)
     one, two = made(tmp_path / "one"), made(tmp_path / "two")
     (tmp_path / "one").rename(tmp_path / "moved")
     (tmp_path / "moved").rename(tmp_path / "one")

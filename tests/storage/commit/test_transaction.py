@@ -23,7 +23,7 @@ import torch
 import stio.sync
 from stio.errors import CommitUncertainError, ConcurrentSaveError, NoSpaceError, StioError, StorageError
 from stio.storage.base import Note, Transaction
-from stio.storage.commit import directory_lock, publication, target
+from stio.storage.commit import destination, directory_lock, publication
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import DIRECTORY_LOCK_NAME
 from stio.storage.commit.transaction import begin_local
@@ -693,7 +693,7 @@ def test_every_commit_on_a_plain_system(tmp_path: Path, change: Change, monkeypa
     for name in ("_renameat2", "_fallocate", "_sync_file_range"):
         monkeypatch.setattr(calls, name, None)
     monkeypatch.setattr(calls, "fcntl", None)
-    monkeypatch.setattr(target, "is_local", lambda fd: False)
+    monkeypatch.setattr(destination, "is_local", lambda fd: False)
     test_every_commit_ends_with_the_new_checkpoint(tmp_path, change)
 
 

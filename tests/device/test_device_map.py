@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stio.device import base
-from stio.device.base import Placement, resolve_placement
+from stio.device.base import DeviceMap, resolve_devices
 from stio.errors import DeviceError
 from stio.testing import FakeDevice
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 )  # fmt: skip
 def test_the_longest_prefix_at_a_dot_counts(name: str, expected: str) -> None:
     devices = {key: FakeDevice() for key in ("layer 0", "model", "norm", "rest")}
-    place = Placement(
+    place = DeviceMap(
         {
             "model.layers.0": devices["layer 0"],
             "model": devices["model"],
@@ -41,13 +41,13 @@ def test_the_longest_prefix_at_a_dot_counts(name: str, expected: str) -> None:
 @pytest.mark.parametrize("name", ["b.w", "aa", "", ".a", "a b"])
 def test_a_name_that_nothing_covers(name: str) -> None:
     with pytest.raises(DeviceError, match="has no entry for a tensor") as caught:
-        Placement({"a": "cpu"})(name)
+        DeviceMap({"a": "cpu"})(name)
     assert caught.value.requested == name
 
 
 def test_a_callable_gets_the_name() -> None:
     fake = FakeDevice()
-    place = Placement(lambda name: fake if name == "w" else "cpu")
+    place = DeviceMap(lambda name: fake if name == "w" else "cpu")
     assert place("w") is fake
     assert place("b") == CPU
 
@@ -55,19 +55,19 @@ def test_a_callable_gets_the_name() -> None:
 def test_a_callable_may_return_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is an object of its own, which ends at once; the next one may get its identity."""
     monkeypatch.setattr(base, "resolve_device", lambda device: torch.device("cuda", int(device)))
-    place = Placement(lambda name: np.int64(int(name) % 2))
+    place = DeviceMap(lambda name: np.int64(int(name) % 2))
     assert [place(str(number)) for number in range(4)] == [torch.device("cuda", k) for k in (0, 1, 0, 1)]
 
 
 def test_equal_devices_are_one_object() -> None:
     """So that a load has as many targets as there are devices, however they are spelled."""
     spellings = {"a": "cpu", "b": torch.device("cpu"), "c": "cpu:0", "d": torch.device("cpu", 0)}
-    place = Placement(spellings)
+    place = DeviceMap(spellings)
     assert len({id(place(name)) for name in spellings}) == 1
 
 
 def test_only_what_is_used_is_resolved() -> None:
-    place = Placement({"stage.7": "nonsense:9", "": "cpu"})
+    place = DeviceMap({"stage.7": "nonsense:9", "": "cpu"})
     assert place("stage.1.w") == CPU
     with pytest.raises(DeviceError, match=r"no such device.*'stage\.7\.w'"):
         place("stage.7.w")
@@ -76,32 +76,32 @@ def test_only_what_is_used_is_resolved() -> None:
 @pytest.mark.parametrize("device", [None, "disk", "meta", 1.5, ["cpu"], {"": "cpu"}, object()])
 def test_what_is_no_device(device: Any) -> None:
     with pytest.raises(DeviceError, match="'w'"):
-        Placement(lambda name: device)("w")
+        DeviceMap(lambda name: device)("w")
 
 
 def test_errors_of_a_callable_are_the_caller_s() -> None:
     with pytest.raises(KeyError, match="'w'"):
-        Placement({"b": "cpu"}.__getitem__)("w")
+        DeviceMap({"b": "cpu"}.__getitem__)("w")
 
 
 def test_what_says_it_by_name_and_what_does_not() -> None:
     fake = FakeDevice()
-    assert resolve_placement(fake) is fake
-    assert resolve_placement("cpu") == CPU
-    assert resolve_placement(CPU) == CPU
+    assert resolve_devices(fake) is fake
+    assert resolve_devices("cpu") == CPU
+    assert resolve_devices(CPU) == CPU
     for by_name in ({"": "cpu"}, lambda name: "cpu"):
-        place = resolve_placement(by_name)
-        assert isinstance(place, Placement)
+        place = resolve_devices(by_name)
+        assert isinstance(place, DeviceMap)
         assert place("w") == CPU
     with pytest.raises(DeviceError):
-        resolve_placement(None)
+        resolve_devices(None)
 
 
 def test_a_mapping_without_an_entry_for_a_name() -> None:
     with pytest.raises(DeviceError, match="has no entry for a tensor.*all other tensors"):
-        Placement({"other": "cpu"})("w")
+        DeviceMap({"other": "cpu"})("w")
 
 
 def test_devices_of_other_libraries_get_advice() -> None:
     with pytest.raises(DeviceError, match=r"`memory='lazy'` leaves tensors on the CPU.*'w' there.*one of: cpu"):
-        Placement({"": "disk"})("w")
+        DeviceMap({"": "disk"})("w")

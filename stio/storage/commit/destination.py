@@ -49,7 +49,7 @@ def is_one_file(destination: str | os.PathLike[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveTarget:
+class LocalDestination:
     """The destination of a save, links followed."""
 
     path: str
@@ -67,7 +67,7 @@ class SaveTarget:
         return os.path.join(self.home, self.name) if self.name else self.home
 
 
-def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
+def resolve(destination: str | os.PathLike[str]) -> LocalDestination:
     """Return what a path means as a destination.
 
     Args:
@@ -100,10 +100,10 @@ def resolve(destination: str | os.PathLike[str]) -> SaveTarget:
     if is_one_file(destination):
         if stat.S_ISDIR(mode):
             raise wrong(errno.EISDIR, f"the destination is a directory; a name ending in {FILE_SUFFIX} means one file")
-        return SaveTarget(path, "file", parent, name)
+        return LocalDestination(path, "file", parent, name)
     if stat.S_ISREG(mode):
         raise wrong(errno.ENOTDIR, f"the destination is a file; a name that means one file ends in {FILE_SUFFIX}")
-    return SaveTarget(path, "update", real, "") if mode else SaveTarget(path, "fresh", parent, name)
+    return LocalDestination(path, "update", real, "") if mode else LocalDestination(path, "fresh", parent, name)
 
 
 def make_and_open(directory: str, *, durable: bool) -> tuple[int, dict[str, DirectoryIdentity]]:
@@ -208,25 +208,25 @@ def identity_at(dir_fd: int, name: str) -> Identity | None:
     return identity if is_local(dir_fd) else Identity(0, 0, identity.nbytes, identity.mtime_ns)
 
 
-def describe_existing(home_fd: int, target: SaveTarget, pattern: str) -> ExistingCheckpoint:
+def describe_existing(home_fd: int, destination: LocalDestination, pattern: str) -> ExistingCheckpoint:
     """Describe the checkpoint that a save will replace.
 
     Args:
-        home_fd: `target.home`, open.
-        target: The save's destination.
+        home_fd: `destination.home`, open.
+        destination: The save's destination.
         pattern: Pattern of the files' names.
 
     Raises:
         OSError: The operating system reported an error.
     """
-    if target.kind == "fresh":
+    if destination.kind == "fresh":
         return ExistingCheckpoint()
-    if target.kind == "file":
-        identity = identity_at(home_fd, target.name)
-        found = {target.name: identity} if identity else {}
-        return ExistingCheckpoint(files=found, shard_attributes=attributes_at(home_fd, target.name))
+    if destination.kind == "file":
+        identity = identity_at(home_fd, destination.name)
+        found = {destination.name: identity} if identity else {}
+        return ExistingCheckpoint(files=found, shard_attributes=attributes_at(home_fd, destination.name))
     index = index_name(pattern)
-    raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=target.path)
+    raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=destination.path)
     shards: tuple[str, ...] = ()
     if raw is not None:
         with suppress(StioError):
@@ -272,13 +272,13 @@ class CommitPlan:
 
 
 CommitPolicy: TypeAlias = Callable[[int, str], CommitPlan]
-"""Makes a save's plan from the descriptor of `SaveTarget.home` and the save's id. It changes nothing, and raises
+"""Makes a save's plan from the descriptor of `LocalDestination.home` and the save's id. It changes nothing, and raises
 `ValueError`, `StorageError` or `OSError` if the save is not possible. `begin_local` has one, and so has the
 drop-in for the hub."""
 
 
 def choose_names(
-    target: SaveTarget,
+    destination: LocalDestination,
     existing: ExistingCheckpoint,
     *,
     num_shards: int,
@@ -292,11 +292,11 @@ def choose_names(
     Raises:
         ValueError: The hub's names would be those of existing shards, and `commit="files"` was not given.
     """
-    if target.kind == "file":
-        return CommitPlan("file", (target.name,), None, existing)
+    if destination.kind == "file":
+        return CommitPlan("file", (destination.name,), None, existing)
     index = index_name(pattern)
     hub = tuple(shard_name(pattern, k, num_shards) for k in range(num_shards))
-    if target.kind == "fresh":
+    if destination.kind == "fresh":
         return CommitPlan("directory", hub, index if num_shards > 1 else None, existing)
     has_index = existing.index_sha256 is not None
     if not has_index and (num_shards == 1 or not existing.files):
@@ -310,21 +310,21 @@ def choose_names(
         return CommitPlan("index", names, index, existing)
     if commit != "files":
         raise ValueError(
-            f'{target.path}: the directory holds a checkpoint; shard_names="hub" would replace its files one by one. '
-            'Allow that by commit="files" (see its documentation), or save to a fresh directory'
+            f'{destination.path}: the directory holds a checkpoint; shard_names="hub" would replace its files one by '
+            'one. Allow that by commit="files" (see its documentation), or save to a fresh directory'
         )
     # If no name is in use, no file has to be replaced.
     return CommitPlan("files" if set(hub) & existing.files.keys() else "index", hub, index, existing)
 
 
-def require_replaceable(home_fd: int, target: SaveTarget, names: tuple[str, ...]) -> None:
+def require_replaceable(home_fd: int, destination: LocalDestination, names: tuple[str, ...]) -> None:
     """Require that an existing entry with the name of a new file is a file or a link, so that it may be replaced."""
     for name in names:
         found = status_at(home_fd, name)
         if found is not None and not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
             raise StorageError(
                 "the save needs this name, and what has it is not a file; move it, or save elsewhere",
-                path=os.path.join(target.path, name),
+                path=os.path.join(destination.path, name),
                 errno=errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EEXIST,
                 found=kind_of_file(found.st_mode),
             )
