@@ -553,7 +553,7 @@ MUTANTS = (
         "bytes on another stream",
         "the copies into the caller's memory are queued on the default stream",
         "stio/device/tensor_memory.py",
-        (".current_stream(device)\n    image", ".default_stream(device)\n    image"),
+        (".current_stream(device)\n        image", ".default_stream(device)\n        image"),
         tests=f"{REFRESH}test_what_is_queued_just_before_the_copies_reads_the_old_values",
     ),
     mutant(
