@@ -355,6 +355,16 @@ for _name, _make in {"turned": _turned, "spread": _spread, "within a larger stor
         return _state(module)
 
 
+@path("load_into, beside memory with gaps")
+def _(case: Case) -> Tensors:
+    """A tensor with gaps gives its group tensors, which torch copies, instead of one tensor of bytes."""
+    memory = case.zeros()
+    first = next(iter(memory))
+    module = module_of(memory | {first: _spread(memory[first])})
+    sync.load_into(module, case.checkpoint())
+    return _state(module)
+
+
 @path("load_into, parameters")
 def _(case: Case) -> Tensors:
     module, memory = module_of({}), case.zeros()

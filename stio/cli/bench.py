@@ -234,11 +234,11 @@ def verdict(contestants: list[Contestant]) -> list[str]:
         ratios = [theirs / own for own, theirs in zip(ours.seconds, other.seconds, strict=True)]
         low, high, rounds = min(ratios), max(ratios), counted(len(ratios), "round")
         if other.name == LIMIT:
-            sentences.append(
-                f"stio reaches {median(ratios):.0%} of the disk's limit ({low:.0%} to {high:.0%} in {rounds})."
-            )
+            span = f"{low:.0%} to {high:.0%} in {rounds}" if len(ratios) > 1 else rounds
+            sentences.append(f"stio reaches {median(ratios):.0%} of the disk's limit ({span}).")
             continue
-        text = f"It is {median(ratios):.2f} times as fast as {other.label} ({low:.2f} to {high:.2f} in {rounds})."
+        span = f"{low:.2f} to {high:.2f} in {rounds}" if len(ratios) > 1 else rounds
+        text = f"It is {median(ratios):.2f} times as fast as {other.label} ({span})."
         if low < 1 < high or len(ratios) == 1:
             text += " The rounds do not show which is faster: run more of them, when nothing else uses the machine."
         sentences.append(text)

@@ -20,12 +20,13 @@ from stio.errors import (
     IntegrityError,
     StioError,
     UnsafePathError,
+    listed,
     one_line,
     printable,
     without_path,
 )
 from stio.format.header import Header
-from stio.format.naming import INDEX_SUFFIX
+from stio.format.naming import INDEX_SUFFIX, is_step_directory
 from stio.loading.integrity import judge_files, no_manifest, read_manifest
 from stio.loading.open import open_checkpoint
 from stio.runtime.memory import allocate
@@ -146,9 +147,19 @@ def examine(
                 text = None if problem is None else without_path(problem)
                 files.append(FileReport(header.shard, file.identity.nbytes, header.data_bytes, len(header), text))
             algorithm = None if manifest is None else manifest.algorithm
+            if below := _steps_below(path):
+                warnings.append(f"these directories were not checked, and may be checkpoints: {listed(below)}")
             return Report(path=opened.path, files=tuple(files), algorithm=algorithm, warnings=tuple(warnings))
 
     return Operation(body, name="verify", about=without_secrets(path)).result()
+
+
+def _steps_below(path: str) -> list[str]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(one.name for one in entries if is_step_directory(one.name) and one.is_dir())
+    except OSError:  # no directory of this machine
+        return []
 
 
 def _odd_bools(file: Source, header: Header, check: Callable[[], None]) -> Iterator[str]:

@@ -84,7 +84,7 @@ AnyDevice: TypeAlias = torch.device | Accelerator
 
 
 class Image(NamedTuple):
-    """The bytes of a group in one tensor on a device, for a consumer that copies them into memory of its own."""
+    """The bytes of a group in one tensor, for a consumer that copies them into memory of its own."""
 
     memory: torch.Tensor
     """The bytes, as uint8."""

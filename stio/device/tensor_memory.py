@@ -28,7 +28,7 @@ from stio import native
 from stio.device.base import Image
 from stio.device.cuda import queue_copies
 from stio.device.tensors import PLAIN
-from stio.device.torch_private import copy_each, has_no_overrides, traits_of, without_torch_function
+from stio.device.torch_private import conj_neg_bits, copy_each, has_no_overrides, traits_of, without_torch_function
 from stio.errors import MismatchError, printable
 from stio.format.sharding import TensorSource
 from stio.runtime.memory import WritableMemory
@@ -382,7 +382,9 @@ def copy_all(
     plain = []
     for name, target, source in zip(names, targets, sources, strict=True):
         require_memory(name, target, path=path)
-        plain.append(_is_plain(type(target)) and _is_plain(type(source)))
+        plain.append(
+            _is_plain(type(target)) and _is_plain(type(source)) and conj_neg_bits(target) == _NO_BITS
+        )  # lists of torch have no targets with such bits
     copy_each(compress(targets, plain), compress(sources, plain), non_blocking=True)
     for name, target, source, is_plain in zip(names, targets, sources, plain, strict=True):
         if not is_plain:
@@ -409,64 +411,73 @@ def copy_from_image(image: Image, places: Sequence[tuple[str, str, torch.Tensor]
         DeviceError: The device refused a copy. The version of each target is higher nevertheless.
     """
     ranges, base, device = native.Ranges(), image.memory.data_ptr(), image.memory.device
-    on_cpu = device.type == "cpu"
-    written, others = [], []
+    transfer = _new_transfer() if device.type == "cpu" else None
+    by_torch = device.type == "cpu" and transfer is None
+    others = []
+    held = []  # other threads may give a tensor another storage during the copies
     for name, source, target in places:
         begin, end, address, _ = require_memory(name, target, path=path)
         at, dtype, shape = image.tensors[source]
-        traits = traits_of(target)
         is_same = target.dtype == dtype and target.shape == shape and target.device == device
-        if not (is_same and _is_plain(type(target)) and target.is_contiguous()) or any(traits.bits):
+        if by_torch or not is_same or not is_plain_memory(target):
             others.append((name, target, (at, dtype, shape)))
             continue
-        if on_cpu:
+        if not traits_of(target).is_inference:
+            torch.autograd.graph.increment_version(target)  # first: the device may refuse a copy behind others
+        if begin == end:
+            continue
+        held.append(target.untyped_storage())
+        if transfer is not None:
             ranges.host_to_host(0, base + at, end - begin, address + begin, at)
         else:
             ranges.of_device(base + at, end - begin, address + begin)
-        if not traits.is_inference:
-            written.append(target)
-    for target in written:
-        torch.autograd.graph.increment_version(target)  # first: the device may refuse a copy behind others
-    if on_cpu:
-        if not _has_copied(ranges):
-            others = [(name, target, image.tensors[source]) for name, source, target in places]
-    else:
+    if transfer is not None:
+        _move(transfer, ranges)
+    elif not by_torch:
         stream = torch.get_device_module(device).current_stream(device)
         image.memory.record_stream(stream)  # it may be another one than that under which the image was allocated
         if len(ranges):
             queue_copies(device, stream, ranges)
     for name, target, (at, dtype, shape) in others:
-        part = image.memory[at : at + math.prod(shape) * dtype.itemsize].clone().view(dtype).view(shape)
-        copy_all([target], [part], [name], path=path)
+        part = image.memory[at : at + math.prod(shape) * dtype.itemsize]
+        if (base + at) % dtype.itemsize:
+            part = part.clone()
+        copy_all([target], [part.view(dtype).view(shape)], [name], path=path)
 
 
-def _has_copied(ranges: native.Ranges) -> bool:
-    """Let the engine copy from host memory to host memory, and wait without the GIL.
+def _new_transfer() -> native.Transfer | None:
+    """Return a transfer of the engine; None if the process can start no thread."""
+    try:
+        return native.Transfer()
+    except OSError:
+        return None
 
-    Returns:
-        False if the process can start no thread.
+
+def _move(transfer: native.Transfer, ranges: native.Ranges) -> None:
+    """Let the engine move ranges of one group, and wait without the GIL.
 
     Raises:
         Cancelled: The operation of this thread was cancelled; nothing is written any more.
     """
-    if not len(ranges):
-        return True
-    try:
-        transfer = native.Transfer()
-    except OSError:
-        return False
     try:
         transfer.add(ranges)
-        while not transfer.take(_CANCEL_SECONDS):
+        while len(ranges) and not transfer.take(_CANCEL_SECONDS):
             if is_interrupted():
                 raise Cancelled
     finally:
         transfer.end()
-    return True
 
 
 _CANCEL_SECONDS = 0.1
 """How often a copy looks for a cancel."""
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has just the bytes of its values, and a copy of them is all that a copy of it does."""
+    return _is_plain(type(tensor)) and tensor.is_contiguous() and conj_neg_bits(tensor) == _NO_BITS
+
+
+_NO_BITS = (False, False)
 
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:

@@ -319,10 +319,10 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         raise UnsupportedDtypeError(message, expected=str(dtype), found=str(tensor.dtype)) from error
 
 
-# The memory of a group on a device.
+# The bytes of a group, for consumers that copy them.
 
 
-def has_image(group: Any, copied: AbstractSet[str]) -> bool:
+def is_copied_whole(group: Any, copied: AbstractSet[str]) -> bool:
     """Return whether a group (`stio.loading.plan.Group`) is one of tensors only whose bytes are copied as they are."""
     return bool(copied) and copied >= set(group.names) and not group.posts
 
@@ -331,6 +331,9 @@ def image_over(memory: torch.Tensor, group: Any) -> Image:
     """Return the image of a group over its bytes."""
     parts = zip(group.names, group.offsets, group.dtypes, group.shapes, strict=True)
     return Image(memory, {name: (at, TORCH_DTYPES[kind], torch_shape(kind, shape)) for name, at, kind, shape in parts})
+
+
+# The memory of a group on a device.
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,18 +362,18 @@ class GroupMemory:
         Raises:
             DeviceMemoryError: The device is full; nothing stays allocated.
         """
-        have_images = [has_image(group, copied) for group in groups]
+        as_images = [is_copied_whole(group, copied) for group in groups]
         kinds: list[Sequence[tuple[str, tuple[int, ...]]]] = [
-            [("U8", (group.nbytes,))] if is_image else list(zip(group.dtypes, group.shapes, strict=True))
-            for group, is_image in zip(groups, have_images, strict=True)
+            [("U8", (group.nbytes,))] if as_image else list(zip(group.dtypes, group.shapes, strict=True))
+            for group, as_image in zip(groups, as_images, strict=True)
         ]
         wanted = [(TORCH_DTYPES[dtype], torch_shape(dtype, shape)) for some in kinds for dtype, shape in some]
         with collection_paused(sum(len(group.names) for group in groups)):
             tensors = iter(accelerator.allocate(wanted))
             found = []
-            for group, is_image, some in zip(groups, have_images, kinds, strict=True):
+            for group, as_image, some in zip(groups, as_images, kinds, strict=True):
                 own, sizes = list(islice(tensors, len(some))), [tensor_nbytes(*kind) for kind in some]
-                if is_image:
+                if as_image:
                     found.append(cls({}, image_over(own[0], group), own, sizes, (0,)))
                 else:
                     found.append(cls(dict(zip(group.names, own, strict=True)), None, own, sizes, group.offsets))

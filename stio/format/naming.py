@@ -338,6 +338,11 @@ def step_named(name: str) -> int | None:
     return None if found is None else found[0]
 
 
+def is_step_directory(name: str) -> bool:
+    """Return whether a name is one that a training gives to a directory of a checkpoint: `step-4`, `checkpoint-500`."""
+    return not name.startswith(".") and _STEP_FOLDER.fullmatch(name) is not None
+
+
 def is_dated(name: str) -> bool:
     """Return whether a name has a date and no step: the last number of a date would be taken for one."""
     return _DATE.search(name) is not None and _AFTER_WORD.search(name) is None

@@ -17,7 +17,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from stio.errors import FormatError, StioError, listed, printable
-from stio.format.naming import FILE_SUFFIXES, INDEX_SUFFIX, is_index, shard_number, step_named, whole_name
+from stio.format.naming import (
+    FILE_SUFFIXES,
+    INDEX_SUFFIX,
+    is_index,
+    is_step_directory,
+    shard_number,
+    step_named,
+    whole_name,
+)
 from stio.runtime.urls import SCHEMES, is_url, without_secrets
 
 HEAD_BYTES = 512
@@ -291,7 +299,7 @@ def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], F
     if states and not found:
         return f"; {printable(states[0])} holds the state of a training, and no weights"
     if not found:
-        steps = {step: name for name in names if "." not in name and (step := step_named(name)) is not None}
+        steps = {step: name for name in names if is_step_directory(name) and (step := step_named(name)) is not None}
         if not steps:
             return ""
         return f"; {printable(steps[max(steps)])} may be one: give its path (stio.latest finds the newest)"

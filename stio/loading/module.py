@@ -63,6 +63,8 @@ class ModuleTarget(LoadTarget):
             refuses a tensor.
     """
 
+    _is_apart = True  # `match` leaves others to torch
+
     def __init__(
         self, module: nn.Module, *, assign: bool = False, fills: bool = False, part_of: PartOf = no_part
     ) -> None:

@@ -138,7 +138,8 @@ def prepare(
                 with traced(options.trace, "fetch"):
                     budget_bytes = options.budget or DEFAULT_BUDGET_BYTES
                     files = options.disk_cache.fetch(files, nbytes, budget_bytes=budget_bytes, owned=owned)
-            delivery = Delivery(casts or options.cast_dtype, views, kept is None and not hold, copied)
+            casts = casts or options.cast_dtype
+            delivery = Delivery(casts, views, kept is None and not hold, copied if casts is None else frozenset())
             loads = _device_loads(opened, files, selections, options, delivery, prompt=prompt)
             for load in loads:
                 undo.callback(load.close)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from time import perf_counter
 from typing import TypeGuard
@@ -28,8 +28,8 @@ from stio.device.tensors import (
     Casts,
     GroupMemory,
     cast_dtype,
-    has_image,
     image_over,
+    is_copied_whole,
     select_and_cast,
     tensors_in,
 )
@@ -264,7 +264,7 @@ class CopiedPath(ReadPath):
 
     def _tensors_over(self, group: Group, region: Region) -> LoadedGroup:
         with memory.reporting_shortage(self._source.path):
-            if has_image(group, self._delivery.copied):
+            if is_copied_whole(group, self._delivery.copied):
                 whole = tensors_in(region, [""], ["U8"], [(group.nbytes,)], [0])
                 return LoadedGroup({}, image_over(whole[""], group))
             tensors = tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets)
@@ -305,7 +305,8 @@ class MappedPath(CopiedPath):
     """
 
     def __init__(self, mapped: MappedFile, delivery: Delivery = AS_READ, *, populates: bool, cold: bool) -> None:
-        super().__init__(mapped.file, delivery)
+        # A copy out of pages that are not populated waits for the disk, and would stop threads of the engine.
+        super().__init__(mapped.file, delivery if populates else replace(delivery, copied=frozenset()))
         self._mapped = mapped
         self._populates = populates
         self._cold = cold
@@ -436,7 +437,7 @@ class DevicePath(ReadPath):
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the tensors of groups, in one call."""
-        copied = self._delivery.copied if self._ring is not None and self._delivery.casts is None else frozenset()
+        copied = self._delivery.copied if self._ring is not None else frozenset()
         with memory.reporting_shortage(self._source.path):
             memories = GroupMemory.allocate(self._accelerator, groups, copied)
         self._memories.update((group.index, one) for group, one in zip(groups, memories, strict=True))

@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from stio import native
 from stio.device.base import LoadedGroup
-from stio.device.tensor_memory import TargetMemory, copy_all, copy_from_image
+from stio.device.tensor_memory import TargetMemory, copy_all, copy_from_image, is_plain_memory
 from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
 from stio.errors import MismatchError, listed, printable
 from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
@@ -85,6 +86,7 @@ class Place(NamedTuple):
 class LoadTarget(ABC):
     """Memory that a load fills, by the name of the tensor that it gets."""
 
+    _is_apart = False  # whether it is known that no memory of two tensors overlaps
     assigns = False
     """Whether the load replaces tensors and does not copy into them."""
 
@@ -191,9 +193,18 @@ class LoadTarget(ABC):
     def copied_names(self) -> AbstractSet[str]:
         """Names of tensors whose bytes are copied as they are, into memory of the device that they are loaded to.
 
-        After `select`. Without the engine torch copies on the CPU.
+        After `select`. None on the CPU without the engine, or if memory of several tensors overlaps: then the order of
+        the copies decides, and torch makes them one after the other.
         """
-        return {name for name, places in self._places.items() if _are_bytes(places)}.difference(self.kept_names or ())
+        found = {name for name, places in self._places.items() if _takes_bytes(places)}.difference(
+            self.kept_names or ()
+        )
+        return found if self._is_apart or not self._overlaps(found) else frozenset()
+
+    def _overlaps(self, names: AbstractSet[str]) -> bool:
+        memories = [place.memory for name in names for place in self._places[name] if place.memory.is_cpu]
+        spans = sorted((memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in memories)
+        return any(stop > start for (_, stop), (start, _) in pairwise(spans))
 
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the memory, in the order of the calling thread's stream."""
@@ -224,16 +235,16 @@ class LoadTarget(ABC):
         self._places.clear()
 
 
-def _are_bytes(places: Sequence[Place]) -> bool:
-    """Return whether a tensor's bytes are copied as they are into all places, which are on one device."""
-    for place in places:
-        memory = place.memory
-        if place.box is not None or memory.dtype != TORCH_DTYPES.get(place.stored) or not memory.is_contiguous():
-            return False
-    first, *others = places
-    if first.memory.is_cpu and not native.available():
-        return False
-    return all(other.memory.device == first.memory.device for other in others)
+def _takes_bytes(places: Sequence[Place]) -> bool:
+    """Return whether copies of a tensor into all of its places are copies of its bytes, on one device."""
+    device = places[0].memory.device
+    return (device.type != "cpu" or native.available()) and all(
+        place.box is None
+        and place.memory.device == device
+        and place.memory.dtype == TORCH_DTYPES.get(place.stored)
+        and is_plain_memory(place.memory)
+        for place in places
+    )
 
 
 class PartsTarget(LoadTarget):

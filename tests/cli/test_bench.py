@@ -235,7 +235,7 @@ def contestants(**seconds: list[float]) -> Iterator[Contestant]:
         (
             {"limit": [1.0], "stio": [1.25]},
             [
-                "stio reaches 80% of the disk's limit (80% to 80% in 1 round).",
+                "stio reaches 80% of the disk's limit (1 round).",
                 "safetensors, with which stio is compared, is not installed.",
             ],
         ),

@@ -104,6 +104,13 @@ def test_each_name_is_said_once(model: Path) -> None:
     assert alone.count(model.name) == 1
 
 
+def test_verify_names_checkpoints_below_that_it_did_not_check(sharded: Path) -> None:
+    for name in ("step-3", "checkpoint-10", "lib64", "1_Pooling", ".step-5"):
+        (sharded / name).mkdir()
+    (sharded / "step-4").write_text("no directory")
+    assert "were not checked, and may be checkpoints: checkpoint-10, step-3\n" in run("verify", sharded).output
+
+
 def test_verify_as_json(sharded: Path) -> None:
     note(sharded)
     damage(sharded / "model-00002-of-00002.safetensors")

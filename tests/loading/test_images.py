@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support import module_of, needs_engine, nothing_left, ramp, require_equal, save_file
+from torch import nn
 
 import stio
 from stio import native, sync
@@ -86,6 +89,75 @@ def test_inference_tensors_have_no_version(file, num_made):
 
 
 @needs_engine
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_is_cast_on_the_way_is_no_copy_of_bytes(tmp_path, num_made, dtype):
+    tensors = {"a": torch.tensor([1.001]), "b": torch.tensor([1.0], dtype=torch.float16)}
+    module = module_of({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
+    sync.load_into(module, save_file(tensors, tmp_path / "x.safetensors"), dtype=dtype)
+    assert module.a.item() == (tensors["a"].to(dtype) if dtype else tensors["a"]).item()
+    assert num_made == ([1] if dtype is None else [2])
+
+
+class Overriding(nn.Parameter):
+    """A parameter with functions of its own, as those of vLLM."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@needs_engine
+def test_a_subclass_that_overrides_functions_needs_no_second_copy(file, num_made):
+    module = module_of({name: one for name, one in zeros().items() if name != "t7"})
+    parameter = nn.Parameter(torch.zeros(3, 4), requires_grad=False)
+    parameter.__class__ = Overriding
+    module.register_parameter("t7", parameter)
+    sync.load_into(module, file)
+    require_equal({name: one.detach().as_subclass(torch.Tensor) for name, one in module.state_dict().items()}, SOURCES)
+    assert num_made == [len(SOURCES)]
+
+
+@needs_engine
+def test_a_lazy_load_leaves_the_reads_of_its_pages_to_its_own_thread(file, num_made):
+    """In a thread of the engine a disk that stands still would stop other loads."""
+    module = module_of(zeros())
+    sync.load_into(module, file, memory="lazy")
+    require_equal(module.state_dict(), SOURCES)
+    assert num_made == [len(SOURCES)]
+
+
+@needs_engine
+@pytest.mark.parametrize("shift", [0, 1000])
+def test_memory_that_overlaps_gets_the_tensors_in_their_order(tmp_path, num_made, shift):
+    """By chunks of the engine it would get a mix of both."""
+    tensors = {"a": torch.full((6_000_000,), 1.0), "b": torch.full((6_000_000,), 2.0)}
+    file = save_file(tensors, tmp_path / "x.safetensors")
+    memory = torch.zeros(6_000_000 + shift)
+    state = {"a": memory[:6_000_000], "b": memory[shift:]}
+    asyncio.run(stio.distributed.load_into(state, file))
+    assert set(memory[shift:].tolist()) == {2.0}
+    assert set(memory[:shift].tolist()) <= {1.0}
+    assert sum(num_made) == 2
+
+
+@needs_engine
+def test_memory_that_a_tensor_no_longer_has_is_held_during_the_copies(file, monkeypatch):
+    """`module.half()` in another thread would free it, and the engine would write to memory of others."""
+    module, move, held = module_of(zeros()), tensor_memory._move, []
+
+    def changed(transfer, ranges):
+        storage = weakref.ref(module.t7.untyped_storage())
+        module.t7.data = torch.zeros(3, 4)
+        held.append(storage() is not None)
+        move(transfer, ranges)
+
+    monkeypatch.setattr(tensor_memory, "_move", changed)
+    sync.load_into(module, file)
+    require_equal(module.state_dict(), SOURCES | {"t7": torch.zeros(3, 4)})
+    assert held == [True]
+
+
+@needs_engine
 @pytest.mark.parametrize("change", ["layout", "dtype"])
 def test_what_has_changed_since_the_load_began_is_copied_by_torch(file, monkeypatch, change):
     module, copy = module_of(zeros()), target.copy_from_image
@@ -115,13 +187,15 @@ def test_where_no_thread_can_be_started_torch_copies(file, monkeypatch, fails):
 
     monkeypatch.setattr(native, "Transfer", transfer)
     module = module_of(zeros())
+    before = module.t7._version
     sync.load_into(module, file)
     require_equal(module.state_dict(), SOURCES)
     assert len(calls) == 2
+    assert module.t7._version == before + 1
 
 
 @needs_engine
-def test_a_cancel_ends_a_copy_within_a_second(monkeypatch):
+def test_a_cancel_ends_a_copy_within_a_second():
     ended, waits, limit = threading.Event(), threading.Event(), time.perf_counter() + 10
 
     def take(seconds):
@@ -130,14 +204,13 @@ def test_a_cancel_ends_a_copy_within_a_second(monkeypatch):
         return ["a group"] * (time.perf_counter() > limit)
 
     endless = SimpleNamespace(add=lambda ranges: None, take=take, end=ended.set)
-    monkeypatch.setattr(native, "Transfer", lambda: endless)
     ranges = native.Ranges()
     ranges.host_to_host(0, 1, 1, 1)
-    raised = []
+    raised: list[BaseException] = []
 
     def body(operation):
         try:
-            tensor_memory._has_copied(ranges)
+            tensor_memory._move(endless, ranges)
         except BaseException as error:
             raised.append(error)
             raise
