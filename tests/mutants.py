@@ -525,7 +525,7 @@ MUTANTS = (
         "a tensor for each of a group on the CPU",
         "a load into memory on the CPU makes a tensor for each tensor of the file",
         "stio/loading/target.py",
-        ('(device.type != "cpu" or native.available()) and', 'device.type != "cpu" and'),
+        ("by_engine = native.available() and self.on_cpu", "by_engine = False"),
         tests=f"{IMAGES}test_one_tensor_of_bytes_for_a_group",
     ),
     mutant(
@@ -546,7 +546,7 @@ MUTANTS = (
         "copies into memory that is not held",
         "the engine writes to memory that a tensor had when the copies began, and that may be freed meanwhile",
         "stio/device/tensor_memory.py",
-        ("        held.append(target.untyped_storage())\n", ""),
+        ("        held.append(storage)\n", ""),
         tests=f"{IMAGES}test_memory_that_a_tensor_no_longer_has_is_held_during_the_copies",
     ),
     mutant(

@@ -402,7 +402,7 @@ def copy_from_image(image: Image, places: Sequence[tuple[str, str, torch.Tensor]
         image: The bytes of the tensors.
         places: For each copy its name for the error, the name in the image, and the tensor of the caller. Nothing is
             copied unless all of these have their memory. What has become another dtype, shape, layout or device since
-            the load began is copied by torch.
+            the load began is copied by torch; everything is, if the process can start no thread.
         path: The checkpoint, for the error.
 
     Raises:
@@ -413,24 +413,28 @@ def copy_from_image(image: Image, places: Sequence[tuple[str, str, torch.Tensor]
     ranges, base, device = native.Ranges(), image.memory.data_ptr(), image.memory.device
     transfer = _new_transfer() if device.type == "cpu" else None
     by_torch = device.type == "cpu" and transfer is None
-    others = []
-    held = []  # other threads may give a tensor another storage during the copies
+    written, others = [], []
+    held = []  # until the copies have ended: another thread may give a tensor another storage at any moment
     for name, source, target in places:
+        storage = target.untyped_storage()
         begin, end, address, _ = require_memory(name, target, path=path)
         at, dtype, shape = image.tensors[source]
         is_same = target.dtype == dtype and target.shape == shape and target.device == device
-        if by_torch or not is_same or not is_plain_memory(target):
+        is_same = is_same and is_plain_memory(target) and storage.data_ptr() == address
+        if by_torch or not is_same or end - begin != math.prod(shape) * dtype.itemsize:
             others.append((name, target, (at, dtype, shape)))
             continue
-        if not traits_of(target).is_inference:
-            torch.autograd.graph.increment_version(target)  # first: the device may refuse a copy behind others
+        written.append(target)
+        held.append(storage)
         if begin == end:
             continue
-        held.append(target.untyped_storage())
         if transfer is not None:
             ranges.host_to_host(0, base + at, end - begin, address + begin, at)
         else:
             ranges.of_device(base + at, end - begin, address + begin)
+    for target in written:
+        if not traits_of(target).is_inference:
+            torch.autograd.graph.increment_version(target)  # first: the device may refuse a copy behind others
     if transfer is not None:
         _move(transfer, ranges)
     elif not by_torch:
@@ -440,7 +444,7 @@ def copy_from_image(image: Image, places: Sequence[tuple[str, str, torch.Tensor]
             queue_copies(device, stream, ranges)
     for name, target, (at, dtype, shape) in others:
         part = image.memory[at : at + math.prod(shape) * dtype.itemsize]
-        if (base + at) % dtype.itemsize:
+        if at % dtype.itemsize:
             part = part.clone()
         copy_all([target], [part.view(dtype).view(shape)], [name], path=path)
 

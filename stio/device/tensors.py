@@ -323,7 +323,7 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def is_copied_whole(group: Any, copied: AbstractSet[str]) -> bool:
-    """Return whether a group (`stio.loading.plan.Group`) is one of tensors only whose bytes are copied as they are."""
+    """Return whether the bytes of all tensors of a group (`stio.loading.plan.Group`) are copied as they are."""
     return bool(copied) and copied >= set(group.names) and not group.posts
 
 

@@ -63,7 +63,7 @@ class ModuleTarget(LoadTarget):
             refuses a tensor.
     """
 
-    _is_apart = True  # `match` leaves others to torch
+    _is_apart = True  # `match` leaves a module whose tensors overlap to torch's load_state_dict
 
     def __init__(
         self, module: nn.Module, *, assign: bool = False, fills: bool = False, part_of: PartOf = no_part

@@ -45,6 +45,8 @@ from stio.runtime.trace import Trace
 from stio.storage.base import RequestedSource, Source
 from stio.storage.local import LocalFile, MappedFile
 
+_LEAST_IMAGE_BYTES = 2 << 20  # of one tensor: a shorter one is copied by this thread, which costs less
+
 PIECE_BYTES = 8 << 20
 """Bytes that the plain executor reads in one call: a cancel takes effect between two of them."""
 
@@ -264,7 +266,8 @@ class CopiedPath(ReadPath):
 
     def _tensors_over(self, group: Group, region: Region) -> LoadedGroup:
         with memory.reporting_shortage(self._source.path):
-            if is_copied_whole(group, self._delivery.copied):
+            is_worthwhile = len(group.names) > 1 or group.nbytes >= _LEAST_IMAGE_BYTES
+            if is_worthwhile and is_copied_whole(group, self._delivery.copied):
                 whole = tensors_in(region, [""], ["U8"], [(group.nbytes,)], [0])
                 return LoadedGroup({}, image_over(whole[""], group))
             tensors = tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets)

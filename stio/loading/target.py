@@ -193,17 +193,21 @@ class LoadTarget(ABC):
     def copied_names(self) -> AbstractSet[str]:
         """Names of tensors whose bytes are copied as they are, into memory of the device that they are loaded to.
 
-        After `select`. None on the CPU without the engine, or if memory of several tensors overlaps: then the order of
-        the copies decides, and torch makes them one after the other.
+        After `select`. Empty if memory of several tensors on the CPU overlaps: the order of the copies decides then, so
+        torch makes them. No name of the CPU without the engine, or if other memory is on a device: an event loop's
+        thread may copy then, and must not wait for the engine.
         """
-        found = {name for name, places in self._places.items() if _takes_bytes(places)}.difference(
-            self.kept_names or ()
-        )
+        by_engine = native.available() and self.on_cpu
+        found = {name for name, places in self._places.items() if _takes_bytes(places, by_engine)}
+        found.difference_update(self.kept_names or ())
         return found if self._is_apart or not self._overlaps(found) else frozenset()
 
     def _overlaps(self, names: AbstractSet[str]) -> bool:
-        memories = [place.memory for name in names for place in self._places[name] if place.memory.is_cpu]
-        spans = sorted((memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in memories)
+        spans: list[tuple[int, int]] = []
+        for name in names:
+            memories = [place.memory for place in self._places[name] if place.memory.is_cpu]
+            spans += {(memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in memories}  # a tie: once
+        spans.sort()
         return any(stop > start for (_, stop), (start, _) in pairwise(spans))
 
     def copy(self, group: LoadedGroup) -> None:
@@ -235,10 +239,15 @@ class LoadTarget(ABC):
         self._places.clear()
 
 
-def _takes_bytes(places: Sequence[Place]) -> bool:
-    """Return whether copies of a tensor into all of its places are copies of its bytes, on one device."""
+def _takes_bytes(places: Sequence[Place], by_engine: bool) -> bool:
+    """Return whether copies of a tensor into all of its places are copies of its bytes, on one device.
+
+    Args:
+        places: The places.
+        by_engine: Whether the engine copies on the CPU.
+    """
     device = places[0].memory.device
-    return (device.type != "cpu" or native.available()) and all(
+    return (by_engine or device.type != "cpu") and all(
         place.box is None
         and place.memory.device == device
         and place.memory.dtype == TORCH_DTYPES.get(place.stored)

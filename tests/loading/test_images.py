@@ -158,6 +158,58 @@ def test_memory_that_a_tensor_no_longer_has_is_held_during_the_copies(file, monk
 
 
 @needs_engine
+@pytest.mark.parametrize("function", ["require_memory", "is_plain_memory"])
+def test_a_tensor_that_gets_other_memory_between_two_checks(file, monkeypatch, function):
+    """The engine never writes to an address of which the storage is not held."""
+    module, check, moved = module_of(zeros()), getattr(tensor_memory, function), []
+    tensor, old = module.t7, weakref.ref(module.t7.untyped_storage())
+    addresses = [old().data_ptr()]
+
+    def changed(*given, **named):
+        found = check(*given, **named)
+        if any(one is tensor for one in given) and tensor.untyped_storage().data_ptr() == addresses[0] and not moved:
+            tensor.data = torch.zeros(3, 4)
+        return found
+
+    def move(transfer, ranges):
+        targets = [ranges._fields[k + 2] for k in range(0, len(ranges._fields), len(ranges._fields) // len(ranges))]
+        moved.append(old() is None and addresses[0] in targets)
+        original(transfer, ranges)
+
+    original = tensor_memory._move
+    monkeypatch.setattr(tensor_memory, function, changed)
+    monkeypatch.setattr(tensor_memory, "_move", move)
+    sync.load_into(module, file)
+    assert moved == [False]
+    require_equal(
+        {n: t for n, t in module.state_dict().items() if n != "t7"}, {n: t for n, t in SOURCES.items() if n != "t7"}
+    )
+
+
+@needs_engine
+def test_a_tie_in_a_state_is_no_overlap(file, num_made):
+    state = zeros()
+    state["t8"] = state["t7"]
+    sources = SOURCES | {"t8": SOURCES["t7"]}
+    other = file.with_name("tied.safetensors")
+    sync.save(sources, other)
+    asyncio.run(stio.distributed.load_into(state, other))
+    require_equal(state, sources)
+    assert num_made == [1]
+
+
+@needs_engine
+def test_a_short_tensor_alone_is_copied_without_the_engine(tmp_path, num_made, monkeypatch):
+    """To wake a thread for it takes longer."""
+    calls, make = [], native.Transfer
+    monkeypatch.setattr(native, "Transfer", lambda **named: (calls.append(named), make(**named))[1])
+    module = module_of({"a": torch.zeros(4)})
+    sync.load_into(module, save_file({"a": ramp(4)}, tmp_path / "x.safetensors"))
+    require_equal(module.state_dict(), {"a": ramp(4)})
+    assert len(calls) == 1  # that of the load
+
+
+@needs_engine
 @pytest.mark.parametrize("change", ["layout", "dtype"])
 def test_what_has_changed_since_the_load_began_is_copied_by_torch(file, monkeypatch, change):
     module, copy = module_of(zeros()), target.copy_from_image
