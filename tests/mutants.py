@@ -501,7 +501,7 @@ MUTANTS = (
         "bytes into memory with gaps",
         "memory that is not contiguous gets the bytes of the tensor one after the other",
         "stio/device/tensor_memory.py",
-        ("and tensor.is_contiguous() and conj", "and conj"),
+        ("and target.is_contiguous() and traits", "and traits"),
         tests=f"{IMAGES}test_what_has_changed_since_the_load_began_is_copied_by_torch",
     ),
     mutant(
@@ -516,8 +516,8 @@ MUTANTS = (
         "memory that is freed during a load is written nevertheless",
         "stio/device/tensor_memory.py",
         (
-            "        begin, end, address, _ = require_memory(name, target, path=path)\n        at, dtype",
-            "        begin, end, address = 0, target.nbytes, target.data_ptr()\n        at, dtype",
+            "begin, end, address, _ = require_memory(name, target, path=path, storage=storage)",
+            "begin, end, address = 0, target.nbytes, target.data_ptr()",
         ),
         tests=f"{REFRESH}test_memory_that_is_freed_during_the_load_is_not_written",
     ),
@@ -525,7 +525,7 @@ MUTANTS = (
         "a tensor for each of a group on the CPU",
         "a load into memory on the CPU makes a tensor for each tensor of the file",
         "stio/loading/target.py",
-        ("by_engine = native.available() and self.on_cpu", "by_engine = False"),
+        ('device.type == "cpu" and not by_engine', 'device.type == "cpu"'),
         tests=f"{IMAGES}test_one_tensor_of_bytes_for_a_group",
     ),
     mutant(
@@ -539,7 +539,7 @@ MUTANTS = (
         "copies without a thread",
         "where no thread can be started for the copies of a load, nothing is copied",
         "stio/device/tensor_memory.py",
-        ("if by_torch or not is_same", "if not is_same"),
+        ("if by_torch or not (is_same", "if not (is_same"),
         tests=f"{IMAGES}test_where_no_thread_can_be_started_torch_copies",
     ),
     mutant(
@@ -574,7 +574,7 @@ MUTANTS = (
         "bytes are not counted as a change",
         "autograd does not see that a load has written a tensor",
         "stio/device/tensor_memory.py",
-        ("            torch.autograd.graph.increment_version(target)  #", "            pass  #"),
+        ("        torch.autograd.graph.increment_version(target)  #", "        pass  #"),
         tests=f"{REFRESH}test_all_kinds_of_memory_are_filled",
     ),
     mutant(

@@ -189,8 +189,8 @@ class ShortStorageError(Exception):
         """Size that it has."""
 
 
-def extent_of(tensor: torch.Tensor) -> Extent:
-    """Return where a dense tensor is in its storage.
+def extent_of(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> Extent:
+    """Return where a dense tensor is in its storage, or would be in another one.
 
     Raises:
         ShortStorageError: The storage does not have all of its bytes.
@@ -203,7 +203,7 @@ def extent_of(tensor: torch.Tensor) -> Extent:
         end = begin + item
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             end += (size - 1) * stride * item
-    storage = tensor.untyped_storage()
+    storage = storage or tensor.untyped_storage()
     address, held = storage.data_ptr(), storage.nbytes()
     if nbytes and (end > held or not address):
         raise ShortStorageError(end, held if address else 0)
@@ -290,22 +290,25 @@ def require_data_of(tensors: Mapping[str, object]) -> None:
                 require_data(name, part)
 
 
-def require_memory(name: str, tensor: torch.Tensor, *, path: str | None) -> Extent:
+def require_memory(
+    name: str, tensor: torch.Tensor, *, path: str | None, storage: torch.UntypedStorage | None = None
+) -> Extent:
     """Return where a tensor is that a load will write.
 
     Args:
         name: The tensor, for the error.
         tensor: A dense tensor with a storage.
         path: The checkpoint, for the error.
+        storage: The storage that it had, and that the caller holds: another thread may have given it another one.
 
     Raises:
         MismatchError: Its storage does not have all of its bytes.
     """
     try:
         if type(tensor) in PLAIN:
-            return extent_of(tensor)
+            return extent_of(tensor, storage)
         with without_torch_function():
-            return extent_of(tensor)
+            return extent_of(tensor, storage)
     except ShortStorageError as error:
         raise MismatchError(
             f"{printable(name)} cannot be filled: {error}; wake or gather the model first, or resize the memory: "
@@ -411,30 +414,30 @@ def copy_from_image(image: Image, places: Sequence[tuple[str, str, torch.Tensor]
         DeviceError: The device refused a copy. The version of each target is higher nevertheless.
     """
     ranges, base, device = native.Ranges(), image.memory.data_ptr(), image.memory.device
+    image_bytes = image.memory.nbytes
     transfer = _new_transfer() if device.type == "cpu" else None
     by_torch = device.type == "cpu" and transfer is None
     written, others = [], []
     held = []  # until the copies have ended: another thread may give a tensor another storage at any moment
     for name, source, target in places:
-        storage = target.untyped_storage()
-        begin, end, address, _ = require_memory(name, target, path=path)
         at, dtype, shape = image.tensors[source]
+        storage = target.untyped_storage()
+        begin, end, address, _ = require_memory(name, target, path=path, storage=storage)
+        traits, nbytes = traits_of(target), end - begin
         is_same = target.dtype == dtype and target.shape == shape and target.device == device
-        is_same = is_same and is_plain_memory(target) and storage.data_ptr() == address
-        if by_torch or not is_same or end - begin != math.prod(shape) * dtype.itemsize:
+        is_plain = _is_plain(type(target)) and target.is_contiguous() and traits.bits == _NO_BITS
+        if by_torch or not (is_same and is_plain and at + nbytes <= image_bytes):
             others.append((name, target, (at, dtype, shape)))
             continue
-        written.append(target)
         held.append(storage)
-        if begin == end:
-            continue
-        if transfer is not None:
-            ranges.host_to_host(0, base + at, end - begin, address + begin, at)
-        else:
-            ranges.of_device(base + at, end - begin, address + begin)
+        if not traits.is_inference:
+            written.append(target)
+        if nbytes and transfer is not None:
+            ranges.host_to_host(0, base + at, nbytes, address + begin, at)
+        elif nbytes:
+            ranges.of_device(base + at, nbytes, address + begin)
     for target in written:
-        if not traits_of(target).is_inference:
-            torch.autograd.graph.increment_version(target)  # first: the device may refuse a copy behind others
+        torch.autograd.graph.increment_version(target)  # first: the device may refuse a copy behind others
     if transfer is not None:
         _move(transfer, ranges)
     elif not by_torch:
@@ -476,9 +479,12 @@ _CANCEL_SECONDS = 0.1
 """How often a copy looks for a cancel."""
 
 
-def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has just the bytes of its values, and a copy of them is all that a copy of it does."""
-    return _is_plain(type(tensor)) and tensor.is_contiguous() and conj_neg_bits(tensor) == _NO_BITS
+def has_plain_bytes(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has just the bytes of its values, and torch's own copy of them.
+
+    Bits that wait to be applied (conjugation, negation) are not looked for here.
+    """
+    return _is_plain(type(tensor)) and tensor.is_contiguous()
 
 
 _NO_BITS = (False, False)

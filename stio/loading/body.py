@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from stio import native
 from stio.device.base import LoadedGroup, resolve_devices
 from stio.device.tensors import Casts
 from stio.errors import FormatError, IntegrityError, LimitError
@@ -190,7 +191,8 @@ def fill(
             kept=kept,
             slices=target.slices,
             views=not kept,
-            copied=target.copied_names,
+            # An event loop's thread must not wait for the engine.
+            copied=target.copied_names(by_engine=direct and native.available()),
         )
         queue.attach(scheduler)
         scheduler.run_for(operation)

@@ -16,9 +16,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from stio import native
 from stio.device.base import LoadedGroup
-from stio.device.tensor_memory import TargetMemory, copy_all, copy_from_image, is_plain_memory
+from stio.device.tensor_memory import TargetMemory, copy_all, copy_from_image, has_plain_bytes
 from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
 from stio.errors import MismatchError, listed, printable
 from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
@@ -189,15 +188,15 @@ class LoadTarget(ABC):
         one = set(devices.values()) or {cpu}
         return one.pop() if len(one) == 1 else devices
 
-    @property
-    def copied_names(self) -> AbstractSet[str]:
-        """Names of tensors whose bytes are copied as they are, into memory of the device that they are loaded to.
+    def copied_names(self, *, by_engine: bool) -> AbstractSet[str]:
+        """Return names of tensors whose bytes are copied as they are, into memory of the device they are loaded to.
 
-        After `select`. Empty if memory of several tensors on the CPU overlaps: the order of the copies decides then, so
-        torch makes them. No name of the CPU without the engine, or if other memory is on a device: an event loop's
-        thread may copy then, and must not wait for the engine.
+        Empty if memory of several tensors on the CPU overlaps: the order of the copies decides then, so torch makes
+        them. Called after `select`.
+
+        Args:
+            by_engine: The engine copies on the CPU. Otherwise torch does.
         """
-        by_engine = native.available() and self.on_cpu
         found = {name for name, places in self._places.items() if _takes_bytes(places, by_engine)}
         found.difference_update(self.kept_names or ())
         return found if self._is_apart or not self._overlaps(found) else frozenset()
@@ -247,13 +246,13 @@ def _takes_bytes(places: Sequence[Place], by_engine: bool) -> bool:
         by_engine: Whether the engine copies on the CPU.
     """
     device = places[0].memory.device
-    return (by_engine or device.type != "cpu") and all(
-        place.box is None
-        and place.memory.device == device
-        and place.memory.dtype == TORCH_DTYPES.get(place.stored)
-        and is_plain_memory(place.memory)
-        for place in places
-    )
+    if device.type == "cpu" and not by_engine:
+        return False
+    for place in places:
+        memory = place.memory
+        if place.box is not None or memory.dtype != TORCH_DTYPES.get(place.stored) or not has_plain_bytes(memory):
+            return False
+    return len(places) == 1 or all(place.memory.device == device for place in places)
 
 
 class PartsTarget(LoadTarget):

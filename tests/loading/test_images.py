@@ -158,7 +158,7 @@ def test_memory_that_a_tensor_no_longer_has_is_held_during_the_copies(file, monk
 
 
 @needs_engine
-@pytest.mark.parametrize("function", ["require_memory", "is_plain_memory"])
+@pytest.mark.parametrize("function", ["require_memory", "traits_of"])
 def test_a_tensor_that_gets_other_memory_between_two_checks(file, monkeypatch, function):
     """The engine never writes to an address of which the storage is not held."""
     module, check, moved = module_of(zeros()), getattr(tensor_memory, function), []
