@@ -275,7 +275,7 @@ def resources(url: str, before: tuple[int, int] = (0, 0)) -> tuple[int, int]:
     least ones of a second.
     """
     gc.collect()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 30  # the client of stores keeps a thread that has nothing to do for 10 s
     while threads() > threads.least and time.monotonic() < until:  # type: ignore[attr-defined]
         time.sleep(0.05)
     if not before[0]:
@@ -302,12 +302,15 @@ def threads() -> int:
     """Return the number of threads, without those of the engine, which stay, of gloo, which connects when it must, and of
     requests that a cancelled load has left behind: they end with their answer.
     """
-    found = 0
+    return len(names_of_threads()) - len(calls._under_way)
+
+
+def names_of_threads() -> list[str]:
+    names = []
     for task in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has ended
-            name = Path(f"/proc/self/task/{task}/comm").read_text().strip()
-            found += not re.fullmatch(r"gloo_tcp_loop|stio-\d+", name)
-    return found - len(calls._under_way)
+            names.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
+    return sorted(name for name in names if not re.fullmatch(r"gloo_tcp_loop|stio-\d+", name))
 
 
 threads.least = 0  # type: ignore[attr-defined]
@@ -341,6 +344,7 @@ def failures(folder: str, url: str) -> dict[str, Any]:
     sync.distributed.load_into(module, path, broadcast=True)
     found["filled"] = filled(module)
     found["resources"] = before, resources(url, before)
+    found["threads"] = names_of_threads(), [thread.name for thread in threading.enumerate()]
     return found
 
 
@@ -479,7 +483,7 @@ def test_the_store_of_the_group_gets_no_more_keys(found: Any) -> None:
 def test_no_descriptor_and_no_thread_is_left(found: Any) -> None:
     for one in found[0]:
         (descriptors, num_threads), after = one["resources"]
-        assert after[0] <= descriptors and after[1] <= num_threads, one["resources"]
+        assert after[0] <= descriptors and after[1] <= num_threads, (one["resources"], one["threads"])
 
 
 @gpu
