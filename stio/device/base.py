@@ -228,10 +228,10 @@ class DeviceMap:
         device = self._where(name)
         if not isinstance(device, str | int | torch.device):
             return self._resolved(device, name)
-        target = self._known.get(device)
-        if target is None:
-            target = self._known[device] = self._resolved(device, name)
-        return target
+        found = self._known.get(device)
+        if found is None:
+            found = self._known[device] = self._resolved(device, name)
+        return found
 
     def _resolved(self, device: Any, name: str) -> AnyDevice:
         if isinstance(device, Accelerator):

@@ -480,9 +480,9 @@ _CANCEL_SECONDS = 0.1
 
 
 def has_plain_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has just the bytes of its values, and torch's own copy of them.
+    """Return whether the memory of a tensor is the bytes of its values, and its class copies them as torch does.
 
-    Bits that wait to be applied (conjugation, negation) are not looked for here.
+    Conjugations and negations that are not carried out yet are not looked for here.
     """
     return _is_plain(type(tensor)) and tensor.is_contiguous()
 

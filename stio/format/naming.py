@@ -307,7 +307,7 @@ def step_of(path: str) -> tuple[int, str] | None:
     if found := _AFTER_WORD.findall(name):
         return int(found[-1]), path
     for folder in folders:
-        if _STEP_FOLDER.fullmatch(posixpath.basename(folder)):
+        if is_step_directory(posixpath.basename(folder)):
             return int(_AFTER_WORD.findall(posixpath.basename(folder))[-1]), folder
     if folders and (alone := _STEP_NUMBER.fullmatch(posixpath.basename(folders[0]))):
         return int(alone[1]), folders[0]
@@ -340,7 +340,7 @@ def step_named(name: str) -> int | None:
 
 def is_step_directory(name: str) -> bool:
     """Return whether a name is one that a training gives to a directory of a checkpoint: `step-4`, `checkpoint-500`."""
-    return not name.startswith(".") and _STEP_FOLDER.fullmatch(name) is not None
+    return _STEP_FOLDER.fullmatch(name) is not None
 
 
 def is_dated(name: str) -> bool:
@@ -362,7 +362,7 @@ def series_of(path: str) -> str | None:
     if named is None:
         return None
     folders = posixpath.dirname(named[1]).split("/")
-    folders = [_without_numbers(folder) if _STEP_FOLDER.fullmatch(folder) else folder for folder in folders]
+    folders = [_without_numbers(folder) if is_step_directory(folder) else folder for folder in folders]
     return "/".join((*folders, _without_numbers(posixpath.basename(named[1])))) + path[len(named[1]) :]
 
 

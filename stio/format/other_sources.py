@@ -299,7 +299,8 @@ def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], F
     if states and not found:
         return f"; {printable(states[0])} holds the state of a training, and no weights"
     if not found:
-        steps = {step: name for name in names if is_step_directory(name) and (step := step_named(name)) is not None}
+        named = [name for name in names if is_step_directory(name) or name.isdecimal()]
+        steps = {step: name for name in named if (step := step_named(name)) is not None}
         if not steps:
             return ""
         return f"; {printable(steps[max(steps)])} may be one: give its path (stio.latest finds the newest)"

@@ -59,10 +59,10 @@ def select_by_device(opened: OpenCheckpoint, names: Names | None, device: AnyDev
         for k in chosen:
             name = header.names[k]
             for selected_name in selected.get(name, (name,)):
-                target = device(selected_name)
-                if id(target) not in found:
-                    found[id(target)] = target, [[] for _ in opened.headers], {}
-                _, mine, my_names = found[id(target)]
+                own = device(selected_name)
+                if id(own) not in found:
+                    found[id(own)] = own, [[] for _ in opened.headers], {}
+                _, mine, my_names = found[id(own)]
                 if not mine[shard] or mine[shard][-1] != k:  # several names of one tensor: it is read once
                     mine[shard].append(k)
                 if selected:
@@ -223,8 +223,8 @@ def placed_parts(
         source = aliases.get(name, name)
         if source not in stored:
             continue  # the selection raises for it
-        target = device(name) if isinstance(device, DeviceMap) else device
-        where = target if isinstance(target, torch.device) else target.device
+        own = device(name) if isinstance(device, DeviceMap) else device
+        where = own if isinstance(own, torch.device) else own.device
         part = parts[name] = placements.part(name, torch_shape(*stored[source]), where)
         first = by_source.setdefault(source, name)
         if parts[first].key != part.key:

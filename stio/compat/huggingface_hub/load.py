@@ -170,8 +170,8 @@ def load_safetensors(
 
 def _load_file(path: str, opened: OpenCheckpoint | None, map_location: MapLocation) -> dict[str, torch.Tensor]:
     device = _device(map_location)
-    target = device if device.type in _BY_STIO else torch.device("cpu")
-    options = LoadOptions(device=target)
+    loaded_to = device if device.type in _BY_STIO else torch.device("cpu")
+    options = LoadOptions(device=loaded_to)
 
     def read(operation: Operation[Any], opened: OpenCheckpoint) -> Callable[[], dict[str, torch.Tensor]]:
         _require_format(opened.headers[0], path)
@@ -182,7 +182,7 @@ def _load_file(path: str, opened: OpenCheckpoint | None, map_location: MapLocati
     else:
         operation = Operation(partial(read, opened=opened), name="load", kind="load", about=path).start()
     tensors = operation.result()()
-    return tensors if target == device else {name: tensor.to(device) for name, tensor in tensors.items()}
+    return tensors if loaded_to == device else {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _device(map_location: MapLocation) -> torch.device:

@@ -116,16 +116,16 @@ def prefetch(
 ) -> PrefetchLoader:
     """Start to read the tensors of a plan; see `safe_open.prefetch`."""
     names, slices = _checked(plan, file)
-    target: AnyDevice = torch.device("cpu")
+    loaded_to: AnyDevice = torch.device("cpu")
     moved_to = None
     if device != "cpu":
         served = _accelerator.served(device)
         if served is not None:
-            target = served
+            loaded_to = served
         else:  # torch itself copies each tensor when it is taken
             with reading(file.path):
                 moved_to = resolve_device(device)
-    options = LoadOptions(device=target, memory="auto" if file.is_mapped else "copy", budget_bytes=budget_bytes)
+    options = LoadOptions(device=loaded_to, memory="auto" if file.is_mapped else "copy", budget_bytes=budget_bytes)
     source = file.opened_again()
     # No aliases are passed: stio records them under a metadata key of its own, and this format has none.
     opened = OpenCheckpoint(file.path, [source], [file.header], file.header.metadata, {})

@@ -190,8 +190,8 @@ class WarmStart:
     ) -> WarmStartLoad:
         require_supported(module)  # it may have changed since the constructor
         settings = self._settings
-        target = resolve_devices(settings.device)
-        if isinstance(target, DeviceMap):
+        where = resolve_devices(settings.device)
+        if isinstance(where, DeviceMap):
             raise ValueError("a warm start has one device; place a module on several by load_into(..., assign=True)")
         opened = open_with_options(operation, self._source, settings, strict=False)
         try:
@@ -203,7 +203,7 @@ class WarmStart:
                 stored = list(dict.fromkeys(match.buffers.values()))
                 buffers = gather(operation, opened, stored, replace(options, progress=None), casts=match.casts or None)
             operation.check()
-            device = target if isinstance(target, torch.device) else target.device
+            device = where if isinstance(where, torch.device) else where.device
             load = WarmStartLoad(opened, options, match, buffers, device)
             with collection_paused(len(match.parameters)):
                 load.make_placeholders(module, match.parameters)
