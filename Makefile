@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
 # Written when everything is installed: an environment without this file is incomplete, and the installation runs again.
 STAMP := $(VENV)/.stio-installed
+# The checkout whose make made the environment.
+OWNER := $(VENV)/.stio-owner
 # The library of the engine, in the tree: what runs stio needs it, and it is compiled again when its sources are newer.
 ENGINE := stio/native/libstio.so
 MODEL_STAMP := $(VENV)/.stio-trained-model
@@ -29,76 +31,29 @@ ENGINES_STAMP := $(ENGINES)/.stio-engines
 # The tests start hundreds of processes; without its bytecode each of them would compile stio again.
 unexport PYTHONDONTWRITEBYTECODE
 
-PARTS := ranks frameworks reported children faults packages commands loading storage device types
-.PHONY: demo test check $(PARTS:%=check-%) native-check frameworks engines nightly mutants faults fmt docs tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed bench-pool gpu rehearse-gpu fuzz crash package wheel release-check extras clean
+.DEFAULT_GOAL := help
+.PHONY: help own-environment demo test check native-check frameworks engines nightly mutants faults fmt docs pages tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed bench-pool gpu rehearse-gpu fuzz crash durations package wheel release-check extras clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | expand -t 18 | cut -c1-150
 
 # DEMO_ARGS="--picture docs/demo.svg" draws the picture of the pages again; --help lists the other options.
 demo: $(ENGINE)  ## a server that answers while a model loads, saves that are killed, the picture of both: a minute
 	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-test: check
+test: check  ## format, lint, strict types, all tests: six minutes on two cores
 
-check: $(ENGINE) $(MODEL_STAMP) $(DOCS_STAMP)  ## format, lint, strict types, all tests
+# TEST_ARGS="--all" runs the tests of pages and packages too if nothing that they read has changed since they passed.
+check: $(ENGINE) $(MODEL_STAMP) $(DOCS_STAMP)  ## the same
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	@$(MAKE) --no-print-directory --jobs=4 --output-sync=target $(PARTS:%=check-%)
+	@$(BIN)/python tests/run.py $(TEST_ARGS)
 
-# The types and the tests in parts, four parts at a time on two cores, since each waits for disks, servers and deadlines
-# part of its time; the long ones first, so that the cores end together. The output of a part is shown when it has ended.
-# `pytest` alone runs all tests, one after the other.
-QUICK := -m 'not gpu and not slow'
-TYPES := tests/test_package.py tests/test_package_workflows.py
-# In the part of the frameworks, whose process has imported them, and has a parent of forked processes.
-PAGES := tests/test_docs.py tests/test_examples.py tests/test_benchmark_busy.py
-CHILDREN := $(filter-out $(TYPES) $(PAGES),$(wildcard tests/test_*.py))
-COMMANDS := tests/cli tests/crash
-RANKS := tests/distributed tests/remote
-FRAMEWORK_TESTS := tests/compat tests/frameworks tests/integrations $(PAGES)
-STORAGE := tests/storage tests/saving
-LOADING := tests/loading
-FAULTS := tests/faults tests/versions
-REPORTED := tests/faults/test_reported_*.py
+pages: $(ENGINE) $(MODEL_STAMP) $(DOCS_STAMP)  ## run the code of all pages and examples; open the site in a browser
+	@STIO_TEST_LONG=1 $(BIN)/python tests/run.py pages
 
-check-children:
-	@$(BIN)/python -m pytest -q $(QUICK) $(CHILDREN)
-
-check-commands:
-	@$(BIN)/python -m pytest -q $(QUICK) $(COMMANDS)
-
-check-ranks:
-	@$(BIN)/python -m pytest -q $(QUICK) $(RANKS)
-
-check-frameworks:
-	@$(BIN)/python -m pytest -q $(QUICK) $(FRAMEWORK_TESTS)
-
-check-storage:
-	@$(BIN)/python -m pytest -q $(QUICK) $(STORAGE)
-
-check-loading:
-	@$(BIN)/python -m pytest -q $(QUICK) $(LOADING)
-
-# All that is in no other part.
-check-packages:
-	@$(BIN)/python -m pytest -q $(QUICK) --ignore-glob='tests/test_*.py' \
-		$(patsubst %,--ignore=%,$(COMMANDS) $(RANKS) $(FRAMEWORK_TESTS) $(STORAGE) $(LOADING) $(FAULTS))
-
-# A test checks the types of the package that is built, with what mypy has cached of torch here.
-check-types:
-	@$(BIN)/mypy --strict stio
-	@$(BIN)/python -m pytest -q $(QUICK) $(TYPES)
-
-# A test that is expected to fail is not listed here; `make faults` lists all.
-check-faults:
-	@$(BIN)/python -m pytest -q -r fEs $(QUICK) --ignore-glob='$(REPORTED)' $(FAULTS)
-
-check-reported:
-	@$(BIN)/python -m pytest -q $(QUICK) $(REPORTED)
-
-# Tests that need an accelerator run on the simulated one (tests/simdevice), in a separate process: torch can have only
-# one. The files are those that import tests/accelerators.py, since to collect all tests would take longer.
-check-device:
-	@STIO_TEST_DEVICE=sim $(BIN)/python -m pytest -q -r fEs -m 'gpu and not slow' \
-		$$(grep -rl --include='test_*.py' 'from accelerators import' tests)
+durations: $(ENGINE) $(MODEL_STAMP) $(DOCS_STAMP)  ## run all tests, and write down how long each file takes (tests/durations.json)
+	@$(BIN)/python tests/run.py --all --record
 
 fmt: $(STAMP)
 	$(BIN)/ruff format
@@ -158,7 +113,7 @@ rehearse-gpu: $(ENGINE)  ## the same stages, small, on the simulated device: 90 
 # In stages, two at a time; build/nightly/summary.md says what each did and found. All stages run, even if one of them
 # fails; the command then fails at the end. NIGHTLY_ARGS="--stage kills --scale 0.05" for a part, or for a short form.
 # Power cuts need root, and mkfs of ext4, xfs and btrfs (Debian: xfsprogs, btrfs-progs); what is missing is skipped.
-nightly: $(ENGINE) $(MODEL_STAMP) $(NIGHTLY_STAMP)  ## all that takes too long for `make test`: 35 minutes on two cores, and 10 for the mutants
+nightly: $(ENGINE) $(MODEL_STAMP) $(NIGHTLY_STAMP)  ## all that takes too long for `make test`: 45 minutes on two cores, and 10 for the mutants
 	@PYTHONPATH=.:tests $(BIN)/python -m nightly.run --fuzz-python $(NIGHTLY)/bin/python $(NIGHTLY_ARGS)
 
 # `make test` has those of them whose frameworks $(VENV) has: transformers and accelerate.
@@ -216,11 +171,16 @@ clean:
 	rm -rf $(VENV) $(TOOLS) $(NIGHTLY) $(FRAMEWORKS) $(ENGINES) $(ENGINE) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml constraints.txt
+# An environment that this checkout's make did not make is not changed: another checkout, or a person, uses it.
+own-environment:
+	@test ! -e $(BIN)/python || test "$$(cat $(OWNER) 2>/dev/null)" = "$(CURDIR)" \
+		|| { echo "$(VENV) was not made by make in this directory, so it stays as it is; name another: make VENV=.venv-make" >&2; exit 1; }
+
+$(STAMP): pyproject.toml constraints.txt | own-environment
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "stio needs Python 3.11 or newer, try: make PYTHON=python3.11")'
 	@echo "making the environment in $(VENV): a few minutes, once"
 	@rm -f $@
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || { mkdir -p $(VENV) && echo "$(CURDIR)" > $(OWNER) && $(PYTHON) -m venv $(VENV); }
 	@# torch first and alone: the later steps must not change it
 	@$(PIP) install --constraint constraints.txt torch
 	@$(PIP) install --constraint constraints.txt hatchling editables

@@ -9,6 +9,7 @@ subnormals, both zeros, and random bits. `test_bits.py` runs all paths on the CP
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from counts import count
 from remote.servers import http_server
 from support import module_of
 from torch import nn
@@ -54,6 +56,13 @@ ALONE = ["BF16", "F16", "F8_E5M2", "BOOL", "F8_E4M3", "U16"]
 
 LARGE_BYTES = 2 << 20
 """Tensors from here on are copied directly to their own memory on a device."""
+_ON_A_REAL_DEVICE = torch.accelerator.is_available() and os.environ.get("STIO_TEST_DEVICE") != "sim"
+_LARGE_ONES_EVERY = 1 if _ON_A_REAL_DEVICE else count(4, 1)
+
+
+def taking_turns(dtypes: Sequence[str], row: int) -> Sequence[str]:
+    """Return the dtypes that are tried in a row of a table: one of them in `make test`."""
+    return dtypes if _LARGE_ONES_EVERY == 1 else [dtypes[row % len(dtypes)]]
 
 
 @cache
@@ -81,9 +90,12 @@ def patterns(dtype: str) -> torch.Tensor:
 
 @cache
 def tensors() -> Tensors:
-    """Return tensors of each dtype with all its patterns: a matrix, a cube, a vector, a scalar, and a large one."""
+    """Return tensors of each dtype with all its patterns: a matrix, a cube, a vector, a scalar, and a large one.
+
+    In `make test` each fourth dtype has a large one: they take most of the time.
+    """
     found: Tensors = {}
-    for dtype in DTYPES:
+    for k, dtype in enumerate(DTYPES):
         given = patterns(dtype)
         whole = given.repeat(-(-512 // len(given)))
         matrix = whole[: len(whole) // 16 * 16].view(16, -1)
@@ -92,6 +104,8 @@ def tensors() -> Tensors:
             "matrix": matrix, "cube": whole[: len(whole) // 32 * 32].view(4, -1, 8), "vector": whole[-333:],
             "scalar": whole[-7:-6] if dtype == "F4" else whole[-7], "large": large[: len(large) // 256 * 256].view(256, -1),
         }  # fmt: skip
+        if k % _LARGE_ONES_EVERY:
+            del shapes["large"]
         found |= {f"{dtype}.{name}": one.clone().view(TORCH_DTYPES[dtype]) for name, one in shapes.items()}
     return found
 

@@ -1,4 +1,4 @@
-"""What tests of the command line share: the real program, the program in this process, and a terminal to run it on."""
+"""What tests of the command line share: the program in this process, in another one, and a terminal to run it on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pty
 import signal
 import struct
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +17,9 @@ from pathlib import Path
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
+from support import run_python
 
 from stio.cli.main import main
-
-PROGRAM = [sys.executable, "-m", "stio"]
 
 
 def write_model(path: Path, third: str = "n") -> Path:
@@ -60,15 +58,28 @@ def refused(*arguments: object, status: int = 2) -> str:
     return line
 
 
-def stio(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the real program with pipes."""
+def piped(program: Sequence[str], *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with pipes."""
     return subprocess.run(
-        [*PROGRAM, *map(str, arguments)], capture_output=True, text=True, env={**os.environ, **environment}
+        [*program, *map(str, arguments)], capture_output=True, text=True, env={**os.environ, **environment}
     )
 
 
-def terminal(*arguments: object, program: Sequence[str] = PROGRAM, **environment: str) -> str:
-    """Run the real program on a pseudoterminal of 80 columns and return all it was sent."""
+def large_imports(python: str | Path, *arguments: object) -> list[str]:
+    """Return which of torch and numpy an interpreter has imported after a command."""
+    code = """
+import sys
+from stio.cli.main import main
+main(sys.argv[1:], standalone_mode=False)
+print(*sorted({"torch", "numpy"} & set(sys.modules)))
+"""
+    done = run_python(code, *arguments, python=python)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()
+
+
+def terminal(program: Sequence[str], *arguments: object, **environment: str) -> str:
+    """Run a program on a pseudoterminal of 80 columns and return all it was sent."""
     main_fd, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     environ = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "CI")}
@@ -86,9 +97,9 @@ def terminal(*arguments: object, program: Sequence[str] = PROGRAM, **environment
 
 
 def interrupted(
-    *arguments: object, when: Callable[[], bool], program: Sequence[str] = PROGRAM, cwd: Path | None = None
+    program: Sequence[str], *arguments: object, when: Callable[[], bool], cwd: Path | None = None
 ) -> tuple[int, str, str]:
-    """Run the real program, press Ctrl-C when something is true, and return status, output and error."""
+    """Run a program, press Ctrl-C when something is true, and return status, output and error."""
     process = subprocess.Popen(
         [*program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd
     )

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 locks = importlib.import_module("stio.runtime.locks")
 loops = importlib.import_module("loops")
 calls = importlib.import_module("stio.storage.commit.syscalls")
+clock = importlib.import_module("clocks").clock
+"""A fixture: the time of a test, see `clocks.Clock`."""
 logged_under_a_lock: list[str] = []
 
 
@@ -38,6 +41,16 @@ def _note_locks(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("stio").addFilter(_note_locks)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if folder := os.environ.get("STIO_TEST_COSTS"):
+        config.pluginmanager.register(importlib.import_module("costs").Recorder(Path(folder)))
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    importlib.import_module("counts").mark_slow(items)
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +115,8 @@ def _settle_torch() -> None:
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Return the parent of processes that begin with torch and stio imported."""
-    zygote = pytest.importorskip("crash.zygote").Zygote(tmp_path_factory.mktemp("output"))
+    modules = ["torch", "stio.sync", "stio.cli.main", "support"]
+    zygote = pytest.importorskip("crash.zygote").Zygote(tmp_path_factory.mktemp("output"), modules)
     yield zygote
     zygote.close()
 
@@ -116,11 +130,29 @@ def torch_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def trainer_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return the parent of processes that begin with what trainings need imported."""
+    modules = ["torch", "torch._dynamo", "stio.distributed", "stio.sync", "support"]
+    modules += ["transformers.trainer"] if find_spec("transformers") and find_spec("accelerate") else []
+    modules += ["lightning.pytorch"] if find_spec("lightning") else []
+    zygote = pytest.importorskip("crash.zygote").Zygote(tmp_path_factory.mktemp("output"), modules)
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture(scope="session")
 def program_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Return the parent of processes that begin with the program `stio` imported, and so without torch."""
     zygote = pytest.importorskip("crash.zygote").Zygote(tmp_path_factory.mktemp("output"), ["stio.cli.main"])
     yield zygote
     zygote.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks(request: pytest.FixtureRequest) -> None:
+    """Start the processes that are ranks before the first test that needs them, which is not slower for it."""
+    if "run_ranks" in vars(request.module):
+        importlib.import_module("distributed.ranks").RankSet.shared()
 
 
 @pytest.fixture
@@ -139,9 +171,15 @@ def fast_path(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _freeze() -> None:
-    """Keep what the session has piled up out of the collections that tests ask for: 1 ms each instead of 100 to 500."""
+    """Keep what the session has piled up out of the collections that tests ask for: 1 ms each instead of 100 to 500.
+
+    And let the 40 loggers of torch propagate: pytest attaches its handlers to each that does not, six times for each test.
+    """
     gc.collect()
     gc.freeze()
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -76,6 +76,7 @@ def time_of(bench: Bench, operation: Operation) -> float:
     return (busy._at_once(work) if bench.is_blocking else asyncio.run(work))["seconds"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 def test_each_operation_runs(directory: Path, operation: Operation, face: str) -> None:

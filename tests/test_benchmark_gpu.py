@@ -87,9 +87,18 @@ Run = Callable[..., int]
 Read = Callable[[], dict[str, gpu_results.Attempt]]
 
 
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """Return the parent of processes that begin with what a turn imports."""
+    zygote = Zygote(tmp_path_factory.mktemp("output"), ["benchmarks.suite", "benchmarks.runs", "benchmarks.report"])
+    yield zygote
+    zygote.close()
+
+
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def command(tmp_path: Path, turns: Zygote, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """Return the command, over stages that fail in every way."""
+    monkeypatch.setattr(sys, "executable", str(turns.python))
     (tmp_path / "gpu_fakes.py").write_text(FAKES)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -121,6 +130,7 @@ def errors(attempt: gpu_results.Attempt, entry: str) -> list[str]:
     return [record["error"] for record in runs if "error" in record]
 
 
+@pytest.mark.costly("processes of its own")
 def test_a_turn_that_fails_leaves_the_others_results(
     command: Run, attempts: Read, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +179,7 @@ def test_results_come_as_they_come(command: Run, tmp_path: Path) -> None:
     assert processes["limit"] == processes["stio"][:2]
 
 
+@pytest.mark.costly("processes of its own")
 def test_a_command_goes_on_where_another_ended(
     command: Run, attempts: Read, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -513,20 +524,20 @@ print(sorted(load(directory)))
 """
 
 
-def prefetched(directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def prefetched(zygote: Zygote, directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Load with the second safetensors."""
     known = {name: value for name, value in os.environ.items() if name != SAFETENSORS}
-    command = [sys.executable, "-c", PREFETCHES, str(directory)]
+    command = [zygote.python, "-c", PREFETCHES, directory]
     return subprocess.run(command, cwd=ROOT, env=known | environment, capture_output=True, text=True, check=False)
 
 
-def test_the_second_safetensors_comes_from_its_folder(tmp_path: Path) -> None:
+def test_the_second_safetensors_comes_from_its_folder(torch_zygote: Zygote, tmp_path: Path) -> None:
     """It has the name of the first one. Loaders of all shards are started before a tensor is taken."""
     package = tmp_path / "folder" / "safetensors"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(SECOND_SAFETENSORS)
     (package / "torch.py").touch()
-    done = prefetched(tmp_path, **{SAFETENSORS: str(package.parent)})
+    done = prefetched(torch_zygote, tmp_path, **{SAFETENSORS: str(package.parent)})
     assert done.stdout.splitlines() == [
         "open 1.safetensors pt cpu",
         "open 2.safetensors pt cpu",
@@ -536,13 +547,13 @@ def test_the_second_safetensors_comes_from_its_folder(tmp_path: Path) -> None:
     ], done.stderr
 
 
-def test_without_the_second_safetensors_its_contestant_is_absent(tmp_path: Path) -> None:
-    assert f"{SAFETENSORS} names no folder with safetensors 0.9" in prefetched(tmp_path).stderr
-    assert f"and not in {tmp_path}" in prefetched(tmp_path, **{SAFETENSORS: str(tmp_path)}).stderr
+def test_without_the_second_safetensors_its_contestant_is_absent(torch_zygote: Zygote, tmp_path: Path) -> None:
+    assert f"{SAFETENSORS} names no folder with safetensors 0.9" in prefetched(torch_zygote, tmp_path).stderr
+    assert f"and not in {tmp_path}" in prefetched(torch_zygote, tmp_path, **{SAFETENSORS: str(tmp_path)}).stderr
     (tmp_path / "safetensors").mkdir()
     (tmp_path / "safetensors" / "__init__.py").write_text("safe_open = None")
     (tmp_path / "safetensors" / "torch.py").touch()
-    assert "has no prefetch" in prefetched(tmp_path, **{SAFETENSORS: str(tmp_path)}).stderr
+    assert "has no prefetch" in prefetched(torch_zygote, tmp_path, **{SAFETENSORS: str(tmp_path)}).stderr
 
 
 def test_the_report_names_the_version_of_both_safetensors(
@@ -664,10 +675,10 @@ def test_child_processes_of_tests_find_what_pythonpath_has(tmp_path: Path, monke
     """On a rented machine without network the packages are carried there, in a folder that PYTHONPATH names."""
     (tmp_path / "carried.py").write_text("here = 'carried'")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    code = "import carried, support, stio; print(carried.here, stio.__file__)"
+    code = "import carried, crash.zygote_main, stio; print(carried.here, stio.__file__)"
     expected = f"carried {ROOT / 'stio' / '__init__.py'}\n"
-    assert run_python(code).stdout == expected
-    zygote = Zygote(tmp_path, modules=("support",))
+    assert run_python(code).stdout == expected  # a real interpreter without torch: its own search path
+    zygote = Zygote(tmp_path, modules=())
     try:
         assert zygote.run(code).stdout == expected
         assert run_python(code, python=zygote.python).stdout == expected
@@ -680,6 +691,7 @@ def test_child_processes_of_tests_find_what_pythonpath_has(tmp_path: Path, monke
 
 def rehearsed(tmp_path: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script beside the benchmark; skip the test where there is no simulated device."""
+    # A real interpreter: torch must start with the simulated device.
     command = [sys.executable, "-c", code, str(tmp_path), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode == NO_DEVICE_STATUS or "nothing was measured" in done.stderr:

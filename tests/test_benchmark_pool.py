@@ -50,6 +50,7 @@ def test_each_way(way: str, tmp_path: Path) -> None:
     require_right(work_in(tmp_path, "cpu"), way)
 
 
+@pytest.mark.costly("requests for a second")
 @gpu
 @pytest.mark.skipif(not simdevice.installed(), reason="of the simulated device")
 @pytest.mark.parametrize("way", WAYS)

@@ -10,7 +10,13 @@ import pytest
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("name", bit_paths.names_for(device_is_cpu=True))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.costly("torch.compile")] if "compile" in name else [])
+        for name in bit_paths.names_for(device_is_cpu=True)
+    ],
+)
 def test_c301_no_path_changes_a_bit_on_the_cpu(name: str, fast_path: Path) -> None:
     with ExitStack() as stack:
         bit_paths.run(name, bit_paths.Case(fast_path, "cpu", stack))

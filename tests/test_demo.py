@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crash.zygote import Zygote
 from safetensors.torch import save_file
 from support import eventually
 
@@ -35,10 +36,10 @@ def module(name: str) -> Any:
     return import_module(name)
 
 
-def command(folder: Path, *arguments: str) -> list[str]:
+def command(python: str | Path, folder: Path, *arguments: str) -> list[str]:
     (folder / "files").mkdir()
     options = ["--dir", str(folder / "files"), "--picture", str(folder / "new" / "demo.svg")]
-    return [sys.executable, str(ROOT / "examples" / "demo.py"), *options, *arguments]
+    return [str(python), str(ROOT / "examples" / "demo.py"), *options, *arguments]
 
 
 def texts(root: ElementTree.Element) -> list[str]:
@@ -52,8 +53,9 @@ def paths(root: ElementTree.Element, kind: str) -> list[str]:
 # The whole program.
 
 
-def test_demo(tmp_path: Path) -> None:
-    done = subprocess.run(command(tmp_path, *SMALL), cwd=tmp_path, capture_output=True, text=True)
+@pytest.mark.costly("processes of its own")
+def test_demo(zygote: Zygote, tmp_path: Path) -> None:
+    done = subprocess.run(command(zygote.python, tmp_path, *SMALL), cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     loads, saves = module("demo_server").LOADS, module("demo_kills").SAVES
     lines = done.stdout.splitlines()
@@ -78,32 +80,37 @@ def test_demo(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_of_the_user_is_loaded_and_stays(tmp_path: Path) -> None:
+def test_a_file_of_the_user_is_loaded_and_stays(zygote: Zygote, tmp_path: Path) -> None:
     path = tmp_path / "mine.safetensors"
     kills = module("demo_kills")
     save_file(kills.tensors_of(1, 1 << 20), path)
     before = path.read_bytes()
     done = subprocess.run(
-        [*command(tmp_path, *SMALL), "--kills", "1", "--rounds", "1", str(path)], cwd=tmp_path, capture_output=True, text=True
+        [*command(zygote.python, tmp_path, *SMALL), "--kills", "1", "--rounds", "1", str(path)], cwd=tmp_path, capture_output=True, text=True
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert "All 16 tensors" in done.stdout
     assert path.read_bytes() == before
 
 
+@pytest.mark.costly("processes of its own")
 @pytest.mark.parametrize(
     ("part", "number", "status"),
     [
         ("1. ", signal.SIGINT, 130),
         pytest.param("2. ", signal.SIGINT, 130, marks=pytest.mark.slow),
         pytest.param("1. ", signal.SIGTERM, 143, marks=pytest.mark.slow),
-        ("2. ", signal.SIGHUP, 129),
+        pytest.param("2. ", signal.SIGHUP, 129, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_leaves_no_files_and_no_processes(tmp_path: Path, part: str, number: int, status: int) -> None:
     arguments = [*SMALL, "--kill-seconds", "60", "--kills", "10000", "--rounds", "10000" if part == "1. " else "1"]
-    demo = subprocess.Popen(
-        command(tmp_path, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    demo = subprocess.Popen(  # a real interpreter: its process group
+        command(sys.executable, tmp_path, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         assert demo.stdout is not None
@@ -165,10 +172,13 @@ def test_a_picture_that_cannot_be_written_is_refused_first(tmp_path: Path) -> No
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_what_goes_wrong_is_a_sentence(tmp_path: Path) -> None:
+def test_what_goes_wrong_is_a_sentence(zygote: Zygote, tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 64)
     done = subprocess.run(
-        [*command(tmp_path, *SMALL), str(tmp_path / "bad.safetensors")], cwd=tmp_path, capture_output=True, text=True
+        [*command(zygote.python, tmp_path, *SMALL), str(tmp_path / "bad.safetensors")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
     assert done.stderr.startswith(f"the demo cannot go on: {tmp_path}/bad.safetensors: ")
@@ -199,6 +209,7 @@ def test_a_broken_checkpoint_of_stio_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     demo = module("demo")
+    monkeypatch.setattr(demo, "import_ahead", lambda: None)  # it starts an interpreter, which nothing here needs
     found = {name: killed("old", "mixed") for name in module("demo_kills").SAVES}
     monkeypatch.setattr(demo, "kill_all", lambda *_: found)
     monkeypatch.setattr(demo, "measure_loads", lambda *_: [rounds(1.0), rounds(3.0), rounds(2.0)])

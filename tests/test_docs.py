@@ -21,11 +21,11 @@ import torch
 import yaml
 from captures import CAPTURED
 from crash.zygote import Zygote
+from distributed.ranks import PRELOADED
 from pages import DOCS, ROOT, Block, PageError
 
 import stio
 from benchmarks import bar_chart, overview, report
-from tests.distributed.ranks import PRELOADED
 
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 WITH_CODE = [page for page in PAGES if pages.blocks_of(DOCS / page)]
@@ -41,6 +41,7 @@ def page_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     zygote.close()
 
 
+@pytest.mark.costly("pages start servers, ranks and benchmarks")
 @pytest.mark.parametrize("page", WITH_CODE)
 @pytest.mark.filterwarnings(
     "ignore:stio.sync blocks the running event loop:RuntimeWarning"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from counts import count
+from crash.zygote import Zygote
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "stio"
@@ -101,10 +102,15 @@ def part_of(file: str) -> str:
 
 
 @cache
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((PACKAGE / file).read_text())
+
+
+@cache
 def imported(file: str) -> frozenset[str]:
     """Return the files of the package that a file imports, for type checking too."""
     found = set()
-    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             if (node.module or "").partition(".")[0] == "stio":
@@ -120,7 +126,7 @@ def imported(file: str) -> frozenset[str]:
 @cache
 def imported_by_name(file: str) -> frozenset[str]:
     """Return the files of the package that a file imports by `import_module`: a text, or a constant of the module."""
-    tree = ast.parse((PACKAGE / file).read_text())
+    tree = tree_of(file)
     constants = {
         node.targets[0].id: node.value
         for node in tree.body
@@ -167,15 +173,17 @@ def circles() -> set[frozenset[str]]:
     return {frozenset(other for other in below[file] if file in below[other]) for file in ahead if file in below[file]}
 
 
+@cache
 def _file_of(module: str) -> str | None:
     path = "/".join(module.split(".")[1:])
     return next((file for file in (f"{path}.py", f"{path}/__init__.py".lstrip("/")) if file in FILES), None)
 
 
+@cache
 def foreign(file: str) -> set[str]:
     """Return the top names of other packages that a file imports."""
     found = set()
-    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.ImportFrom):
             found.add((node.module or "").partition(".")[0])
         elif isinstance(node, ast.Import):
@@ -183,6 +191,7 @@ def foreign(file: str) -> set[str]:
     return found - {"stio"}
 
 
+@cache
 def reached(file: str) -> set[str]:
     """Return a file and all files of the package that it imports, directly or not."""
     seen: set[str] = set()
@@ -274,10 +283,11 @@ def test_needs_no_torch(file: str) -> None:
         assert not foreign(one) & {"torch"}, f"{file} imports {one}, which imports torch"
 
 
+@pytest.mark.costly("imports of torch or of a framework in processes of its own")
 def test_imports_stand_at_the_top() -> None:
     inside = set()
     for file in FILES:
-        for function in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        for function in ast.walk(tree_of(file)):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and any(
                 isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(function)
             ):
@@ -286,7 +296,7 @@ def test_imports_stand_at_the_top() -> None:
 
 
 def test_dynamic_imports_are_known() -> None:
-    calls = {file for file in FILES if any(map(_imports_by_name, ast.walk(ast.parse((PACKAGE / file).read_text()))))}
+    calls = {file for file in FILES if any(map(_imports_by_name, ast.walk(tree_of(file))))}
     assert calls == set(DYNAMIC_IMPORTS)
 
 
@@ -307,22 +317,22 @@ for name in stio.sync.__all__:
 """
 
 
+@pytest.mark.costly("imports all of stio, and torch.distributed with it")
 @pytest.mark.parametrize("seed", range(count(1, 3)))
-def test_public_names_survive_the_import_of_all_submodules(seed: int) -> None:
+def test_public_names_survive_the_import_of_all_submodules(torch_zygote: Zygote, seed: int) -> None:
     skipped = ("__main__.py", "integrations/", "cli/bench_child.py")  # they run, or need a framework
     names = [
         "stio." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for file in FILES
         if file != "__init__.py" and not file.startswith(skipped)
     ]
-    found = subprocess.run(
-        [sys.executable, "-c", _SHUFFLED, str(seed), *names], capture_output=True, text=True, timeout=100
-    )
+    found = torch_zygote.run(_SHUFFLED, seed, *names)
     assert found.returncode == 0, found.stderr
 
 
 def test_importing_stio_imports_no_torch() -> None:
     code = "import sys, stio; sys.exit('torch' in sys.modules or 'numpy' in sys.modules or 'anyio' in sys.modules)"
+    # A real interpreter without torch: what it imports.
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -343,7 +353,7 @@ def test_a_name_of_a_class_has_one_meaning() -> None:
     """Also with and without an underscore: a reader searches for the word."""
     found: dict[str, list[str]] = {}
     for file in FILES:
-        for node in ast.parse((PACKAGE / file).read_text()).body if file not in _TWINS else ():
+        for node in tree_of(file).body if file not in _TWINS else ():
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name.lstrip("_"), []).append(file)
     twice = {name: files for name, files in found.items() if len(files) > 1}
@@ -354,7 +364,7 @@ def test_each_package_opens_with_an_essay() -> None:
     short = []
     for file in files_in(""):
         if file.endswith("/__init__.py"):
-            lines = (ast.get_docstring(ast.parse((PACKAGE / file).read_text())) or "").splitlines()
+            lines = (ast.get_docstring(tree_of(file)) or "").splitlines()
             if len(lines) < 5:
                 short.append(file)
     assert short == []

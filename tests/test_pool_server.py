@@ -68,6 +68,7 @@ def ask(served: Server, name: str) -> httpx.Response:
     return served.client.post(f"/v1/models/{name}/predict", json={"tokens": TOKENS})
 
 
+@pytest.mark.costly("a server in a process of its own")
 def test_each_model_answers_and_the_bound_is_kept(served: Server) -> None:
     with ThreadPoolExecutor(8) as threads:
         names = [name for name in SEEDS for _ in range(20)] * 3
@@ -113,6 +114,7 @@ def test_what_cannot_be_served(served: Server, name: str, status: int, text: str
     assert served.client.post(f"/v1/models/{name}/prefetch").status_code == 404
 
 
+@pytest.mark.costly("a server in a process of its own")
 def test_a_load_that_takes_longer_goes_on(models: Path, tmp_path: Path) -> None:
     """The first answer is 503, with the progress; the load goes on, and a later request has its answer."""
     with running(models, tmp_path / "log", "--patience", "0") as found:

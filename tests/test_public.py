@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crash.zygote import Zygote
 
 import stio
 import stio.sync
@@ -24,6 +25,7 @@ ERRORS = [name for name in CLASSES if issubclass(getattr(stio, name), Exception)
 
 
 def run(code: str) -> str:
+    # A real interpreter without torch: what `import stio` alone does.
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -47,12 +49,17 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         stio.lode  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_stio_distributed_is_imported_at_its_first_use() -> None:
-    code = "import sys, stio; before = 'torch' in sys.modules; print(before, stio.distributed.load_into.__name__)"
-    assert run(code) == "False load_into"
+@pytest.mark.costly("imports torch.distributed")
+def test_stio_distributed_is_imported_at_its_first_use(torch_zygote: Zygote) -> None:
+    code = (
+        "import sys; torch = sys.modules.pop('torch'); import stio; before = 'torch' in sys.modules;"
+        "sys.modules['torch'] = torch; print(before, stio.distributed.load_into.__name__)"
+    )
+    assert torch_zygote.run(code).stdout == "False load_into\n"
 
 
-def test_import_sync_imports_all_that_it_runs(tmp_path: Path) -> None:
+@pytest.mark.costly("imports of torch or of a framework in processes of its own")
+def test_import_sync_imports_all_that_it_runs(torch_zygote: Zygote, tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -62,7 +69,7 @@ def test_import_sync_imports_all_that_it_runs(tmp_path: Path) -> None:
         f"stio.sync.load({str(tmp_path)!r});"
         "print(sorted(name for name in set(sys.modules) - before if name.startswith('stio')))"
     )
-    assert run(code) == "[]"
+    assert torch_zygote.run(code).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,8 +78,10 @@ def test_objects_say_stio(name: str) -> None:
     assert getattr(stio, name).__doc__
 
 
-def test_errors_say_stio_before_anybody_asked() -> None:
-    assert run("import stio.sync, stio.errors; print(stio.errors.FormatError)") == "<class 'stio.FormatError'>"
+@pytest.mark.costly("imports of torch or of a framework in processes of its own")
+def test_errors_say_stio_before_anybody_asked(torch_zygote: Zygote) -> None:
+    code = "import stio.sync, stio.errors; print(stio.errors.FormatError)"
+    assert torch_zygote.run(code).stdout == "<class 'stio.FormatError'>\n"
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,7 @@ def test_a_swap_replaces_and_frees(one: Server) -> None:
         pytest.skip("models are not mapped on this filesystem: whether the old one was freed does not show")
 
 
+@pytest.mark.costly("a server in a process of its own")
 def test_no_request_fails_during_swaps(one: Server) -> None:
     stop = threading.Event()
 
@@ -256,6 +257,7 @@ def test_a_bad_path_is_refused_and_the_old_model_stays(one: Server, path: str, s
     assert one.predict().json()["next"] == ANSWERS["one"]
 
 
+@pytest.mark.costly("a server in a process of its own")
 def test_a_first_model_of_another_kind_is_named_and_can_be_replaced(models: Path, tmp_path: Path) -> None:
     with running(models, "more.safetensors", tmp_path / "log") as found:
         assert eventually(lambda: found.ready()["error"] is not None, PATIENCE_SECONDS)
@@ -353,6 +355,7 @@ def require_nothing_left(found: Server) -> None:
     assert found.process.wait(PATIENCE_SECONDS) == 0
 
 
+@pytest.mark.costly("a server in a process of its own")
 def test_health_and_progress_while_the_first_model_comes_in(large: Path) -> None:
     with slow_server(large, "held") as found:
         assert found.client.get("/health").status_code == 200
@@ -381,6 +384,7 @@ def test_health_and_progress_while_the_first_model_comes_in(large: Path) -> None
         require_nothing_left(found)
 
 
+@pytest.mark.costly("a server in a process of its own")
 def test_of_swaps_at_one_time_one_is_taken(large: Path) -> None:
     with slow_server(large, "good") as found:
         found.until(version="good", loading=None)
@@ -403,6 +407,7 @@ def test_of_swaps_at_one_time_one_is_taken(large: Path) -> None:
         require_nothing_left(found)
 
 
+@pytest.mark.costly("a server in a process of its own")
 @pytest.mark.parametrize("first", ["slow", "good"], ids=["the first load", "a swap"])
 def test_shutdown_cancels_a_load(large: Path, first: str) -> None:
     with slow_server(large, first) as found:
@@ -421,6 +426,7 @@ def test_shutdown_cancels_a_load(large: Path, first: str) -> None:
         assert seconds < num_reads * READ_SECONDS / 4 / 3  # what four workers would have needed, divided by three
 
 
+@pytest.mark.costly("a server in a process of its own")
 def test_a_first_model_that_is_not_there_can_be_replaced(large: Path) -> None:
     with slow_server(large, "nowhere") as found:
         assert eventually(lambda: found.ready()["error"] is not None, PATIENCE_SECONDS)

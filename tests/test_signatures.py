@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from crash.zygote import Zygote
+from support import run_python
 
 import stio
 import stio.distributed
@@ -154,14 +154,20 @@ def test_descriptions_are_taken_over() -> None:
     )
 
 
-def test_without_docstrings_nothing_is_described() -> None:
-    code = (
-        "import stio.sync, stio.distributed; print(stio.load_into.__doc__, stio.sync.Saver.__doc__, stio.Saver.__doc__)"
-    )
-    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=100)
+@pytest.mark.costly("imports of torch or of a framework in processes of its own")
+def test_without_docstrings_nothing_is_described(torch_zygote: Zygote) -> None:
+    """As with `python -OO`, which would compile all of torch too."""
+    code = """
+    from importlib.machinery import SourceFileLoader
+    SourceFileLoader.get_code = lambda self, _: compile(self.get_data(self.path), self.path, "exec", optimize=2)
+    import stio.sync, stio.distributed
+    print(stio.load_into.__doc__, stio.sync.Saver.__doc__, stio.Saver.__doc__)
+    """
+    done = run_python(code, python=torch_zygote.python)
     assert (done.stdout, done.returncode) == ("None None None\n", 0), done.stderr
 
 
+@pytest.mark.costly("griffe reads all of the package")
 def test_the_site_describes_what_help_describes() -> None:
     """The site reads sources only."""
     griffe = pytest.importorskip("griffe")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import simdevice
 import torch
-from support import run_python
+from crash.zygote import Zygote
 
 pytestmark = [
     pytest.mark.gpu,
@@ -192,8 +192,8 @@ def test_a_part_made_by_dlpack_records_nothing() -> None:
     assert torch.empty(50_000, dtype=torch.uint8, device=DEVICE).data_ptr() == address
 
 
-def test_the_host_cannot_touch_it() -> None:
-    done = run_python(
+def test_the_host_cannot_touch_it(torch_zygote: Zygote) -> None:
+    done = torch_zygote.run(
         "import ctypes, simdevice, torch\n"
         "simdevice.install()\n"
         "tensor = torch.zeros(100, device='sim')\n"
@@ -458,9 +458,9 @@ def test_faults_that_are_asked_for() -> None:
 # Contexts.
 
 
-def test_contexts_are_made_as_cuda_makes_them() -> None:
+def test_contexts_are_made_as_cuda_makes_them(torch_zygote: Zygote) -> None:
     """By a driver's call with the device as the thread's current one; not by the way back from another device."""
-    done = run_python(
+    done = torch_zygote.run(
         """
         import os, simdevice, torch
         module = simdevice.install()
@@ -507,8 +507,8 @@ def test_each_thread_has_its_own_current_device() -> None:
         assert (module().current_device(), seen) == (1, [0])
 
 
-def test_a_forked_child_is_refused() -> None:
-    done = run_python(
+def test_a_forked_child_is_refused(torch_zygote: Zygote) -> None:
+    done = torch_zygote.run(
         """
         import os, simdevice, torch
         module = simdevice.install()
@@ -527,13 +527,15 @@ def test_a_forked_child_is_refused() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_without_a_compiler_there_is_a_reason_and_one_that_fails_is_an_error(tmp_path: Path) -> None:
+def test_without_a_compiler_there_is_a_reason_and_one_that_fails_is_an_error(
+    torch_zygote: Zygote, tmp_path: Path
+) -> None:
     """Tests that were skipped because it fails would be missed."""
     compiler = tmp_path / "bin" / "g++"
     compiler.parent.mkdir()
     compiler.write_text("#!/bin/sh\necho it fails >&2\nexit 1\n")
     compiler.chmod(0o755)
-    done = run_python(
+    done = torch_zygote.run(
         """
         import os, sys
         from pathlib import Path

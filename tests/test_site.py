@@ -14,6 +14,7 @@ from urllib.parse import unquote, urldefrag
 import browser
 import pytest
 from browser import Page
+from counts import LONG, count
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -148,13 +149,17 @@ def foreign(page: Page) -> list[str]:
     return [url for url in page.requests() if not url.startswith(("file:", "data:", "about:"))]
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.costly("Chromium lays out a page, and the longest ones take two seconds")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if k % 4 and not LONG else []) for k, name in enumerate(PAGES)]
+)
 def test_c246_page(name: str, site: Path, page: Page) -> None:
+    """In `make test` each fourth page, in one view; in `make pages` all pages, at the width of a phone and of a desk."""
     found = []
     views = [(DESK, "light"), (PHONE, "dark")]
-    if PAGES.index(name) % 2:  # the first view is the last one of the page before, so nothing is laid out twice
+    if PAGES.index(name) // 4 % 2:  # both views have their turn
         views.reverse()
-    for width, scheme in views:
+    for width, scheme in views[: count(1, 2)]:
         page.resize(width)
         page.prefer(scheme)
         if (width, scheme) == views[0]:
@@ -179,16 +184,18 @@ SEARCHED = {
 """What is typed, and a page that must be among the first three pages that are found. Of the last one, it is the first."""
 
 
+@pytest.mark.costly("the index of all pages is built in the browser")
 @pytest.mark.parametrize(("start", "width"), [("index.html", PHONE), ("reference/errors.html", DESK)])
 def test_c244_search_finds(start: str, width: int, site: Path, page: Page) -> None:
-    """By typing into the field, on pages at different depths."""
+    """By typing into the field, on pages at different depths. Each word on one of them; in `make pages` on both."""
     page.prefer("light")
     page.resize(width)
     page.open((site / start).as_uri())
     if width == PHONE:
         page.evaluate("document.querySelector('label[for=__search].md-header__button').click()")
     page.evaluate("document.querySelector('.md-search__input').focus()")
-    for text, expected in SEARCHED.items():
+    *words, last = SEARCHED.items()
+    for text, expected in [*(words if LONG else words[width == DESK :: 2]), last]:
         page.evaluate("document.querySelector('.md-search__input').select()")
         page.type(text)
         url = (site / expected).as_uri()
@@ -203,6 +210,7 @@ _FOUND = """[...new Set(
 )]"""
 
 
+@pytest.mark.costly("Chromium")
 def test_c244_search_says_that_it_finds_nothing(site: Path, page: Page) -> None:
     page.open((site / "index.html").as_uri())
     page.evaluate("document.querySelector('.md-search__input').focus()")
@@ -248,6 +256,7 @@ def broken(site: Path) -> list[str]:
     return found
 
 
+@pytest.mark.costly("Chromium")
 def test_links_and_anchors_exist(site: Path) -> None:
     assert broken(site) == []
 

@@ -24,7 +24,6 @@ import builtins
 import itertools
 import logging
 import os
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -43,6 +42,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from stio import errors
 from stio.distributed.torch_private import store_of
 from stio.errors import ClosedError, LimitError, RankError, StioError, printable
+from stio.runtime import clock
 from stio.runtime.blocking import runs_blocking
 from stio.runtime.locks import Condition, new_lock
 from stio.runtime.log import log
@@ -151,7 +151,7 @@ class _Sign:
     """The last sign of life of a rank, and when it was seen first."""
 
     value: bytes = b""
-    seen: float = field(default_factory=time.monotonic)
+    seen: float = 0.0
 
 
 @dataclass(slots=True)
@@ -248,7 +248,7 @@ class Ranks:
         self.sign_seconds = min(0.5, self.timeout / 8) * max(1.0, self.num_ranks / 250)
         """Seconds between two signs of life of a rank, which are its values of the name "sign"."""
         self._next_sign, self._num_signs = 0.0, 0
-        self._looked = time.monotonic()  # when the store has answered last
+        self._looked = clock.monotonic()  # when the store has answered last
         self._is_connected = False
         self._served = False  # whether the thread of the requests has ended
 
@@ -403,7 +403,7 @@ class Ranks:
     async def __aenter__(self) -> Self:
         self.has_begun = True
         if self._store is not None:
-            self._looked = now = time.monotonic()
+            self._looked = now = clock.monotonic()
             for sign in self._signs.values():  # this object may have been made long ago
                 sign.seen = now
             self._watcher.start()
@@ -434,7 +434,7 @@ class Ranks:
         start_thread(partial(self._serve, operation), name="ranks")
         with self._changed:
             while not (self._served or (self.failure is not None and not self._is_connected)):
-                left = self._looked + self.timeout - time.monotonic()
+                left = self._looked + self.timeout - clock.monotonic()
                 if left <= 0:
                     break
                 self._changed.wait(left)
@@ -453,14 +453,14 @@ class Ranks:
             pause = _SHORTEST_PAUSE
             while not self._leaving and not operation.cancelled:
                 found = self._look(store)
-                self._looked = time.monotonic()
+                self._looked = clock.monotonic()
                 pause = _SHORTEST_PAUSE if found or not self._requests else min(2 * pause, _LONGEST_PAUSE)
                 with self._changed:
                     if not (self._leaving or self._to_set or self._to_tell or operation.cancelled):
                         self._changed.wait(pause if self._requests else _LONGEST_PAUSE)
             self._leave(store)
             self._forget_old_keys(connection)
-            self._group.idle.append((time.monotonic(), connection))
+            self._group.idle.append((clock.monotonic(), connection))
         except RankError as error:
             self._fail(error)
         except Exception as error:  # DistError and its subclasses; nothing may be raised on this thread
@@ -474,7 +474,7 @@ class Ranks:
         assert self._store is not None
         with suppress(IndexError, RuntimeError):  # none is there, or it is broken
             since, connection = self._group.idle.pop()
-            if time.monotonic() - since < _MOST_IDLE_SECONDS:
+            if clock.monotonic() - since < _MOST_IDLE_SECONDS:
                 connection.check([self._prefix])
                 return connection
         start_thread(self._try_old_connection, name="ranks")
@@ -501,7 +501,7 @@ class Ranks:
 
     def _look(self, store: Store) -> bool:
         """Make the requests that are due; return whether a value was set or found."""
-        if time.monotonic() >= self._next_sign:  # first: it shows that this rank has begun
+        if clock.monotonic() >= self._next_sign:  # first: it shows that this rank has begun
             self._give_sign(store)
         found = bool(self._to_set)
         while self._to_set:
@@ -521,7 +521,7 @@ class Ranks:
 
     def _give_sign(self, store: Store) -> None:
         """Give a sign of life, and judge those of other ranks."""
-        now = time.monotonic()
+        now = clock.monotonic()
         self._next_sign = now + self.sign_seconds
         self._num_signs += 1
         self._set(store, f"sign/{self.rank}", f"{self._num_signs} {self._about}".encode())
@@ -587,7 +587,7 @@ class Ranks:
             self._tell(store, _described(self.rank, self._about, error))
         self._set(store, f"left/{self.rank}", b"")
         if self.rank == 0:
-            now = time.monotonic()
+            now = clock.monotonic()
             end = now + min(_LEAVE_SECONDS, self.timeout / 4)
             dead = () if self.failure is None else self.failure.ranks
             others = [  # of a host that is cut off, one rank counts as failed first
@@ -595,9 +595,9 @@ class Ranks:
                 for other, sign in self._signs.items()
                 if other not in dead and now - sign.seen < self.timeout / 2
             ]
-            while others and not store.check(others) and time.monotonic() < end:
-                self._looked = time.monotonic()
-                time.sleep(_SHORTEST_PAUSE)
+            while others and not store.check(others) and clock.monotonic() < end:
+                self._looked = clock.monotonic()
+                clock.sleep(_SHORTEST_PAUSE)
 
     def _group_start(self, connection: Store) -> int:
         """Return how many groups of these ranks and of this name have begun in the store."""

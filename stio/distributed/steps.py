@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from time import monotonic
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.distributed.distributed_c10d import Store
 
 from stio.distributed.ranks import Ranks, named
 from stio.errors import RankError, printable
+from stio.runtime import clock
 from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Cancelled, Operation, start_thread
 
@@ -51,9 +51,9 @@ class _GlooStore(Store):
         return run_blocking(self._ranks.values([f"gloo/{key}"]))[0]
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]  # Gloo always has one
-        end = monotonic() + timeout.total_seconds()
+        end = clock.monotonic() + timeout.total_seconds()
         try:
-            run_blocking(self._ranks.values([f"gloo/{key}" for key in keys], ended=lambda: monotonic() > end))
+            run_blocking(self._ranks.values([f"gloo/{key}" for key in keys], ended=lambda: clock.monotonic() > end))
         except Cancelled:
             raise RuntimeError(f"a rank has sent no network address for {timeout.total_seconds():g} s") from None
 
@@ -200,10 +200,10 @@ def _broken(ranks: Ranks, operation: Operation[Any], reason: str, about: str) ->
         RankError: A rank has reported why it failed.
         Cancelled: The operation was cancelled.
     """
-    end = monotonic() + _SILENT_SIGNS * ranks.sign_seconds
+    end = clock.monotonic() + _SILENT_SIGNS * ranks.sign_seconds
     before = _signs(ranks, operation)
     with suppress(Cancelled):
-        run_blocking(ranks.fetch("failure", ended=lambda: operation.cancelled or monotonic() > end))
+        run_blocking(ranks.fetch("failure", ended=lambda: operation.cancelled or clock.monotonic() > end))
     operation.check()
     silent = [rank for rank, (old, new) in enumerate(zip(before, _signs(ranks, operation), strict=True)) if old == new]
     if not silent:

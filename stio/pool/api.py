@@ -6,7 +6,6 @@ notifier of its own. Whether a caller got its model or left first is decided by 
 
 from __future__ import annotations
 
-import time
 import weakref
 from dataclasses import replace
 from typing import Any, Self
@@ -25,6 +24,7 @@ from stio.pool.content import Content, Make
 from stio.pool.policy import Policy
 from stio.pool.status import ModelStatus, PoolStats, Tier
 from stio.pool.thread import Caller, PooledModel, PoolThread, Update
+from stio.runtime import clock
 from stio.runtime.keywords import described_by
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.process import after_fork_in_child
@@ -47,7 +47,7 @@ class ModelUse(Caller):
         if self._is_entered:
             raise ValueError("a use of a model is entered once; call pool.use() for each")
         self.thread.require_open()
-        self._is_entered, self.called = True, time.monotonic()
+        self._is_entered, self.called = True, clock.monotonic()
         self.thread.post(self.thread.called, self)
         return await self.wait()
 

@@ -7,7 +7,6 @@ Memory counts as free when no storage of the model is referenced any more, by wh
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from stio.loading.module_tree import ModuleTree
 from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions, SourceLike
+from stio.runtime import clock
 from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
 from stio.runtime.progress import ProgressEvent
@@ -84,11 +84,11 @@ class Leftover:
 
     def later(self) -> Leftover | None:
         """Return what of it is still referenced a second later; None as soon as nothing is."""
-        until = time.monotonic() + _PATIENCE_SECONDS
+        until = clock.monotonic() + _PATIENCE_SECONDS
         num_polls = 0
         left = self.now()
-        while left is not None and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
+        while left is not None and clock.monotonic() < until:
+            clock.sleep(_POLL_SECONDS)
             num_polls += 1
             if num_polls == _POLLS_BEFORE_COLLECTION:
                 gc.collect()  # tensors in cycles

@@ -8,7 +8,6 @@ the pool's thread, so no state is shared.
 from __future__ import annotations
 
 import copy
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from stio.loading.options import SourceLike
 from stio.pool.content import Content, Contents, Leftover, Make
 from stio.pool.policy import Model, ModelRequest, Policy
 from stio.pool.status import PoolStats
+from stio.runtime import clock
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation
 from stio.runtime.trace import Trace, traced
@@ -40,7 +40,7 @@ class Caller(ModelRequest):
     """One call of `ModelPool.use` or `ModelPool.update`, from the call until it has what it waits for."""
 
     def __init__(self, thread: PoolThread, entry: PooledModel, priority: int = 0) -> None:
-        super().__init__(time.monotonic(), priority)
+        super().__init__(clock.monotonic(), priority)
         self.thread, self.entry = thread, entry
         """The pool's thread, and the model."""
         self.turn = 0
@@ -220,7 +220,7 @@ class PoolThread:
         """Remove a user, whose work on the device is before the event."""
         if event is not None:
             entry.events = [*filter(_is_pending, entry.events), event]
-        self.policy.release(entry, time.monotonic())
+        self.policy.release(entry, clock.monotonic())
 
     # On the pool's thread.
 
@@ -270,7 +270,7 @@ class PoolThread:
         while is_again:
             self._leftovers = [left for one in self._leftovers if (left := one.now())]
             self.policy.leftover_bytes = sum(one.nbytes for one in self._leftovers)
-            decision = self.policy.decide(time.monotonic(), self._limit())
+            decision = self.policy.decide(clock.monotonic(), self._limit())
             for entry, calls in decision.grant:
                 self._grant(entry, calls)
             for entry in decision.cancel:
@@ -321,12 +321,12 @@ class PoolThread:
 
     def _grant(self, entry: PooledModel, callers: Sequence[Any]) -> None:
         for caller in callers:
-            waited = time.monotonic() - caller.called
+            waited = clock.monotonic() - caller.called
             counts = {"num_hits": 1} if caller.turn == self._turn else {"num_waits": 1, "wait_seconds": waited}
             self._count(**counts)  # before: the caller may look at once
             if not caller.end(entry.content.value()):
                 self._count(**{name: -value for name, value in counts.items()})
-                self.policy.release(entry, time.monotonic())
+                self.policy.release(entry, clock.monotonic())
 
     def _fail(self, entry: PooledModel, error: BaseException) -> None:
         self._count(num_failed=1)
@@ -364,15 +364,15 @@ class PoolThread:
         self.policy.measured(entry, contents.nbytes)
 
     def _load(self, entry: PooledModel) -> Steps:
-        began = time.monotonic()
+        began = clock.monotonic()
         contents = entry.contents
         assert contents is not None
         found, error = yield "swap", lambda operation: entry.content.load(operation, entry.source, contents)
         if error is None and found != contents:  # it waits for room once more
             self._has_contents(entry, found)
         elif error is None:
-            self._count(num_loads=1, load_seconds=time.monotonic() - began)
-            self._grant(entry, self.policy.loaded(entry, time.monotonic()))
+            self._count(num_loads=1, load_seconds=clock.monotonic() - began)
+            self._grant(entry, self.policy.loaded(entry, clock.monotonic()))
         else:
             left, nbytes = entry.content.drop(), entry.nbytes
             self._failed(entry, error)

@@ -7,9 +7,9 @@ that a cancel can leave, and runs coroutines of storages and producers; `first_u
 `process.py` holds what belongs to the whole process: fork hooks, the interpreter's switch interval, pauses of the
 garbage collector. A `Region` (`memory.py`) is host memory by address. A `Trace` (`trace.py`) records what each thread
 did and when; `spans.py` adds it up, `timeline.py` draws it. `stats.py` counts. `locks.py` makes all
-locks of stio and says which threads may hold one. `control_groups.py` reads the limits of memory and processors.
-`svg.py` draws, `text.py` makes text and tables for readers. `limits.py`, `hashing.py`, `log.py`, `progress.py` and
-`urls.py` are small modules for all others.
+locks of stio and says which threads may hold one. `clock.py` has the time for every decision that depends on it, and
+the pauses. `control_groups.py` reads the limits of memory and processors. `svg.py` draws, `text.py` makes text and
+tables for readers. `limits.py`, `hashing.py`, `log.py`, `progress.py` and `urls.py` are small modules for all others.
 
 Invariants: no user code runs while a lock of this package is held; callers' threads hold no lock that stio's threads
 take; a forked child has none of its parent's operations. No module here imports torch. Start with `operation.py`.

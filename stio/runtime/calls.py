@@ -16,12 +16,12 @@ import asyncio
 import atexit
 import errno
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from stio.errors import StorageError
+from stio.runtime import clock
 from stio.runtime.locks import new_lock
 from stio.runtime.operation import Cancelled, current_operation, end_all_at_exit, is_interrupted, without_panic
 from stio.runtime.process import after_fork_in_child
@@ -105,9 +105,9 @@ _under_way: set[Call[Any]] = set()
 def _wait_at_exit() -> None:
     """Wait for calls that were left behind: they must not return to an interpreter that has ended."""
     end_all_at_exit()  # the operations leave their calls behind; until then each of them makes the next one
-    until = time.monotonic() + _EXIT_SECONDS
-    while _under_way and time.monotonic() < until:
-        time.sleep(0.01)
+    until = clock.monotonic() + _EXIT_SECONDS
+    while _under_way and clock.monotonic() < until:
+        clock.sleep(0.01)
 
 
 @after_fork_in_child

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import suppress
+
+from stio.runtime import clock
 
 _logger = logging.getLogger("stio")
 
@@ -30,7 +31,7 @@ class RareWarnings:
 
     def level(self) -> int:
         """Return the level of a line that is logged now: WARNING, or INFO if there was a warning a short time ago."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if now < self._quiet_until:
             return logging.INFO
         self._quiet_until, self._quiet_seconds = now + self._quiet_seconds, 2 * self._quiet_seconds

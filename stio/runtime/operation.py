@@ -31,7 +31,7 @@ from typing import Any, Generic, TypeVar
 import anyio
 
 from stio.errors import ClosedError, StioError, StorageError, printable
-from stio.runtime import stats
+from stio.runtime import clock, stats
 from stio.runtime.blocking import run_blocking, runs_blocking
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
@@ -358,13 +358,14 @@ class Operation(Generic[T]):
         except BaseException as error:
             _clear_frames(error)
             self._error = without_panic(error)
-        # The body's closure refers to plans, files and buffers: they must be freed before a caller is woken.
+        # The body's closure and its callbacks refer to plans, files and buffers: they must be freed before a caller is
+        # woken, and before the interpreter's exit stops to wait for this thread.
         del self._body
-        self._count_end()
+        self._stops.clear()
         if self._decided.setdefault("end", "over") == "cancelled":
             self._discard_value()
+        self._count_end()
         self._done = True
-        self._stops.clear()
         self._notifier.notify()
 
     def _count_end(self) -> None:
@@ -492,13 +493,13 @@ def end_all_at_exit() -> None:
     Also called by other functions of the exit whose work begins when all operations have ended.
     """
     operations: list[Operation[Any]] = list(stats.running)
-    begin = time.monotonic()
+    begin = clock.monotonic()
     for operation in sorted(operations, key=lambda operation: operation.exit_patience):
-        operation.join(max(0.0, begin + operation.exit_patience - time.monotonic()))
+        operation.join(max(0.0, begin + operation.exit_patience - clock.monotonic()))
         operation.cancel()
-    deadline = time.monotonic() + EXIT_PATIENCE_SECONDS
+    deadline = clock.monotonic() + EXIT_PATIENCE_SECONDS
     for operation in operations:
-        operation.close(max(0.0, deadline - time.monotonic()))
+        operation.close(max(0.0, deadline - clock.monotonic()))
         if not operation.done:
             log(logging.WARNING, "%s did not end within %.0f s of exit", operation._name, EXIT_PATIENCE_SECONDS)
 

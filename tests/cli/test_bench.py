@@ -70,8 +70,9 @@ def test_measures_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert any(sentence.startswith("stio re") for sentence in found["verdict"])
 
 
-def test_ctrl_c_leaves_no_file_and_no_process(tmp_path: Path) -> None:
-    done = interrupted("bench", "--size", "64MB", when=lambda: bool(list(tmp_path.glob("*/*"))), cwd=tmp_path)
+def test_ctrl_c_leaves_no_file_and_no_process(tmp_path: Path, zygote: Zygote) -> None:
+    arguments = ("bench", "--size", "64MB")
+    done = interrupted(zygote.program, *arguments, when=lambda: bool(list(tmp_path.glob("*/*"))), cwd=tmp_path)
     assert done == (-signal.SIGINT, "", "\nInterrupted.\n")
     assert os.listdir(tmp_path) == []
 

@@ -86,10 +86,9 @@ def test_what_needs_trust_is_refused_without(tmp_path: Path) -> None:
 
 
 def test_a_bar_on_terminals_only(zygote: Zygote, source: Path, tmp_path: Path) -> None:
-    program = [str(zygote.python), "-m", "stio"]
     arguments = ("convert", source, tmp_path / "d.safetensors", "--key", "state_dict")
-    assert "converting" in terminal(*arguments, program=program)
-    without = terminal(*arguments, "--no-progress", program=program)
+    assert "converting" in terminal(zygote.program, *arguments)
+    without = terminal(zygote.program, *arguments, "--no-progress")
     assert "converting" not in without
     assert without.strip()
 
@@ -110,9 +109,9 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, zygote: Zygote) -> None:
     destination = tmp_path / "d.safetensors"
     destination.write_text("old")
     done = interrupted(
+        zygote.program,
         *("convert", folder, destination, "--hash", "sha256"),
         when=lambda: bool(list(tmp_path.glob(".stio-*"))),
-        program=[str(zygote.python), "-m", "stio"],
     )
     assert done == (-signal.SIGINT, "", "\nInterrupted.\n")
     assert destination.read_text() == "old"

@@ -6,16 +6,15 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import refused, run, terminal
+from commands import large_imports, refused, run, terminal
+from crash.zygote import Zygote
 from safetensors.torch import save_file
-from support import nothing_left
+from support import nothing_left, run_python
 
 import stio
 from stio.cli import diff as comparison
@@ -236,34 +235,31 @@ def test_pieces_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: t
     assert [one["num_differing"] for one in found(*paths, status=1)["values"]] == [len(at)] * 2
 
 
-def test_memory_is_bounded(tmp_path: Path) -> None:
+@pytest.mark.slow  # a smaller bound is below what the pieces and threads of any comparison take
+def test_memory_is_bounded(tmp_path: Path, zygote: Zygote) -> None:
     """Two tensors of 300 MB that differ everywhere, in a process that may add 250 MB to what it has when it begins."""
     for name, value in (("a", 0.0), ("b", 1.0)):
         write(tmp_path / f"{name}.safetensors", w=torch.full((75_000_000,), value))
     code = """
-import resource, sys
+import ctypes, resource, sys
+from pathlib import Path
 from stio.cli.main import main
 import torch
-used = int(open("/proc/self/statm").read().split()[0]) * 4096
+M_ARENA_MAX = -8  # a thread's own arena reserves 64 MB of addresses, and uses next to nothing of it
+ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (used + (250 << 20), used + (250 << 20)))
 main(["diff", *sys.argv[1:]])
 """
     files = [str(tmp_path / f"{name}.safetensors") for name in ("a", "b")]
-    # A thread's own arena reserves 64 MB of addresses, and uses next to nothing of it.
-    env = os.environ | {"MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run([sys.executable, "-c", code, *files], capture_output=True, text=True, env=env)
+    done = run_python(code, *files, python=zygote.python)
     assert (done.returncode, done.stderr) == (1, "")
     assert "75,000,000 of 75,000,000  1\n" in done.stdout
 
 
-def test_equal_checkpoints_cost_no_torch(tmp_path: Path) -> None:
+def test_equal_checkpoints_cost_no_torch(tmp_path: Path, program_zygote: Zygote) -> None:
     path = write(tmp_path / "a.safetensors", w=torch.ones(9))
-    code = (
-        "import sys; from stio.cli.main import main; main(['diff', sys.argv[1], sys.argv[1]], standalone_mode=False);"
-        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert large_imports(program_zygote.python, "diff", path, path) == []
 
 
 def test_errors_are_status_2(tmp_path: Path) -> None:
@@ -284,10 +280,10 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path) -> None:
     assert text.count(r"\x1b[2J\n\u202ex") == 2
 
 
-def test_a_terminal_is_not_filled_by_one_name(tmp_path: Path) -> None:
+def test_a_terminal_is_not_filled_by_one_name(tmp_path: Path, zygote: Zygote) -> None:
     a = write(tmp_path / "a.safetensors", **{"x" * 50_000: torch.zeros(1)})
     b = write(tmp_path / "b.safetensors", **{"x" * 50_000: torch.ones(1)})
-    shown = terminal("diff", a, b, NO_COLOR="1")
+    shown = terminal(zygote.program, "diff", a, b, NO_COLOR="1")
     assert "(50,000 characters)" in "".join(line[9:40].strip() for line in shown.splitlines())
     assert len(shown) < 1000
     assert "x" * 50_000 in run("diff", a, b, status=1).stdout, "a pipe gets the whole name"

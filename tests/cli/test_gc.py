@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import refused, run
+from commands import large_imports, refused, run
+from crash.zygote import Zygote
+from support import run_python
 
 import stio
 from stio.cli import gc as cli_gc
@@ -23,7 +23,7 @@ def tree(folder: Path) -> list[tuple[str, int]]:
     return sorted((str(path.relative_to(folder)), path.stat().st_mtime_ns) for path in folder.rglob("*"))
 
 
-def cut_off(place: Path, call: str) -> Path:
+def cut_off(zygote: Zygote, place: Path, call: str) -> Path:
     """Leave a save over the checkpoint at `place` whose process was killed at the first call of one name.
 
     Returns:
@@ -35,7 +35,7 @@ from stio.storage.commit import syscalls as calls
 calls.{call} = lambda *_, **__: os._exit(9)
 stio.sync.save({{f"w{{k}}": torch.full((100,), 2.0) for k in range(4)}}, sys.argv[1], max_shard_size=400)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(place)], capture_output=True, text=True)
+    done = run_python(code, place, python=zygote.python)
     assert done.returncode == 9, done.stderr
     (staging,) = (path for path in place.glob(".stio-*") if path.is_dir())  # the lock file may be there too
     return staging
@@ -67,8 +67,8 @@ def test_nothing_to_do(place: Path) -> None:
     }
 
 
-def test_undoes_what_was_not_published(place: Path) -> None:
-    staging = cut_off(place, "rename")
+def test_undoes_what_was_not_published(zygote: Zygote, place: Path) -> None:
+    staging = cut_off(zygote, place, "rename")
     before = tree(place)
     assert (
         run("gc", place, "--dry-run").stdout == f"{staging}: would be rolled back, its checkpoint was not published\n"
@@ -80,8 +80,8 @@ def test_undoes_what_was_not_published(place: Path) -> None:
     assert values(place) == {1.0}
 
 
-def test_finishes_what_was_published(place: Path) -> None:
-    staging = cut_off(place, "unlink")
+def test_finishes_what_was_published(zygote: Zygote, place: Path) -> None:
+    staging = cut_off(zygote, place, "unlink")
     assert values(place) == {2.0}
     before = tree(place)
     assert run("gc", place, "--dry-run").stdout == f"{staging}: would be completed, its checkpoint is published\n"
@@ -158,10 +158,5 @@ def test_a_first_save_leaves_no_destination_and_is_cleaned_up(tmp_path: Path) ->
     assert "there is no such destination" in run("gc", absent).stdout
 
 
-def test_needs_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys; from stio.cli.main import main; main(['gc', sys.argv[1]], standalone_mode=False);"
-        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+def test_needs_no_torch(tmp_path: Path, program_zygote: Zygote) -> None:
+    assert large_imports(program_zygote.python, "gc", tmp_path) == []

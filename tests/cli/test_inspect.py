@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from commands import refused, run, terminal, write_model, write_sharded
-from commands import stio as stio_program
+from commands import large_imports, piped, refused, run, terminal, write_model, write_sharded
+from crash.zygote import Zygote
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm.utils import disp_len
@@ -103,27 +101,22 @@ def test_aliases_are_shown(tmp_path: Path) -> None:
     assert shown[0].endswith(": 1 tensor and 1 alias, 8 B, 1 shard")
 
 
-def test_no_torch(model: Path) -> None:
-    code = (
-        "import sys; from stio.cli.main import main; main(['inspect', sys.argv[1]], standalone_mode=False);"
-        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+def test_no_torch(model: Path, program_zygote: Zygote) -> None:
+    assert large_imports(program_zygote.python, "inspect", model) == []
 
 
-def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path) -> None:
+def test_hostile_names_do_not_reach_the_terminal(program: list[str], tmp_path: Path) -> None:
     evil = "\x1b]0;owned\x07\x1b[2J\nrow\u202e\x9b31m"
     save_file({evil: torch.zeros(1)}, tmp_path / "m.safetensors", metadata={evil: evil})
-    for text in (run("inspect", tmp_path).stdout, terminal("inspect", tmp_path, NO_COLOR="1")):
+    for text in (run("inspect", tmp_path).stdout, terminal(program, "inspect", tmp_path, NO_COLOR="1")):
         assert r"\x1b]0;owned\x07\x1b[2J\nrow\u202e\x9b31m" in text
         assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(text)
     assert json.loads(run("inspect", tmp_path, "--json").stdout)["tensors"][0]["name"] == evil
 
 
-def test_markup_in_names_is_text(tmp_path: Path) -> None:
+def test_markup_in_names_is_text(program: list[str], tmp_path: Path) -> None:
     save_file({"[red]w[/red] :smile:": torch.zeros(1)}, tmp_path / "m.safetensors")
-    assert "[red]w[/red] :smile:" in terminal("inspect", tmp_path, NO_COLOR="1")
+    assert "[red]w[/red] :smile:" in terminal(program, "inspect", tmp_path, NO_COLOR="1")
 
 
 def large(folder: Path) -> Path:
@@ -139,8 +132,8 @@ def large(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_c246_a_table_fits_the_terminal(tmp_path: Path, width: int) -> None:
-    shown = terminal("inspect", large(tmp_path / "m"), NO_COLOR="1", COLUMNS=str(width))
+def test_c246_a_table_fits_the_terminal(program: list[str], tmp_path: Path, width: int) -> None:
+    shown = terminal(program, "inspect", large(tmp_path / "m"), NO_COLOR="1", COLUMNS=str(width))
     lines = shown.splitlines()
     start = next(k for k, line in enumerate(lines) if line.startswith("name "))  # the path above may take several
     end = next(k for k, line in enumerate(lines) if line.startswith("shard 1/3"))
@@ -154,11 +147,11 @@ def test_c246_a_table_fits_the_terminal(tmp_path: Path, width: int) -> None:
     assert layers == list(range(40)), "each name is whole, in natural order"
 
 
-def test_nothing_is_shortened_in_pipes_nor_with_wide(tmp_path: Path) -> None:
+def test_nothing_is_shortened_in_pipes_nor_with_wide(program: list[str], tmp_path: Path) -> None:
     folder = large(tmp_path / "m")
-    wide = terminal("inspect", folder, "--wide", NO_COLOR="1")
-    piped = stio_program("inspect", folder, COLUMNS="40").stdout
-    assert wide.replace("\r", "").partition("\nname ")[2] == piped.partition("\nname ")[2]
+    wide = terminal(program, "inspect", folder, "--wide", NO_COLOR="1")
+    narrow = piped(program, "inspect", folder, COLUMNS="40").stdout
+    assert wide.replace("\r", "").partition("\nname ")[2] == narrow.partition("\nname ")[2]
     with safe_open(folder / "model-00001-of-00003.safetensors", "pt") as file:
         assert all(f"{name} " in wide for name in file.keys())  # noqa: SIM118  # no mapping
 
@@ -168,36 +161,39 @@ def test_the_order_of_numbers_is_natural(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines[2:14]] == [f"h.{k}.w" for k in range(12)]
 
 
-def test_many_shards_are_not_all_listed_on_a_terminal(tmp_path: Path) -> None:
+def test_many_shards_are_not_all_listed_on_a_terminal(program: list[str], tmp_path: Path) -> None:
     stio.sync.save({f"w{k}": torch.zeros(3) for k in range(12)}, tmp_path / "m", max_shard_size=12)
-    text = terminal("inspect", tmp_path / "m", NO_COLOR="1")
+    text = terminal(program, "inspect", tmp_path / "m", NO_COLOR="1")
     assert "shard 1/12: model-00001-of-00012.safetensors" in text
     assert "4 more shards: --wide lists them" in text
     assert "shard 9/12" not in text
-    for whole in (terminal("inspect", tmp_path / "m", "--wide", NO_COLOR="1"), run("inspect", tmp_path / "m").stdout):
+    for whole in (
+        terminal(program, "inspect", tmp_path / "m", "--wide", NO_COLOR="1"),
+        run("inspect", tmp_path / "m").stdout,
+    ):
         assert "shard 9/12: model-00009-of-00012.safetensors" in whole
 
 
-def test_a_tree_fits_the_terminal(tmp_path: Path) -> None:
+def test_a_tree_fits_the_terminal(program: list[str], tmp_path: Path) -> None:
     names = [f"model.{'very_long_module_name.' * 5}{k}.{'x' * 30}.weight" for k in range(3)] + ["模型" * 40]
-    text = terminal("inspect", write_names(tmp_path / "m.safetensors", *names), "--tree", NO_COLOR="1")
+    text = terminal(program, "inspect", write_names(tmp_path / "m.safetensors", *names), "--tree", NO_COLOR="1")
     _, *lines, _ = text.splitlines()
     assert max(map(disp_len, lines)) <= 80
     assert len([line for line in lines if line.endswith("F32 [2]  8 B")]) == 4
 
 
-def test_colours_on_terminals_only(model: Path) -> None:
-    assert "\x1b[" in terminal("inspect", model)
-    assert "\x1b[" not in terminal("inspect", model, NO_COLOR="1")
+def test_colours_on_terminals_only(program: list[str], model: Path) -> None:
+    assert "\x1b[" in terminal(program, "inspect", model)
+    assert "\x1b[" not in terminal(program, "inspect", model, NO_COLOR="1")
     assert "\x1b[" not in run("inspect", model).stdout
 
 
 @pytest.mark.parametrize("encoding", ["cp1251", "ascii"])
-def test_names_beyond_the_encoding(tmp_path: Path, encoding: str) -> None:
+def test_names_beyond_the_encoding(program: list[str], tmp_path: Path, encoding: str) -> None:
     save_file({"née": torch.zeros(1)}, tmp_path / "m.safetensors", metadata={"née": "née"})
-    done = stio_program("inspect", tmp_path, PYTHONIOENCODING=encoding)
+    done = piped(program, "inspect", tmp_path, PYTHONIOENCODING=encoding)
     assert (done.returncode, r"n\xe9e  " in done.stdout, r"metadata n\xe9e: n\xe9e" in done.stdout) == (0, True, True)
-    assert r"n\xe9e: there is no such file" in stio_program("inspect", "née", PYTHONIOENCODING=encoding).stderr
+    assert r"n\xe9e: there is no such file" in piped(program, "inspect", "née", PYTHONIOENCODING=encoding).stderr
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 64, b"\x02" + bytes(7) + b"[]"])

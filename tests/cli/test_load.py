@@ -151,9 +151,8 @@ def test_gds_is_a_way_to_an_accelerator(model: Path) -> None:
 
 
 def test_a_bar_on_terminals_only(zygote: Zygote, model: Path) -> None:
-    program = [str(zygote.python), "-m", "stio"]
-    assert "loading" in terminal("load", model, program=program)
-    without = terminal("load", model, "--no-progress", program=program)
+    assert "loading" in terminal(zygote.program, "load", model)
+    without = terminal(zygote.program, "load", model, "--no-progress")
     assert "loading" not in without
     assert without.strip()
 

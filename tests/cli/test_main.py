@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import PROGRAM, interrupted, refused, run, stio, terminal, write_sharded
+from commands import interrupted, large_imports, piped, refused, run, terminal, write_sharded
 from crash.zygote import Zygote
 from safetensors.torch import save_file
+from support import run_python
 
 import stio as package
 from stio.cli import verify as cli_verify
@@ -75,18 +76,13 @@ def test_a_missing_path_is_told(name: str, tmp_path: Path) -> None:
 
 
 def test_importing_the_program_costs_no_torch() -> None:
-    code = (
-        "import sys; from stio.cli.main import main; main(['--help'], standalone_mode=False);"
-        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "convert" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert large_imports(sys.executable, "--help") == []  # a real interpreter without torch: what the program imports
 
 
 @pytest.mark.parametrize("missing", ["click", "tqdm"])
 def test_missing_extras_are_named(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; import stio.__main__"
+    # A real interpreter without torch: what the program imports.
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "stio: the command line needs click and tqdm: pip install 'stio-torch[cli]'\n"
@@ -134,14 +130,14 @@ def test_a_bug_is_no_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(done.exception, ZeroDivisionError)
 
 
-def test_a_bug_is_no_damage_and_no_difference(model: Path) -> None:
+def test_a_bug_is_no_damage_and_no_difference(program_zygote: Zygote, model: Path) -> None:
     code = """
 from stio.cli import diff
 diff.compare = lambda *_, **__: 1 / 0
 from stio.__main__ import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", code, "diff", model, model], capture_output=True, text=True)
+    done = run_python(code, "diff", model, model, python=program_zygote.python)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("Traceback (most recent call last):")
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
@@ -158,19 +154,19 @@ BUFFERED = {key: value for key, value in os.environ.items() if key != "PYTHONUNB
 
 @pytest.mark.parametrize("arguments", [["inspect", "m.safetensors"], ["inspect", "--help"], ["--help"], ["--version"]])
 @pytest.mark.parametrize("environment", [BUFFERED, BUFFERED | {"PYTHONUNBUFFERED": "1"}])
-def test_a_full_disk(model: Path, arguments: list[str], environment: dict[str, str]) -> None:
+def test_a_full_disk(program: list[str], model: Path, arguments: list[str], environment: dict[str, str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [*PROGRAM, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, env=environment, cwd=model.parent
+            [*program, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, env=environment, cwd=model.parent
         )
     assert done.returncode == 2
     assert done.stderr == "Error: No space left on device; look at the path, its permissions and the disk\n"
 
 
-def test_a_full_disk_for_errors(model: Path) -> None:
+def test_a_full_disk_for_errors(program: list[str], model: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [*PROGRAM, "inspect", "absent"], stdout=subprocess.PIPE, stderr=full, env=BUFFERED, cwd=model.parent
+            [*program, "inspect", "absent"], stdout=subprocess.PIPE, stderr=full, env=BUFFERED, cwd=model.parent
         )
     assert (done.returncode, done.stdout) == (2, b"")
 
@@ -193,11 +189,11 @@ def test_warnings_are_a_line_each(zygote: Zygote, tmp_path: Path) -> None:
     assert "can run any code" in line
 
 
-def test_warnings_of_the_log_are_escaped_lines(tmp_path: Path) -> None:
+def test_warnings_of_the_log_are_escaped_lines(program: list[str], tmp_path: Path) -> None:
     folder = write_sharded(tmp_path / "\x1b[2J")
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text().replace('"total_size": 24', '"total_size": 25'))
-    done = stio("inspect", folder)
+    done = piped(program, "inspect", folder)
     assert done.returncode == 0
     shown = str(folder).replace("\x1b", r"\x1b")
     assert done.stderr == f"warning: {shown}: the index claims total_size 25, the shards hold 24 bytes\n"
@@ -206,10 +202,10 @@ def test_warnings_of_the_log_are_escaped_lines(tmp_path: Path) -> None:
 # Pipes and terminals.
 
 
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+def test_a_reader_that_leaves_is_no_error(program: list[str], tmp_path: Path) -> None:
     save_file({f"tensor.{k:05}": torch.zeros(1) for k in range(5000)}, tmp_path / "m.safetensors")
     with subprocess.Popen(
-        [*PROGRAM, "inspect", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=BUFFERED
+        [*program, "inspect", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=BUFFERED
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -221,51 +217,53 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [["inspect", "m.safetensors"], ["inspect", "--help"], ["--help"], ["--version"]])
 @pytest.mark.parametrize("shell", ['exec "$@"', 'exec "$@" 2>&-'])
-def test_a_pipe_that_is_closed_from_the_start(model: Path, arguments: list[str], shell: str) -> None:
+def test_a_pipe_that_is_closed_from_the_start(
+    program: list[str], model: Path, arguments: list[str], shell: str
+) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        ["sh", "-c", shell, "sh", *PROGRAM, *arguments],
+        ["sh", "-c", shell, "sh", *program, *arguments],
         stdout=writer, stderr=subprocess.PIPE, env=BUFFERED, cwd=model.parent,
     )  # fmt: skip
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_no_standard_output_at_all(model: Path) -> None:
-    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *PROGRAM, "inspect", str(model)], stderr=subprocess.PIPE)
+def test_no_standard_output_at_all(program: list[str], model: Path) -> None:
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *program, "inspect", str(model)], stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_bars_obey_terminals(model: Path) -> None:
+def test_bars_obey_terminals(program: list[str], model: Path) -> None:
     arguments = ("verify", model)
-    drawn = terminal(*arguments)
+    drawn = terminal(program, *arguments)
     assert "verifying" in drawn
-    for no_bar in (terminal(*arguments, "--no-progress"), terminal(*arguments, TERM="dumb")):
+    for no_bar in (terminal(program, *arguments, "--no-progress"), terminal(program, *arguments, TERM="dumb")):
         assert "verifying" not in no_bar
         assert "\x1b" not in no_bar
-    assert stio(*arguments, FORCE_COLOR="1").stderr == ""
+    assert piped(program, *arguments, FORCE_COLOR="1").stderr == ""
 
 
-def complete(*words: str) -> list[str]:
+def complete(program: list[str], *words: str) -> list[str]:
     environment = {"_STIO_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-    return stio(**environment).stdout.splitlines()
+    return piped(program, **environment).stdout.splitlines()
 
 
-def test_completion() -> None:
-    assert complete("stio", "in") == ["plain,inspect"]
-    assert complete("stio", "diff", "--head") == ["plain,--header-only"]
-    assert complete("stio", "load", "--memory", "l") == ["plain,lazy"]
-    assert complete("stio", "inspect", "m") == ["file,m"]
-    script = stio(_STIO_COMPLETE="zsh_source")
+def test_completion(program: list[str]) -> None:
+    assert complete(program, "stio", "in") == ["plain,inspect"]
+    assert complete(program, "stio", "diff", "--head") == ["plain,--header-only"]
+    assert complete(program, "stio", "load", "--memory", "l") == ["plain,lazy"]
+    assert complete(program, "stio", "inspect", "m") == ["file,m"]
+    script = piped(program, _STIO_COMPLETE="zsh_source")
     assert (script.returncode, "compdef" in script.stdout) == (0, True)
     for shell in ("bash", "zsh", "fish"):
         assert f"_STIO_COMPLETE={shell}_source stio" in run("--help").stdout
 
 
 @pytest.mark.skipif(not os.path.exists("/bin/bash"), reason="needs bash")
-def test_the_line_for_bash_works() -> None:
-    line = f'stio() {{ "{sys.executable}" -m stio "$@"; }}; eval "$(_STIO_COMPLETE=bash_source stio)"; complete -p stio'
+def test_the_line_for_bash_works(program: list[str]) -> None:
+    line = f'stio() {{ "{program[0]}" -m stio "$@"; }}; eval "$(_STIO_COMPLETE=bash_source stio)"; complete -p stio'
     done = subprocess.run(["/bin/bash", "-c", line], capture_output=True, text=True)
     assert done.stdout.split() == ["complete", "-o", "nosort", "-F", "_stio_completion", "stio"]
 
@@ -281,7 +279,7 @@ def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("verify", "x", status=130).stderr == "\nInterrupted.\n"
 
 
-def test_a_second_ctrl_c_while_the_program_ends() -> None:
+def test_a_second_ctrl_c_while_the_program_ends(program_zygote: Zygote) -> None:
     code = """
 from stio import __main__ as program
 def press():
@@ -289,7 +287,7 @@ def press():
 program.command = press
 program.main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python(code, python=program_zygote.python)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
@@ -305,12 +303,13 @@ sys.meta_path.insert(0, Press())
 import stio.__main__
 print("alive")
 """
+    # A real interpreter without torch: how the program starts.
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.parametrize("command", ["load", "convert"])
-def test_ctrl_c_while_torch_is_imported(command: str, model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_while_torch_is_imported(command: str, program_zygote: Zygote, model: Path, tmp_path: Path) -> None:
     code = f"""
 import os, signal, sys
 class Press:
@@ -322,12 +321,12 @@ from stio.__main__ import main
 sys.argv[1:] = {[command, str(model), *([str(tmp_path / "d")] if command == "convert" else [])]!r}
 main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python(code, python=program_zygote.python)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
     assert os.listdir(tmp_path) == [model.name]
 
 
-def test_the_program_dies_of_the_signal(tmp_path: Path) -> None:
+def test_the_program_dies_of_the_signal(zygote: Zygote, tmp_path: Path) -> None:
     """So that a shell's loop around it ends too. The file is sparse: 32 GiB are hours to no disk, and seconds to read."""
     header = json.dumps({"w": {"dtype": "U8", "shape": [32 << 30], "data_offsets": [0, 32 << 30]}}).encode()
     for name in ("a", "b"):
@@ -343,19 +342,19 @@ Bar.advance = lambda *_: Path({str(begun)!r}).touch()
 from stio.__main__ import main
 main()
 """
-    program = [sys.executable, "-c", code]
+    program = [str(zygote.python), "-c", code]
     files = (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    assert interrupted("diff", *files, when=begun.exists, program=program) == (-signal.SIGINT, "", "\nInterrupted.\n")
+    assert interrupted(program, "diff", *files, when=begun.exists) == (-signal.SIGINT, "", "\nInterrupted.\n")
 
 
-def test_ctrl_c_after_the_work_changes_nothing(model: Path) -> None:
+def test_ctrl_c_after_the_work_changes_nothing(program_zygote: Zygote, model: Path) -> None:
     code = """
 import atexit, os, signal, sys
 atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
 from stio.__main__ import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", code, "inspect", str(model)], capture_output=True, text=True)
+    done = run_python(code, "inspect", model, python=program_zygote.python)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -1,8 +1,7 @@
 """Every command in every situation: real weights, hostile files, missing paths, pipes, terminals, Ctrl-C.
 
 Each test runs the real program in a process of its own. To import torch takes seconds, and the program half a second, so
-the processes are forked from one that has imported what the command needs. `test_main.py` starts interpreters. The text
-of a command is tested in its file.
+the processes are forked from one that has imported what the command needs. The text of a command is tested in its file.
 """
 
 from __future__ import annotations
@@ -30,7 +29,12 @@ from stio.storage.commit.staging_dir import LOCK_NAME
 COMMANDS = sorted(main.commands)
 PLAIN = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "PYTHONUNBUFFERED")}
 
-_ALONE = "from stio.cli import bench as cli_bench; cli_bench.PEERS = {}; "  # each peer of a bench costs seconds
+_ALONE = """
+import sys
+from stio.cli import bench as cli_bench
+sys.executable = {!r}  # of its runs
+cli_bench.PEERS = {{}}  # each of them costs seconds
+"""
 _RECORDED = """
 cli_bench._run = lambda spec: {
     "seconds": 1.0, "resident_fraction": 0.0, "is_direct": True, "version": "1", "checksum": None
@@ -55,7 +59,11 @@ def program(zygote: Zygote, program_zygote: Zygote) -> Program:
 
     def start(name: str, before: str = "") -> list[str]:
         parent = zygote if name in ("convert", "load") else program_zygote
-        return [str(parent.python), "-c", (_ALONE if name == "bench" else "") + before + _MAIN]
+        return [
+            str(parent.python),
+            "-c",
+            (_ALONE.format(str(zygote.python)) if name == "bench" else "") + before + _MAIN,
+        ]
 
     return start
 
@@ -122,6 +130,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Real weights, through pipes.
 
 
+@pytest.mark.costly("a trained model of 91 MB")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_real_weights(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
     done = called(name, weights, tmp_path, FORCE_COLOR="1")
@@ -154,7 +163,7 @@ def test_json(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_terminal_without_colours(program: Program, name: str, weights: Path, tmp_path: Path) -> None:
-    text = terminal(*arguments(name, weights, tmp_path), program=program(name, recorded(name)), NO_COLOR="1")
+    text = terminal(program(name, recorded(name)), *arguments(name, weights, tmp_path), NO_COLOR="1")
     assert text.strip()
     assert not re.search(r"\x1b\[[\d;]*m", text)
     assert "Error" not in text
@@ -176,6 +185,7 @@ def hostile(folder: Path, kind: str) -> Path:
     return path
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["garbage", "liar", "name"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_hostile_file(called: Called, name: str, kind: str, tmp_path: Path) -> None:

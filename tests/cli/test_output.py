@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from commands import PROGRAM, terminal
+from commands import terminal
 from hypothesis import given
 from hypothesis import strategies as st
 from tqdm.utils import disp_len
@@ -58,20 +58,20 @@ def test_c246_lines_are_broken_between_words(width: int) -> None:
     assert max(map(disp_len, _broken("模型 " * 50, width).split("\n"))) <= width
 
 
-def test_errors_and_notes_are_broken_on_a_terminal() -> None:
-    shown = terminal("inspect", "/nowhere/" + "x" * 40, NO_COLOR="1").splitlines()
+def test_errors_and_notes_are_broken_on_a_terminal(program: list[str]) -> None:
+    shown = terminal(program, "inspect", "/nowhere/" + "x" * 40, NO_COLOR="1").splitlines()
     assert len(shown) == 2
     assert max(map(len, shown)) <= 80
     assert " ".join(map(str.strip, shown)).endswith("there is no such file or directory; check the path")
 
 
-def test_errors_fit_their_own_terminal() -> None:
+def test_errors_fit_their_own_terminal(program: list[str]) -> None:
     """The one behind standard error, where standard output is a pipe."""
     main_fd, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 50, 0, 0))
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR")}
     subprocess.run(
-        [*PROGRAM, "inspect", "/nowhere/x"], stdout=subprocess.PIPE, stderr=side, env=environment, check=False
+        [*program, "inspect", "/nowhere/x"], stdout=subprocess.PIPE, stderr=side, env=environment, check=False
     )
     os.close(side)
     lines = os.read(main_fd, 65536).decode().splitlines()

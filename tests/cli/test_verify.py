@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import refused, run, write_model, write_sharded
+from commands import large_imports, refused, run, write_model, write_sharded
+from crash.zygote import Zygote
 from safetensors.torch import save_file
+from support import run_python
 
 from stio.runtime.text import show_bytes
 
@@ -205,26 +205,21 @@ def test_verify_escapes_what_a_terminal_would_obey(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["files"][0]["name"] == path.name
 
 
-def test_verify_with_a_package_that_is_not_there(sharded: Path) -> None:
+def test_verify_with_a_package_that_is_not_there(sharded: Path, program_zygote: Zygote) -> None:
     manifest = {"version": 1, "algorithm": "xxh3", "files": {}}
     (sharded / "model.safetensors.manifest.json").write_text(json.dumps(manifest))
     code = "import sys; sys.modules['xxhash'] = None; from stio.cli.main import main; main(['verify', sys.argv[1]])"
-    done = subprocess.run([sys.executable, "-c", code, sharded], capture_output=True, text=True)
+    done = run_python(code, sharded, python=program_zygote.python)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "Error: the hash xxh3 comes from the package xxhash: pip install 'stio-torch[hash]'\n"
 
 
-def test_verify_needs_no_torch(sharded: Path) -> None:
+def test_verify_needs_no_torch(sharded: Path, program_zygote: Zygote) -> None:
     note(sharded)
-    code = (
-        "import sys; from stio.cli.main import main; main(['verify', sys.argv[1]], standalone_mode=False);"
-        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, sharded], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert large_imports(program_zygote.python, "verify", sharded) == []
 
 
-def test_an_interrupt_ends_a_verification(tmp_path: Path) -> None:
+def test_an_interrupt_ends_a_verification(tmp_path: Path, program_zygote: Zygote) -> None:
     """The threads that hash are gone before the process is."""
     code = """
 import itertools, os, signal, sys
@@ -245,5 +240,5 @@ main(["verify", sys.argv[1]])
     weight_map = {f"w{number}": f"m{number}.safetensors" for number in range(4)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     note(tmp_path)
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=30)
+    done = run_python(code, tmp_path, python=program_zygote.python, timeout=30)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nInterrupted.\n")

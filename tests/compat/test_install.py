@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -724,6 +725,7 @@ def test_importing_stio_compat_is_light() -> None:
         "stio.compat.uninstall()\n"  # found without an import of its own
         "print(sorted({'torch', 'numpy', 'safetensors', 'anyio'} & set(sys.modules)))"
     )
+    # A real interpreter without torch: what it imports.
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -816,7 +818,11 @@ def test_a_child_that_is_forked_during_an_installation_completes_it(torch_zygote
     assert done.stdout.strip() == "0"
 
 
-def test_a_forked_pool_has_it_and_a_spawned_one_calls_install_itself(file: Path) -> None:
+def test_a_forked_pool_has_it_and_a_spawned_one_calls_install_itself(
+    file: Path, torch_zygote: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resource_tracker.ensure_running()  # a real interpreter without torch: it stays until this process ends
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", os.fsencode(torch_zygote.python))
     with stio.compat.install():
         for start, options in (("fork", {}), ("spawn", {"initializer": stio.compat.install})):
             context = multiprocessing.get_context(start)
@@ -862,7 +868,9 @@ def test_a_program_runs_over_stio_unchanged(tmp_path: Path, name: str, torch_zyg
 
 def test_the_command_line_is_refused(tmp_path: Path) -> None:
     for arguments, status in (((), 2), (("-m",), 2), (("--unknown", "x"), 2), (("--help",), 0)):
-        done = run_program(tmp_path, *arguments)
+        done = run_program(
+            tmp_path, *arguments
+        )  # a real interpreter without torch: it is refused before that is imported
         assert done.returncode == status
         assert done.stderr.startswith("usage: python -m stio.compat SCRIPT")
     (tmp_path / "old" / "safetensors").mkdir(parents=True)

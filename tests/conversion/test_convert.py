@@ -94,6 +94,7 @@ def test_metadata(tmp_path: Path) -> None:
     require_equal(stio.sync.load(tmp_path / "e.safetensors"), {"w": ramp(5)})
 
 
+@pytest.mark.costly("large numbers are what it is about")
 def test_nothing_and_many(tmp_path: Path) -> None:
     for number, made in enumerate(({}, {"e": torch.empty(0)}, {f"t{k}": torch.tensor(k) for k in range(9000)})):
         stio.sync.save(made, tmp_path / f"s{number}.safetensors")

@@ -238,13 +238,13 @@ def play_all(
         only: Description of the one fault to try.
         call: Number of the one call to try.
         every: Of the calls from the third on, each fault hits only each n-th, different ones for different faults and
-            scenarios. The process is killed at each second one then.
+            scenarios. The process is killed four times as often.
     """
     kills = [Fault(ALL & ~OPEN, how=how) for how in ((KILL, KILL_AFTER) if every_kill else (KILL,))]
     for number, fault in enumerate([*faults, *kills]):
         if only not in (None, describe(fault)):
             continue
-        step = min(every, 2) if fault in kills else every
+        step = -(-every // 4) if fault in kills else every
 
         def play(nth: int, fault: Fault = fault, step: int = step) -> bool:
             return bench.kill(fault, nth, by_save=bool(nth // step % 2)) if fault in kills else bench.play(fault, nth)

@@ -164,7 +164,7 @@ def test_c121_sigterm_that_raises_system_exit(where, zygote, what, generation):
             async def main():
                 async with stio.Saver() as saver:
                     await saver.save(tensors_of(2), where, **keywords)
-                    await asyncio.sleep(30)
+                    await asyncio.sleep(30)  # waits: until the process is ended
             asyncio.run(main())
         """,
         where,

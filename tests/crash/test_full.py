@@ -196,6 +196,7 @@ print("done")
     )
 
 
+@pytest.mark.costly("processes of its own")
 def test_c99_c103_rlimit_nofile(tmp_path, zygote):
     """However few descriptors there are: saved, or a clear error; nothing is lost, and none stays open."""
     run(

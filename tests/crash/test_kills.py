@@ -11,16 +11,18 @@ from crash.shim import run_module
 
 LONG = "STIO_CRASH_KILLS" in os.environ
 """Set by `make crash`: how many kills; all faults are tried then, too."""
-KILLS = int(os.environ.get("STIO_CRASH_KILLS", "42"))
+KILLS = int(os.environ.get("STIO_CRASH_KILLS", "24"))
 PLAYED = [one for one in SCENARIOS if LONG or one.distinct]
 
 
+@pytest.mark.costly("processes that are killed")
 @pytest.mark.timeout(100 + KILLS)
 def test_c108_killed_at_random(fast_path, zygote):
     """Whole generations only, none older than what was acknowledged, nothing left; readers never see a mixture."""
     print(run_module("crash.kills", fast_path, "--rounds", KILLS, timeout=90 + KILLS, python=zygote.python))
 
 
+@pytest.mark.costly("processes that are killed")
 def test_c108_negative_control(fast_path, zygote):
     """Files that are written in place are found torn by the same look."""
     with pytest.raises(AssertionError, match="written in place"):
@@ -34,13 +36,15 @@ def built(tmp_path_factory):
     return shim.build(tmp_path_factory.mktemp("shim"))
 
 
+@pytest.mark.costly("processes that are killed")
 @pytest.mark.timeout(3600 if LONG else 620)
 def test_c103_c104_c105_c106_c107_c108_every_call_goes_wrong(built, fast_path):
     """Each call fails, falls short, or is the process's last, in each scenario; see `crash.faults`.
 
     `make crash` and the stage `faults` of `make nightly` let each call fail in each way. Here each way hits
-    the first two calls and a sixth of the later ones; the process is killed at the first two and each second one.
+    the first two calls and a twenty-fourth of the later ones; the process is killed at the first two and each sixth one.
     """
     chosen = [word for one in PLAYED for word in ("--scenario", one.name)]
-    long = ["--long"] if LONG else ["--every", "6"]
+    long = ["--long"] if LONG else ["--every", "24"]
+    # A real interpreter: LD_PRELOAD
     print(run_module("crash.faults", fast_path, *chosen, *long, timeout=3400 if LONG else 600, preload=built))

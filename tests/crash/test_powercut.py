@@ -44,6 +44,7 @@ def way(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("one", SCENARIOS, ids=lambda one: one.name)
 def test_c109_power_cut_after_every_call(image, tmp_path, monkeypatch, way, one):
     if way == "buffered" and not one.distinct and "STIO_CRASH_KILLS" not in os.environ:

@@ -113,6 +113,8 @@ class Zygote:
         client = Path(__file__).with_name("zygote_client.py").read_text()
         self.python.write_text(f"#!{sys.executable} -IS\n" + client.replace('ADDRESS = ""', f"ADDRESS = {address!r}"))
         self.python.chmod(0o755)
+        self.program = [str(self.python), "-m", "stio"]
+        """Runs the command line of `stio`."""
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
 

@@ -4,10 +4,11 @@
 environment, the working directory and the open files of this one. Limits, groups and priority are those of its parent.
 """
 
+# `socket` and `signal` import `enum`, which would double what this program takes.
+import _signal
+import _socket
 import marshal
 import os
-import signal
-import socket
 import sys
 
 ADDRESS = ""
@@ -19,15 +20,16 @@ for name in os.listdir("/proc/self/fd"):
             files.append(int(name))
     except OSError:
         pass  # the listing's own
-server = socket.socket(socket.AF_UNIX)
+server = _socket.socket(_socket.AF_UNIX)
 server.connect(f"\0{ADDRESS}")
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda number, _: server.send(bytes([number])))
-socket.send_fds(server, [b"."], files)
+for number in (_signal.SIGHUP, _signal.SIGINT, _signal.SIGABRT, _signal.SIGUSR1, _signal.SIGTERM):
+    _signal.signal(number, lambda number, _: server.send(bytes([number])))
+numbers = b"".join(number.to_bytes(4, sys.byteorder) for number in files)
+server.sendmsg([b"."], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, numbers)])
 request = {"argv": sys.argv[1:], "cwd": os.getcwd(), "environment": dict(os.environ), "files": files}
 server.sendall(marshal.dumps(request))
 status = int(server.recv(64))
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
+    _signal.signal(-status, _signal.SIG_DFL) if -status not in (_signal.SIGKILL, _signal.SIGSTOP) else None
     os.kill(os.getpid(), -status)
 os._exit(status)

@@ -7,6 +7,8 @@ library: what a child has imported is what the command line names.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import gc
 import importlib
 import io
@@ -20,20 +22,23 @@ import socket
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 _PATIENCE_SECONDS = 60
 _MOST_FILES = 253
 """Open files that one message can carry."""
+LIBC = ctypes.CDLL(None)
 _FREE_FROM = 500
 """Descriptors from here on are free in a child that is about to take over the open files of a client."""
 
 
 def serve(listening: socket.socket) -> dict[str, Any] | None:
     """Answer requests; return in each child with what it has to run, in the parent at the end."""
-    running = set()
+    running: set[int] = set()
+    clients: set[int] = set()
     while True:
         for source in select.select([sys.stdin, listening], [], [])[0]:
             if source is listening:
@@ -42,11 +47,11 @@ def serve(listening: socket.socket) -> dict[str, Any] | None:
                 if not child:
                     return serve_client(connection)
                 connection.close()
-                running.add(child)
+                clients = {pid for pid in clients if not os.waitpid(pid, os.WNOHANG)[0]} | {child}
                 continue
             line = sys.stdin.readline()  # one request at a time: no other line waits in the buffer
             if not line:
-                end(running)
+                end(running | clients)
                 return None
             request: dict[str, Any] = json.loads(line)
             if "wait" in request:
@@ -131,20 +136,22 @@ def take_over(files: Sequence[int], numbers: Sequence[int]) -> None:
     for file, number in zip(high, numbers, strict=True):
         os.dup2(file, number)
         os.close(file)
+
+
+def open_streams(numbers: Sequence[int], environment: Mapping[str, str], is_unbuffered: bool) -> None:
+    """Open the standard streams on the files that there are, as an interpreter does."""
+    is_unbuffered |= bool(environment.get("PYTHONUNBUFFERED"))
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
-        setattr(sys, name, stream(number, mode) if number in numbers else None)
-        setattr(sys, f"__{name}__", getattr(sys, name))
-
-
-def stream(number: int, mode: str) -> io.TextIOWrapper:
-    """Return a standard stream, as an interpreter makes it."""
-    is_error = number == 2
-    return io.TextIOWrapper(
-        open(number, mode + "b", closefd=False),
-        encoding="utf-8",
-        errors="backslashreplace" if is_error else "strict",
-        line_buffering=is_error or os.isatty(number),
-    )
+        is_raw = is_unbuffered and mode == "w"
+        stream = number in numbers and io.TextIOWrapper(
+            os.fdopen(number, mode + "b", buffering=0 if is_raw else -1, closefd=False),
+            encoding=environment.get("PYTHONIOENCODING", "utf-8"),
+            errors="backslashreplace" if number == 2 else "strict",
+            line_buffering=number == 2 or os.isatty(number),
+            write_through=is_raw,
+        )
+        setattr(sys, name, stream or None)
+        setattr(sys, f"__{name}__", stream or None)
 
 
 def begin(request: dict[str, Any]) -> tuple[types.CodeType | None, dict[str, Any]]:
@@ -161,14 +168,15 @@ def begin(request: dict[str, Any]) -> tuple[types.CodeType | None, dict[str, Any
     own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     warnings.filters[:] = FILTERS
     words = list(request["argv"])
-    is_safe = False
+    options = set()
     while words[0] in ("-u", "-B", "-P", "-W"):
         option = words.pop(0)
-        is_safe |= option == "-P"
+        options.add(option)
         if option == "-W":
             warnings._setoption(words.pop(0))  # type: ignore[attr-defined]  # what the interpreter itself calls
+    open_streams(request["files"], request["environment"], "-u" in options)
     first = {"-c": "", "-m": os.getcwd()}.get(words[0], os.path.dirname(os.path.abspath(words[0])))
-    sys.path[:] = [*([] if is_safe else [first]), *own, *(path for path in PATH if path not in inherited)]
+    sys.path[:] = [*([] if "-P" in options else [first]), *own, *(path for path in PATH if path not in inherited)]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if words[0] == "-m":
         sys.argv = ["-m", *words[2:]]
@@ -183,11 +191,36 @@ def begin(request: dict[str, Any]) -> tuple[types.CodeType | None, dict[str, Any
         return compile(file.read(), words[0], "exec"), main.__dict__
 
 
+PACKAGES: dict[str, Any] = {}
+"""The installed packages that a child begins with."""
+
+
+def load(modules: Sequence[str]) -> None:
+    """Import what a child begins with."""
+    atexit.register(leave_packages)  # before all other handlers, so that it runs after them
+    for module in modules:
+        importlib.import_module(module)
+    for final in weakref.finalize._registry:  # type: ignore[attr-defined]  # torch's, which undo each operator
+        final.atexit = False
+    installed = f"{os.sep}site-packages{os.sep}"
+    PACKAGES.update(
+        {k: module for k, module in sys.modules.items() if installed in str(getattr(module, "__file__", ""))}
+    )
+    PACKAGES["itself"] = PACKAGES  # never freed, as the collector does not look at what is frozen
+
+
+def leave_packages() -> None:
+    """Let the interpreter's end not undo their imports, which takes 0.3 s for torch, unless a thread runs beside that."""
+    if len(os.listdir("/proc/self/task")) == 1:
+        for name in PACKAGES:
+            sys.modules.pop(name, None)
+        LIBC.on_exit(LIBC._exit, None)  # in place of the destructors of libraries
+
+
 if __name__ == "__main__":
     FILTERS, PATH = list(warnings.filters), sys.path[1:]
     address, *modules = sys.argv[1:]
-    for module in modules:
-        importlib.import_module(module)
+    load(modules)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     warnings.simplefilter("error")

@@ -83,6 +83,7 @@ def random_cuts(rng: random.Random, tensor: torch.Tensor, count: int) -> list[in
     return [cut * tensor.itemsize for cut in (0, *inner, tensor.numel())]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 def test_every_dtype_and_layout(dtype: torch.dtype, layout: str) -> None:
@@ -414,6 +415,7 @@ def test_all_events_are_waited_for_though_one_fails(
 # Real devices.
 
 
+@pytest.mark.matrix
 @gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])

@@ -13,7 +13,8 @@ import pytest
 import simdevice
 import torch
 from accelerators import HAVE_GPU, gpu, module_of
-from support import bits_of, require_equal, run_python
+from crash.zygote import Zygote
+from support import bits_of, require_equal
 
 import stio.sync
 from stio.device import cuda as cuda_module
@@ -212,6 +213,7 @@ def tensors() -> dict[str, torch.Tensor]:
     return small | {f"large.{k}": torch.randn(600, 1000 + k, generator=chance) for k in range(5)}
 
 
+@pytest.mark.costly("threads of the simulated streams")
 @gpu
 @pytest.mark.parametrize("budget_bytes", [1 << 18, 4 << 20, 512 << 20])
 def test_a_load_waits_for_its_copies(tensors: dict[str, torch.Tensor], budget_bytes: int) -> None:
@@ -241,10 +243,11 @@ def test_what_a_stream_drops_is_taken_over_when_its_consumer_is_through(tensors:
     }
 
 
+@pytest.mark.costly("processes of its own")
 @gpu
-def test_all_loads_share_a_copy_stream() -> None:
+def test_all_loads_share_a_copy_stream(torch_zygote: Zygote) -> None:
     """Memory that was freed belongs to the stream that it was allocated under. The pool's streams are taken in turn."""
-    done = run_python(
+    done = torch_zygote.run(
         """
         import sys
         import simdevice, torch

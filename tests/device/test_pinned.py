@@ -15,8 +15,9 @@ import pytest
 import simdevice
 import torch
 from accelerators import busy_event, gpu, settled_pinned_bytes
+from crash.zygote import Zygote
 from fake_driver import FakeDriver
-from support import eventually, needs_engine, run_python, settled
+from support import eventually, needs_engine, settled
 
 import stio
 from stio import native
@@ -235,13 +236,14 @@ def test_memory_goes_back_to_the_system() -> None:
     assert kept.tobytes()
 
 
+@pytest.mark.costly("processes of its own")
 @gpu
 @simulated
 @needs_engine
 @pytest.mark.parametrize("ready", [False, True])
-def test_memory_that_is_unpinned_early_is_noticed(ready: bool) -> None:
+def test_memory_that_is_unpinned_early_is_noticed(torch_zygote: Zygote, ready: bool) -> None:
     """A control of what all tests require (`_nothing_is_unpinned_early`)."""
-    done = run_python(
+    done = torch_zygote.run(
         """
         import sys
         import simdevice, torch
@@ -269,8 +271,8 @@ def test_memory_that_is_unpinned_early_is_noticed(ready: bool) -> None:
 @gpu
 @simulated
 @needs_engine
-def test_only_its_own_device_has_a_context() -> None:
-    done = run_python(
+def test_only_its_own_device_has_a_context(torch_zygote: Zygote) -> None:
+    done = torch_zygote.run(
         """
         import simdevice, torch
         simdevice.install()
@@ -287,11 +289,12 @@ def test_only_its_own_device_has_a_context() -> None:
     assert done.stdout == "{1}\n", done.stderr
 
 
+@pytest.mark.costly("processes of its own")
 @gpu
 @pytest.mark.parametrize("what", ["saver", "cache"])
-def test_a_program_may_end_while_memory_is_returned(tmp_path: Path, what: str) -> None:
+def test_a_program_may_end_while_memory_is_returned(torch_zygote: Zygote, tmp_path: Path, what: str) -> None:
     """A thread that frees a tensor after the interpreter's end would abort the process."""
-    done = run_python(
+    done = torch_zygote.run(
         """
         import sys
         import simdevice, torch

@@ -132,6 +132,7 @@ def test_failing_copy_at_every_number(files: dict[str, bytes], tensors: dict[str
     assert failed == number - 1 >= 3
 
 
+@pytest.mark.costly("threads of the simulated streams")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_who_leaves_a_stream_early_has_no_tensor_of_a_failed_copy(
     files: dict[str, bytes], tensors: dict[str, torch.Tensor], dtype: torch.dtype | None

@@ -71,6 +71,7 @@ def test_torch_has_all_but_the_six_bit_dtypes() -> None:
         assert dtype.itemsize == max(1, BITS[name] // 8)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", LOADABLE)
 def test_bits_storage_and_version(dtype: str, shape: tuple[int, ...]) -> None:
@@ -141,6 +142,7 @@ def test_tensors_keep_their_memory() -> None:
     assert owner() is None
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shift", range(1, 9))
 @pytest.mark.parametrize("dtype", LOADABLE)
 def test_a64_misaligned_tensors_are_copied(dtype: str, shift: int) -> None:
@@ -206,6 +208,7 @@ def without_dlpack(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return install
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", [(), (6,), (3, 4), (2, 1, 5)], ids=str)
 @pytest.mark.parametrize("dtype", LOADABLE)
 def test_without_dlpack_tensors_are_the_same(
@@ -238,6 +241,7 @@ INDICES = [
 ]  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("index", INDICES, ids=str)
 @pytest.mark.parametrize("dtype", LOADABLE)
 def test_parts_equal_torchs_own(dtype: str, index: object) -> None:

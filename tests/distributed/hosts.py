@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from ranks import MOST_SECONDS, PRELOADED, results_of, run_some
+from distributed.ranks import MOST_SECONDS, PRELOADED, results_of, run_some
 
 from tests.crash import shim
 

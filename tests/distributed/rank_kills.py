@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ranks import PRELOADED
+from distributed.ranks import PRELOADED
 from support import hook_writes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

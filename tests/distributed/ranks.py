@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from multiprocessing.connection import wait
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 MOST_SECONDS = 120
+SHARED_RANKS = 4
+"""Processes of a `RankSet`."""
 
 PRELOADED = [
     *("stio.distributed", "stio.sync", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
@@ -34,21 +39,90 @@ def run_ranks(
     killed: Collection[int] = (),
     over_tcp: bool = False,
 ) -> list[Any]:
-    """Call a function in processes of their own, which can send to each other; return what it returned in each.
+    """Call a function in processes that can send to each other; return what it returned in each.
 
-    Ranks in `killed` end by SIGKILL, at the latest when all others have ended; their result is None. The store is a
-    file, or with `killed` and `over_tcp` on the first rank.
+    The processes are those of the calls before (`RankSet`), unless ranks are `killed`: then each has its own. Ranks in
+    `killed` end by SIGKILL, at the latest when all others have ended; their result is None. The store is a file, or
+    with `killed` and `over_tcp` on the first rank.
 
     Raises:
         AssertionError: It raised in one of them; the text has all tracebacks.
     """
     results = folder / f"results-{function.__name__}"
     results.mkdir()
+    meeting = f"tcp://127.0.0.1:{free_port()}" if killed or over_tcp else f"file://{results}/meeting"
+    if killed or num_ranks > SHARED_RANKS:
+        run_some(server(), range(num_ranks), function, num_ranks, meeting, results, arguments, killed)
+    else:
+        RankSet.shared().run(function, num_ranks, meeting, results, arguments)
+    return results_of(num_ranks, results)
+
+
+def server() -> Any:
+    """Return the context of processes that are forked from one that has imported what ranks need."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    meeting = f"tcp://127.0.0.1:{free_port()}" if killed or over_tcp else f"file://{results}/meeting"
-    run_some(context, range(num_ranks), function, num_ranks, meeting, results, arguments, killed)
-    return results_of(num_ranks, results)
+    return context
+
+
+class RankSet:
+    """Processes that are the ranks of one call after the other. If one fails, all end, and the next call has new ones."""
+
+    _shared: ClassVar[RankSet | None] = None
+
+    def __init__(self) -> None:
+        self._ranks: list[tuple[Any, Connection]] = []
+        for _ in range(SHARED_RANKS):
+            own, other = mp.Pipe()
+            process = server().Process(target=_serve, args=(other,), daemon=True)
+            process.start()
+            other.close()
+            self._ranks.append((process, own))
+
+    @classmethod
+    def shared(cls) -> RankSet:
+        """Return those of this run of pytest."""
+        if cls._shared is None:
+            cls._shared = cls()
+        return cls._shared
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        num_ranks: int,
+        meeting: str,
+        results: Path,
+        arguments: tuple[Any, ...],
+    ) -> None:
+        """Call a function in the first `num_ranks` of them; what it returns is in `results`."""
+        running = [pipe for _, pipe in self._ranks[:num_ranks]]
+        for rank, pipe in enumerate(running):
+            pipe.send((function, rank, num_ranks, meeting, str(results), arguments))
+        end, ended_early = time.monotonic() + MOST_SECONDS, False
+        while running and time.monotonic() < end:
+            for pipe in wait(running, timeout=1):
+                assert isinstance(pipe, Connection)
+                running.remove(pipe)
+                try:
+                    pipe.recv()
+                except EOFError:
+                    ended_early = True
+            if ended_early:
+                end = min(end, time.monotonic() + 5)  # the others may wait for that rank
+        if running or ended_early:
+            self.close()
+        failed = [path.read_text() for path in sorted(results.glob("*.failed"))]
+        assert not failed, "\n".join(failed)
+        assert not running, f"{len(running)} of {num_ranks} ranks did not end"
+        assert not ended_early, "a rank ended"
+
+    def close(self) -> None:
+        """End the processes."""
+        RankSet._shared = None
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
 
 
 def run_some(
@@ -61,7 +135,7 @@ def run_some(
     arguments: tuple[Any, ...],
     killed: Collection[int],
 ) -> None:
-    """Run some of the ranks of `run_ranks`, by processes of this host; what they return is in `results`."""
+    """Run some of the ranks of `run_ranks`, by processes of their own on this host; what they return is in `results`."""
     processes = {
         rank: context.Process(target=_run, args=(function, rank, num_ranks, meeting, str(results), arguments))
         for rank in own
@@ -96,6 +170,19 @@ def free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])
+
+
+def _serve(pipe: Connection) -> None:
+    """Be a rank, again and again."""
+    environment = dict(os.environ)
+    with suppress(EOFError):  # pytest has ended
+        while True:
+            _run(*pipe.recv())
+            os.environ.clear()
+            os.environ |= environment
+            _clear_sharding_prop_cache()  # its meshes are those of groups that are no more
+            gc.collect()
+            pipe.send("done")
 
 
 def _run(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerators import gpu
-from ranks import run_ranks
+from distributed.ranks import run_ranks
 from support import module_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -109,12 +109,14 @@ def checkpoint(folder: Path) -> str:
     return str(write_checkpoint(folder / "checkpoint", whole(), 2))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", PLACED)
 @pytest.mark.parametrize("move", [loads, saves], ids=lambda move: move.__name__)
 def test_c301_no_path_of_ranks_changes_a_bit(move: Callable[..., None], way: str, fast_path: Path) -> None:
     run_ranks(move, NUM_RANKS, fast_path, checkpoint(fast_path), str(fast_path), way)
 
 
+@pytest.mark.costly("ranks of its own")
 @gpu
 def test_c301_broadcasts_to_a_device_change_no_bit(fast_path: Path) -> None:
     run_ranks(broadcasts, NUM_RANKS, fast_path, checkpoint(fast_path), str(fast_path))

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
+from distributed.ranks import run_ranks
 from safetensors import safe_open
 from support import before_writes, eventually, hook_writes
 from test_load import WAYS, Model, by_fsdp, by_hsdp, new_model

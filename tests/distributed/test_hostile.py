@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
+from distributed.ranks import run_ranks
 from test_save import patched
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from distributed.ranks import run_ranks
 from torch import nn
 
 from stio import sync
@@ -76,6 +77,7 @@ def loads_and_saves(folder: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.costly("ranks of its own")
 def test_c336_one_rank_has_freed_or_shrunk_memory(tmp_path: Path) -> None:
     sync.save({"first": torch.ones(SHAPE), "second": torch.full(SHAPE, 2.0)}, tmp_path / "in")
     first, victim = run_ranks(loads_and_saves, 2, tmp_path, str(tmp_path))

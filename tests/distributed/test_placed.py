@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, meshes, random_cases, same_bytes, tensors_of
-from ranks import run_ranks
+from distributed.ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 

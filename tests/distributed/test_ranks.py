@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import pickle
 import signal
@@ -14,7 +15,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from clocks import replaced_clock
+from distributed.ranks import run_ranks
+from support import eventually
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -90,7 +93,7 @@ def exchange() -> Any:
     with patch.object(module_of_ranks, "_own_connection", wraps=module_of_ranks._own_connection) as connect:
         found = {asyncio.run(body())[1] for _ in range(12)} | {run_blocking(body())[1]}
         assert found == {b"1"} and connect.call_count == 1
-        (group,) = module_of_ranks._groups.values()
+        group = module_of_ranks._groups[dist.group.WORLD]
         for k, lost in enumerate([(time.monotonic(), BrokenStore()), (time.monotonic() - 61, SilentStore())]):
             group.idle[:] = [lost]
             found = run_blocking(body())
@@ -107,7 +110,7 @@ class SilentStore:
     """Over a connection that a firewall has ended."""
 
     def check(self, keys: list[str]) -> bool:
-        time.sleep(1000)
+        time.sleep(1000)  # waits: for an answer that never comes
         return False
 
 
@@ -180,6 +183,7 @@ def scenarios(folder: str) -> dict[str, Any]:
     found["module"] = outcome(load(other, good))
     found["option"] = outcome(load(module, good, budget_bytes=-1 if rank == 0 else None))
     found["late"] = outcome(late(load, module, good))
+    Path(f"{good}-late-{rank}").touch()
     found["well"] = outcome(load(module, good))
     found["group"] = outcome(in_a_group(module, good))
     found["new group"] = outcome(in_new_groups(folder))
@@ -187,8 +191,8 @@ def scenarios(folder: str) -> dict[str, Any]:
 
 
 def late(load: Any, module: nn.Module, path: str) -> Any:
-    if dist.get_rank() == 1:
-        time.sleep(2.5)  # longer than the timeout of the others
+    if dist.get_rank() == 1:  # the others have given it up
+        assert eventually(lambda: all(Path(f"{path}-late-{other}").exists() for other in (0, 2)), 20)
     return load(module, path, rank_timeout=1.0)
 
 
@@ -270,22 +274,44 @@ def check(
         assert found[1].startswith(text), found
 
 
-def silent_rank(victim: int, how: int, timeout: float) -> tuple[str, str, float]:
-    killed: list[float] = []
+def silent_rank(victim: int, how: int, timeout: float) -> tuple[str, str, float, float]:
+    """Return how a save ended, and the time until it failed: the real time, and that on the clocks of the ranks."""
+    begun: list[float] = []
+    failed: list[float] = []
+    patch = pytest.MonkeyPatch()  # to the end of this process
+    clock = replaced_clock(patch)
+    clock.during_pause = lambda: time.sleep(0.001)  # of the first rank, while the others read why it has failed
 
     async def body() -> None:
         async with Ranks(about="save", timeout=timeout) as ranks:
-            await ranks.arrive("begun")
-            killed.append(time.monotonic())
+            ranks.on_failure(lambda: failed.append(clock.seconds))
+            pids = await ranks.arrive("begun", os.getpid(), kind=int)
+            begun.append(time.monotonic())
             ranks.share("begun too", b"")
+            others = {0, 1, 2} - {victim, ranks.rank}
             if ranks.rank == victim:
-                for other in {0, 1, 2} - {victim}:
+                for other in others:
                     await ranks.fetch("begun too", of=other)
                 os.kill(os.getpid(), how)
+            elif how == signal.SIGSTOP:
+                assert eventually(lambda: is_stopped(pids[victim]))
+                while not eventually(lambda: ranks.failure is not None, 0.01):
+                    clock.advance(max(0.0, ranks._looked + timeout + 0.1 - clock.monotonic()))
+                    ranks.share("time has passed")  # wakes what looks at the clock
+            elif victim != 0:
+                (other,) = others
+                for k in itertools.count():  # in step with the other one, which so gives its signs in time
+                    clock.advance(0.25)
+                    ranks.share(f"step {k}")
+                    await ranks.fetch(f"step {k}", of=other)
             await ranks.arrive("end")
 
     kind, text, _, _, end = outcome(body())
-    return kind, text, end - killed[0]
+    return kind, text, end - begun[0], failed[0]
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @pytest.mark.parametrize(
@@ -299,8 +325,10 @@ def silent_rank(victim: int, how: int, timeout: float) -> tuple[str, str, float]
 def test_a_silent_rank_is_named(tmp_path: Path, victim: int, how: int, text: str):
     results = run_ranks(silent_rank, 3, tmp_path, victim, how, 4.0, killed=[victim])
     assert results[victim] is None
-    for kind, message, seconds in (result for result in results if result is not None):
+    for kind, message, seconds, clock_seconds in (result for result in results if result is not None):
         assert kind == "RankError" and seconds < 5.0
+        assert clock_seconds < 4.0 + 2 * 0.5 + 0.5  # signs come, and are looked at, every 0.5 s
+        assert clock_seconds > 4.0 or "for 4 s" not in text
         assert text in message
 
 

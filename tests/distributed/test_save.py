@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from counts import LONG, count
+from distributed.ranks import run_ranks
 from support import before_writes, hook_writes
 from test_load import WAYS, new_model
 from torch import nn
@@ -126,7 +127,9 @@ def placements(place: Place) -> None:
     for mesh in meshes:
         if not place.is_member:
             continue
-        rows = [[one] for one in choices] if mesh.ndim == 1 else [[a, b] for a in choices for b in choices]
+        rows = (
+            [[one] for one in choices] if mesh.ndim == 1 else [[a, b] for a in choices for b in choices][:: count(2, 1)]
+        )
         for chosen in rows:
             spread = {
                 name: spread_of(tensor.clone(), mesh, chosen if tensor.dim() > 1 else [Shard(0)] * mesh.ndim)
@@ -466,7 +469,7 @@ async def cancelled(path: str, spread: dict[str, Any]) -> tuple[str, str, float]
 def everything(folder: str, num_random: int) -> dict[str, Any]:
     """Do all that the tests look at: the start of a process costs more."""
     places = [Place(folder, num_ranks) for num_ranks in (1, 2, 3, 4)]
-    for place in places:
+    for place in places[count(1, 0) :: count(2, 1)]:
         placements(place)
         random_states(place, range(100 * place.num_ranks, 100 * place.num_ranks + num_random))
     whole = places[-1]
@@ -482,13 +485,13 @@ def everything(folder: str, num_random: int) -> dict[str, Any]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what each of four ranks has found."""
     folder = tmp_path_factory.mktemp("ranks")
-    return run_ranks(everything, 4, folder, str(folder), 3)
+    return run_ranks(everything, 4, folder, str(folder), count(1, 3))
 
 
 def test_files_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
-    """At 1, 2, 3 and 4 ranks; the comparison is in the ranks."""
-    assert all(one["saves"][3] > 30 for one in found)
-    assert found[0]["saves"][:3] == [12, 12, 12]
+    """At 2 and 4 ranks, in `make nightly` at 1 and 3 too; the comparison is in the ranks."""
+    assert all(one["saves"][3] > count(20, 30) for one in found)
+    assert found[0]["saves"][:3] == ([12, 12, 12] if LONG else [0, 10, 0])
 
 
 def test_one_failure_is_raised_on_all(found: list[dict[str, Any]]) -> None:

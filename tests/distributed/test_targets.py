@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from distributed.ranks import run_ranks
 from test_load import Model, by_fsdp, by_hsdp, local_of, new_model, raises_on_all_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (

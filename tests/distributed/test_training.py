@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from distributed.ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -145,6 +145,7 @@ def kill_and_go_on(folder: Path, num_ranks: int, others: Sequence[int], moment: 
         assert not [name for name in names if not name.startswith("step-")]  # nothing of the killed save
 
 
+@pytest.mark.costly("processes that are killed")
 def test_killed_on_two_ranks(tmp_path: Path) -> None:
     kill_and_go_on(tmp_path, 2, [3])
 

@@ -145,7 +145,7 @@ def saver_that_gets(number: int, where: Path) -> int:
         def rename(source: Any, target: Any, **directories: Any) -> None:
             if os.path.basename(os.fsdecode(target)) == name:
                 os.kill(os.getpid(), number)
-                time.sleep(60)  # the signal stops this thread some steps later, and the rename must not be among them
+                time.sleep(60)  # waits: the signal stops this thread some steps later, not to rename until then
             plain(source, target, **directories)
 
         os.rename = os.replace = rename  # type: ignore[assignment]

@@ -12,6 +12,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ Found = dict[int, dict[str, list[str]]]
 """By number, by file: names of tests, `test_x[A04]` where only the cases whose ids begin so belong to the number."""
 
 
+@cache
 def named_tests(root: Path = TESTS) -> Found:
     """Return the tests of each number; reads the source of all tests and imports none."""
     found: Found = defaultdict(lambda: defaultdict(list))

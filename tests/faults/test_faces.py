@@ -34,8 +34,9 @@ import pytest
 import safetensors.torch
 import torch
 from click.testing import CliRunner
+from crash.zygote import Zygote
 from integrations import published_vllm
-from support import INDEX, bits_of, require_equal, run_python, save_file, save_sharded
+from support import INDEX, bits_of, require_equal, save_file, save_sharded
 from torch import nn
 
 import stio
@@ -482,6 +483,7 @@ def _in_the_cache(directory: Path) -> Path:
     return snapshot
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry != ONLY_STATE])
 @pytest.mark.parametrize("where", ["plain", "cache"])
 def test_c245_what_is_allowed_is_allowed_to_all(tmp_path: Path, entry: str, where: str) -> None:
@@ -657,9 +659,10 @@ MANY_SHARDS = """
 """
 
 
-def test_c245_more_shards_than_may_be_open(tmp_path: Path) -> None:
+@pytest.mark.costly("processes of its own")
+def test_c245_more_shards_than_may_be_open(zygote: Zygote, tmp_path: Path) -> None:
     """The files are opened again one by one; the headers of all are checked before."""
-    done = run_python(MANY_SHARDS, tmp_path)
+    done = zygote.run(MANY_SHARDS, tmp_path)
     assert (done.stdout, done.returncode) == ("refused False\n", 0), done.stderr
 
 
@@ -816,10 +819,10 @@ def test_c247_two_at_once(tmp_path: Path) -> None:
         assert f"total_size {Path(report.path).name}" in warning
 
 
-def test_c247_a_warning_is_not_printed_twice(tmp_path: Path) -> None:
+def test_c247_a_warning_is_not_printed_twice(zygote: Zygote, tmp_path: Path) -> None:
     """A program without settings for logging prints its warnings on standard error: not those that are reported."""
     directory = _write_doubtful(tmp_path / "model", 77)
-    done = run_python(f"from stio.cli.main import main; main(['verify', {str(directory)!r}])")
+    done = zygote.run(f"from stio.cli.main import main; main(['verify', {str(directory)!r}])")
     assert "77" in done.stdout
     assert done.stderr == ""
 

@@ -126,6 +126,30 @@ FIRST_USES = {
 }
 
 
+TORCH_IS_NEW = """
+import sys
+from importlib.machinery import ModuleSpec
+
+ALL_OF_TORCH = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "torch"}
+
+class Torch:  # imports it again, by a call of `during` only
+    during = staticmethod(lambda: None)
+
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self, is_package=True) if name == "torch" else None
+
+    def create_module(self, spec):
+        return ALL_OF_TORCH["torch"]
+
+    def exec_module(self, module):
+        self.during()
+        sys.modules.update(ALL_OF_TORCH)
+
+sys.meta_path.insert(0, Torch())
+"""
+"""Begin of scripts that find torch not imported, in a process where it is."""
+
+
 @pytest.fixture(scope="module")
 def imports_of_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return by name where its first use on a loop imports torch.
@@ -137,7 +161,7 @@ def imports_of_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
     sync.save_state({"epoch": 3}, state)
     path = save_file({"w": torch.zeros(3)}, directory / "x.safetensors")
     uses = "".join(f"async def use_{name.replace(' ', '_')}():\n    {code}\n" for name, code in FIRST_USES.items())
-    found = run_python(
+    found = run_python(  # a real interpreter without torch: what it imports
         f"""
 import asyncio, json, sys, threading
 import stio
@@ -185,14 +209,16 @@ def test_c203_the_first_use_on_a_loop_imports_torch_elsewhere(name: str, imports
     assert imports_of_torch[name] in ("elsewhere", "done")
 
 
+@pytest.mark.costly("imports of torch in processes of its own")
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
-def test_c203_what_stands_for_a_name_is_as_good(loop: str, tmp_path: Path) -> None:
+def test_c203_what_stands_for_a_name_is_as_good(torch_zygote: Any, loop: str, tmp_path: Path) -> None:
     if loop == "trio":
         pytest.importorskip("trio")
     path = save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
-    found = run_python(
-        """
-import asyncio, contextlib, inspect, sys, threading
+    found = torch_zygote.run(
+        TORCH_IS_NEW
+        + """
+import asyncio, contextlib, inspect, threading, time
 import anyio
 import stio
 path, loop = sys.argv[1:]
@@ -208,6 +234,11 @@ async def main():
         while True:
             beats.append(1)
             await anyio.sleep(0.001)
+    def during():  # the import of torch
+        deadline = time.monotonic() + 10
+        while len(beats) <= 20 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    Torch.during = staticmethod(during)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(beat)
         tasks.start_soon(load, path)
@@ -244,11 +275,12 @@ anyio.run(main, backend=loop)
     assert found.returncode == 0, found.stderr
 
 
-def test_c203_odd_uses_of_what_stands_for_a_name(tmp_path: Path) -> None:
+def test_c203_odd_uses_of_what_stands_for_a_name(torch_zygote: Any, tmp_path: Path) -> None:
     path = save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
-    found = run_python(
-        """
-import asyncio, copy, inspect, pickle, pydoc, sys, typing
+    found = torch_zygote.run(
+        TORCH_IS_NEW
+        + """
+import asyncio, copy, inspect, pickle, pydoc, typing
 import stio
 path = sys.argv[1]
 
@@ -315,7 +347,6 @@ async def main():
 asyncio.run(main())
 """,
         path,
-        timeout=30,
     )
     assert found.returncode == 0, found.stderr
 
@@ -326,7 +357,7 @@ IMPORT_TORCH_AT_ONCE = {
 
 
 def test_c203_the_names_that_import_torch_at_once_are_documented() -> None:
-    found = run_python(
+    found = run_python(  # a real interpreter without torch: what it imports
         """
 import asyncio, json, sys
 import stio
@@ -360,32 +391,21 @@ asyncio.run(main())
     assert set(re.findall("`([A-Za-z]+)`", stio.__doc__.partition("Of these")[2])) == IMPORT_TORCH_AT_ONCE
 
 
-def test_c203_a_cancel_while_torch_is_imported(tmp_path: Path) -> None:
-    found = run_python(
-        """
-import asyncio, sys, threading
-from importlib.machinery import PathFinder
+def test_c203_a_cancel_while_torch_is_imported(torch_zygote: Any, tmp_path: Path) -> None:
+    found = torch_zygote.run(
+        TORCH_IS_NEW
+        + """
+import asyncio, threading
 import stio
 
 reached, gate, waited = threading.Event(), threading.Event(), []
 
-class Finder:  # holds torch where its code runs: where it is looked for, the interpreter holds the lock of all imports
-    def find_spec(self, name, path=None, target=None):
-        if name != "torch":
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        run = spec.loader.exec_module
+def during():  # the import of torch
+    assert threading.current_thread() is not threading.main_thread()
+    reached.set()
+    waited.append(gate.wait(10))
 
-        def exec_module(module):
-            assert threading.current_thread() is not threading.main_thread()
-            reached.set()
-            waited.append(gate.wait(10))
-            run(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, Finder())
+Torch.during = staticmethod(during)
 
 async def main():
     task = asyncio.create_task(stio.load(sys.argv[1]))
@@ -404,7 +424,6 @@ async def main():
 asyncio.run(main())
 """,
         tmp_path,
-        timeout=30,
     )
     assert found.returncode == 0, found.stderr
 
@@ -761,6 +780,7 @@ def _closings() -> Iterator[Any]:
             yield pytest.param(name, way, id=f"{name}-{way.replace(' ', '_')}")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "way"), list(_closings()))
 def test_c206_closed_where_it_waits(name: str, way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = save_file(WEIGHTS, tmp_path / "x.safetensors")

@@ -265,6 +265,7 @@ def _tests_with(pattern: str) -> list[Path]:
     return sorted(path for path in found if re.search(pattern, path.read_text(), re.MULTILINE))
 
 
+@pytest.mark.costly("processes of its own")
 def test_c248_tests_are_collected_on_a_cuda_build_without_a_driver(tmp_path: Path, zygote: Any) -> None:
     """As torch 2.7 does it: CUDA is compiled in, and whatever starts it raises."""
     change = """
@@ -283,6 +284,7 @@ def test_c248_tests_are_collected_on_a_cuda_build_without_a_driver(tmp_path: Pat
     assert done.returncode == 0, done.stdout[-2000:]
 
 
+@pytest.mark.costly("torch compiles")
 def test_c248_tests_of_torch_jit_pass_when_torch_warns(tmp_path: Path, zygote: Any) -> None:
     change = """
         def warning(function):
@@ -755,6 +757,8 @@ def threads(zygote: Any, checkpoints: Path) -> Threads:
 OPERATIONS = ["map", "device", "verified-load", "verify"]
 
 
+@pytest.mark.costly("processes of its own")
+@pytest.mark.matrix
 @pytest.mark.parametrize("where", ["above", "container"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 @needs_root
@@ -764,6 +768,7 @@ def test_c250_a_processor_quota_is_seen(threads: Threads, operation: str, where:
     assert threads(NUM_CORES, NUM_CORES, where)[operation] <= expected + TOLERANCE
 
 
+@pytest.mark.costly("processes of its own")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_c250_an_affinity_is_seen(threads: Threads, operation: str) -> None:
     """The same where a process may run on two cores only."""

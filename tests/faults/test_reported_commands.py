@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import PROGRAM, run
+from commands import run
+from crash.zygote import Zygote
 from support import save_file
 from tqdm.utils import disp_len
 
-import stio
 from stio import sync
 from stio.cli.diff import compare, differences
 from stio.device.tensors import TORCH_DTYPES
@@ -33,14 +33,14 @@ LONG = "base_model.model.language_model.layers.{}.self_attention.rotary_projecti
 WIDTHS = pytest.mark.parametrize("width", [80, 120])
 
 
-def shown(width: int, *arguments: object, colours: bool = False) -> str:
+def shown(zygote: Zygote, width: int, *arguments: object, colours: bool = False) -> str:
     """Return what the program shows on a terminal of some columns."""
     main_fd, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR", "NO_COLOR")}
-    environment["PYTHONPATH"] = str(Path(stio.__file__).parents[1])  # the working directory is another one
     environment |= {"TERM": "xterm-256color"} | ({} if colours else {"NO_COLOR": "1"})
-    process = subprocess.Popen([*PROGRAM, *map(str, arguments)], stdin=side, stdout=side, stderr=side, env=environment)
+    command = [*zygote.program, *map(str, arguments)]
+    process = subprocess.Popen(command, stdin=side, stdout=side, stderr=side, env=environment)
     os.close(side)
     content = b""
     while True:
@@ -53,9 +53,9 @@ def shown(width: int, *arguments: object, colours: bool = False) -> str:
     return content.decode().replace("\r\n", "\n")
 
 
-def lines(width: int, *arguments: object) -> list[str]:
+def lines(zygote: Zygote, width: int, *arguments: object) -> list[str]:
     """Return the lines that are shown, none of them wider than the terminal."""
-    found = shown(width, *arguments).splitlines()
+    found = shown(zygote, width, *arguments).splitlines()
     assert max(map(disp_len, found)) <= width, found
     return found
 
@@ -111,8 +111,8 @@ def test_c332_what_is_not_mapped_does_not_say_so(tmp_path: Path) -> None:
 
 @WIDTHS
 @pytest.mark.parametrize("other", ["tuned.safetensors", "half.safetensors"])
-def test_c333_the_verdict_is_first_and_the_columns_are_aligned(width: int, other: str) -> None:
-    found = lines(width, "diff", "many", other, "--no-progress")
+def test_c333_the_verdict_is_first_and_the_columns_are_aligned(zygote: Zygote, width: int, other: str) -> None:
+    found = lines(zygote, width, "diff", "many", other, "--no-progress")
     assert found[0].startswith(f"many (A) and {other} (B): different, ")
     start = next(k for k, line in enumerate(found) if "dtype and shape" in line)
     column = found[start].index("dtype and shape")
@@ -141,15 +141,15 @@ def test_c333_many_differences_are_limited_unless_all_are_requested(arguments: t
     assert [line.split()[3] for line in every if line.startswith("only in")] == [LONG.format(7), "new"]
 
 
-def test_c333_colours_are_for_terminals() -> None:
-    coloured = shown(100, "diff", "many", "tuned.safetensors", "--no-progress", colours=True)
+def test_c333_colours_are_for_terminals(zygote: Zygote) -> None:
+    coloured = shown(zygote, 100, "diff", "many", "tuned.safetensors", "--no-progress", colours=True)
     assert "\x1b[31monly in A\x1b[0m" in coloured
     assert "\x1b[32monly in B\x1b[0m" in coloured
     assert "\x1b[33mdiffers  \x1b[0m" in coloured
     plain = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
-    assert plain == shown(100, "diff", "many", "tuned.safetensors", "--no-progress")
+    assert plain == shown(zygote, 100, "diff", "many", "tuned.safetensors", "--no-progress")
     assert "\x1b" not in run("diff", "many", "tuned.safetensors", status=1).stdout
-    assert "\x1b[3" not in shown(100, "diff", "many", "tuned.safetensors", "--no-progress")
+    assert "\x1b[3" not in shown(zygote, 100, "diff", "many", "tuned.safetensors", "--no-progress")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
@@ -241,16 +241,19 @@ def test_c333_large_tensors_of_two_dtypes_are_read_in_pieces(tmp_path: Path, mon
 # 334: inspect and verify.
 
 
+@pytest.mark.matrix
 @WIDTHS
 @pytest.mark.parametrize("name", ["few.safetensors", "many", "tied.safetensors", "tuned.safetensors"])
 @pytest.mark.parametrize("command", [("inspect",), ("inspect", "--tree"), ("verify", "--no-progress")])
-def test_c334_no_line_is_wider_than_the_terminal(width: int, name: str, command: tuple[str, ...]) -> None:
-    assert lines(width, *command, name)[0]
+def test_c334_no_line_is_wider_than_the_terminal(
+    zygote: Zygote, width: int, name: str, command: tuple[str, ...]
+) -> None:
+    assert lines(zygote, width, *command, name)[0]
 
 
 @WIDTHS
-def test_c334_some_aliases_are_shown_on_a_terminal(width: int) -> None:
-    found = lines(width, "inspect", "tied.safetensors")
+def test_c334_some_aliases_are_shown_on_a_terminal(zygote: Zygote, width: int) -> None:
+    found = lines(zygote, width, "inspect", "tied.safetensors")
     text = " ".join(map(str.strip, found))
     assert len([line for line in found if line.startswith("alias ")]) == 8
     assert "31 more aliases: --wide lists them" in found
@@ -258,8 +261,8 @@ def test_c334_some_aliases_are_shown_on_a_terminal(width: int) -> None:
     assert re.search(r"metadata note: (word ?)+\.\.\. \(1,000 characters\)", text)
 
 
-def test_c334_a_pipe_and_wide_get_all_of_them() -> None:
-    for text in (run("inspect", "tied.safetensors").stdout, shown(80, "inspect", "tied.safetensors", "--wide")):
+def test_c334_a_pipe_and_wide_get_all_of_them(zygote: Zygote) -> None:
+    for text in (run("inspect", "tied.safetensors").stdout, shown(zygote, 80, "inspect", "tied.safetensors", "--wide")):
         text = "".join(text.split())  # a terminal breaks lines
         assert text.count("alias" + LONG[:4]) == 39
         assert f"alias{LONG.format(12)}={LONG.format(0)}" in text

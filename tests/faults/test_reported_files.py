@@ -125,6 +125,7 @@ ENTRIES: dict[str, Callable[[Path, Path], object]] = {
 SUFFIXES = [".pt", ".bin", ".safetensors", ""]
 
 
+@pytest.mark.costly("each kind of file is made, torch.jit among them")
 @pytest.mark.parametrize("kind", KINDS)
 def test_c323_each_kind_is_named_by_every_entry(tmp_path: Path, kind: str) -> None:
     name, make = KINDS[kind]
@@ -216,6 +217,7 @@ def test_c323_the_only_file_of_a_directory_is_named_by_its_content(tmp_path: Pat
         sync.convert(tmp_path / "m", tmp_path / "out")
 
 
+@pytest.mark.costly("an archive with a hundred thousand members")
 def test_c323_a_hostile_archive_costs_little() -> None:
     read = []
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from crash.zygote import Zygote
+from support import eventually
 
 pytest.importorskip("lightning")
 
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture
 def slow() -> Iterator[None]:
     """Saves are not durable before the step after them has ended."""
-    with lightning_files.slow_disk(0.1):
+    with lightning_files.slow_disk(0.05):
         yield
 
 
@@ -85,12 +86,14 @@ CASES = {
 }
 
 
+@pytest.mark.costly("trainings")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_c313_the_files_are_those_of_lightning(case: Case, tmp_path: Path) -> None:
     assert difference(case, tmp_path) is None
     assert lightning_files.found(tmp_path / "stio")
 
 
+@pytest.mark.costly("random cases")
 @pytest.mark.parametrize("seed", [1, 5, 112])
 def test_c313_random_arguments(seed: int, tmp_path: Path) -> None:
     assert difference(random_case(seed), tmp_path) is None
@@ -117,15 +120,24 @@ def test_c313_load_from_checkpoint_waits_for_a_save_of_its_file(slow: None, tmp_
     assert seen == [True] * (STEPS_PER_EPOCH - 1)
 
 
-def test_c313_a_pending_save_counts_as_a_file_and_a_pending_removal_does_not(tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path / "c", every_n_train_steps=1)
+def test_c313_a_pending_save_counts_as_a_file_and_a_pending_removal_does_not(
+    tmp_path: Path, held: threading.Event
+) -> None:
+    saving, plugin = ModelCheckpoint(tmp_path / "c", every_n_train_steps=1), StioCheckpointIO()
     seen: list[tuple[bool, ...]] = []
+    held.set()
+
+    def hold(trainer: Trainer) -> None:
+        if trainer.global_step == 2:
+            assert eventually(plugin._under_way.pending.done)  # the save of the first step
+            held.clear()
 
     def look(trainer: Trainer) -> None:
         new, old = (tmp_path / "c" / f"epoch=0-step={step}.ckpt" for step in (trainer.global_step, 1))
         if trainer.global_step == 2:
             seen.append((new.exists(), old.exists()))
             seen.append((saving.file_exists(new, trainer), saving.file_exists(old, trainer)))
+            held.set()
 
     setup = saving.setup
 
@@ -134,9 +146,8 @@ def test_c313_a_pending_save_counts_as_a_file_and_a_pending_removal_does_not(tmp
         trainer.callbacks = [*trainer.callbacks, At("on_train_batch_end", look)]  # after `ModelCheckpoint`
 
     saving.setup = set_up
-    trainer = make_trainer(tmp_path, StioCheckpointIO(), saving, epochs=1)
-    with lightning_files.slow_disk(0.5):
-        trainer.fit(Small(), loader())
+    trainer = make_trainer(tmp_path, plugin, At("on_train_batch_end", hold), saving, epochs=1)
+    trainer.fit(Small(), loader())
     assert seen == [(False, True), (True, False)]
     assert not saving.file_exists(tmp_path / "other.ckpt", trainer)
     (tmp_path / "other.ckpt").touch()
@@ -254,22 +265,24 @@ def scontrol(directory: Path, script: str) -> None:
     (directory / "scontrol").chmod(0o755)
 
 
-def test_c314_a_requeued_training_finds_its_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
+@pytest.mark.costly("processes that are killed")
+def test_c314_a_requeued_training_finds_its_checkpoint(trainer_zygote: Zygote, tmp_path: Path) -> None:
     """The scheduler kills the process as soon as it was told to requeue it."""
     scontrol(tmp_path, "kill -9 $PPID")
-    done = zygote.run(REQUEUE, tmp_path, 7, 0)
+    done = trainer_zygote.run(REQUEUE, tmp_path, 7, 0)
     assert done.returncode == -9, done.stderr
     assert step_of(tmp_path / "hpc_ckpt_1.ckpt") == 7
     scontrol(tmp_path, "exit 0")
-    done = zygote.run(REQUEUE, tmp_path, 9, 0)
+    done = trainer_zygote.run(REQUEUE, tmp_path, 9, 0)
     assert done.stdout.endswith("end\n"), done.stderr
     assert step_of(tmp_path / "hpc_ckpt_2.ckpt") == 9
 
 
-def test_c314_signals_at_any_time(zygote: Zygote, tmp_path: Path) -> None:
+@pytest.mark.costly("processes that are killed")
+def test_c314_signals_at_any_time(trainer_zygote: Zygote, tmp_path: Path) -> None:
     """They also interrupt the code that saves, which then saves inside of itself."""
     scontrol(tmp_path, "echo requeue >> $(dirname $0)/told")
-    done = zygote.run(REQUEUE, tmp_path, -1, 0.05)
+    done = trainer_zygote.run(REQUEUE, tmp_path, -1, 0.05)
     assert done.stdout.endswith("end\n"), done.stderr
     saved = sorted(tmp_path.glob("hpc_ckpt_*.ckpt"))
     assert len(saved) == (tmp_path / "told").read_text().count("requeue") > 0

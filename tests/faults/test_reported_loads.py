@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from counts import count
 from faults.load_helpers import in_a_child
 from integrations import published_vllm
 from support import nothing_left, require_equal, save_file
@@ -1034,12 +1035,14 @@ def test_c305_a_hook_that_fills_the_buffer(rotary: Path, caplog: pytest.LogCaptu
 
 # 340. More shards than descriptors.
 
-MANY = 300
+MANY = count(100, 300)
 
-_MANY = """
+_MANY = (
+    f"NUM_SHARDS = {MANY}\n"
+    + """
 import logging, warnings
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-expected = {f"layer.{k}": [float(k)] * 2 for k in range(300)}
+expected = {f"layer.{k}": [float(k)] * 2 for k in range(NUM_SHARDS)}
 
 def require(found):
     assert {name: tensor.tolist() for name, tensor in found.items()} == expected
@@ -1048,7 +1051,7 @@ class Module(nn.Module):
     def __init__(self, device="cpu"):
         super().__init__()
         self.layer = nn.Module()
-        for k in range(300):
+        for k in range(NUM_SHARDS):
             self.layer.register_parameter(str(k), nn.Parameter(torch.full((2,), -1.0, device=device)))
 
 def into(assign=False):
@@ -1074,7 +1077,7 @@ def opened():
 def cached():
     with sync.HostCache(1 << 22, device="cpu") as cache:
         cache.prefetch(directory)
-        assert cache.stats().entries == 300
+        assert cache.stats().entries == NUM_SHARDS
         require(sync.load(directory, cache=cache))
 
 def by_dcp():
@@ -1125,6 +1128,7 @@ def crowded():
             os.close(fd)
 
 """
+)
 
 ALL_OF_MANY = {
     "load": "require(sync.load(directory))",

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerators import gpu
+from counts import count
 from faults import guarded_memory
 from faults.guarded_memory import READ, guarded
 from faults.load_helpers import in_a_child, sparse_file
@@ -135,6 +136,7 @@ FILLS: dict[str, Callable[[Model, Path], object]] = {
 SIZES = {"freed": 0, "one-byte": 1, "half": NBYTES // 2, "one-byte-less": NBYTES - 1}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("held", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
 def test_c336_memory_that_was_freed_or_shrunk_is_refused(
@@ -389,6 +391,7 @@ READ_ONLY: dict[str, Callable[[Path], torch.Tensor]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not list mappings")
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("make", READ_ONLY.values(), ids=READ_ONLY)
@@ -428,6 +431,7 @@ WRITABLE: dict[str, Callable[[Path], torch.Tensor]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("make", WRITABLE.values(), ids=WRITABLE)
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
 def test_c336_memory_that_torch_did_not_allocate_is_filled(
@@ -505,6 +509,7 @@ def _fuzz(directory: Path, *options: str, preload: Path | None = None) -> subpro
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}", "PYTHONWARNINGS": "ignore"}
     if preload is not None:
         environment["LD_PRELOAD"] = str(preload)
+    # A real interpreter: LD_PRELOAD
     command = [sys.executable, "-m", "faults.memory_fuzz", str(directory / "fuzz"), *options]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -513,14 +518,17 @@ needs_a_compiler = pytest.mark.skipif(bool(guarded_memory.why_not()), reason=gua
 
 
 @needs_a_compiler
+@pytest.mark.costly("each allocation has a page of its own, torch's too")
 def test_c336_fuzz_of_all_that_fills_and_saves(fast_path: Path) -> None:
-    rounds = "20000" if os.environ.get("STIO_TEST_LONG") else "250"
-    found = _fuzz(fast_path, "--rounds", rounds, "--seconds", "240", preload=guarded_memory.build(fast_path))
+    found = _fuzz(
+        fast_path, "--rounds", str(count(80, 20_000)), "--seconds", "240", preload=guarded_memory.build(fast_path)
+    )
     assert found.returncode == 0, (found.stdout + found.stderr)[-6000:]
     assert "findings: 0" in found.stdout and " 0 allocations" not in found.stdout
 
 
 @needs_a_compiler
+@pytest.mark.slow  # a control of the one before
 def test_c336_fuzz_finds_what_is_not_checked(fast_path: Path) -> None:
     found = _fuzz(fast_path, "--rounds", "100", "--blind", preload=guarded_memory.build(fast_path))
     assert found.returncode != 0

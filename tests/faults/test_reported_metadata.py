@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed.ranks import run_ranks
+from faults.on_ranks import metadata_of_others
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import require_equal, save_sharded
@@ -81,6 +81,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": 24}, {"hash": "sha256"}], ids=str)
 def test_c311_metadata_can_be_saved_again(tmp_path: Path, source: Path, options: dict[str, Any]) -> None:
     """With the same tensors, and with other ones that have other ties and other sizes."""
@@ -105,6 +106,7 @@ def test_c311_metadata_can_be_saved_again(tmp_path: Path, source: Path, options:
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
+@pytest.mark.matrix
 @pytest.mark.anyio
 async def test_c311_a_saver_and_states(tmp_path: Path, source: Path) -> None:
     async with stio.open(source) as checkpoint:
@@ -151,17 +153,11 @@ def test_c311_what_a_caller_writes_must_be_text(tmp_path: Path, value: Any) -> N
     assert not (tmp_path / "m").exists()
 
 
-def on_ranks(folder: str, metadata: dict[str, Any]) -> None:
-    sync.distributed.save(TENSORS, f"{folder}/flat", metadata=metadata)
-    sync.distributed.save({"t": TENSORS, "step": 3}, f"{folder}/state", metadata=metadata)
-    assert dist.get_world_size() == 2
-
-
 @pytest.mark.parametrize("name", ["large state", "transformers"])
 def test_c311_ranks(tmp_path: Path, name: str) -> None:
     CHECKPOINTS[name](tmp_path / "source")
     with sync.open(tmp_path / "source") as checkpoint:
         metadata = dict(checkpoint.metadata)
-    run_ranks(on_ranks, 2, tmp_path, str(tmp_path), metadata)
+    run_ranks(metadata_of_others, 2, tmp_path, str(tmp_path), TENSORS, metadata)
     require_equal(sync.load(tmp_path / "flat"), TENSORS)
     assert sync.load_state(tmp_path / "state")["step"] == 3

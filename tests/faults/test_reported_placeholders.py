@@ -285,6 +285,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.costly("ranks of its own")
 @pytest.mark.usefixtures("quiet")
 def test_c303_flat_parameters_of_fsdp(tmp_path: Path) -> None:
     run_ranks(flat_on_ranks, 2, tmp_path, str(tmp_path))

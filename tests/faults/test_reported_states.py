@@ -144,6 +144,7 @@ BAD = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tag", ["ndarray", "numpy_scalar"])
 @pytest.mark.parametrize("text", BAD)
 def test_c318_a_malformed_array_in_a_file(tmp_path: Path, tag: str, text: str) -> None:
@@ -188,6 +189,7 @@ class Transforming(dcp.DefaultSavePlanner):
         return super().transform_object(write_item, object)
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("planner", [None, Transforming])
 @pytest.mark.parametrize("name", [name for name in STATES if name not in ("broadcast",)])

@@ -51,6 +51,7 @@ def test_c319_a_resumed_run_takes_over_the_steps(tmp_path: Path) -> None:
     assert visible(tmp_path) == ["step-5", "step-6", "step-7", "step-8"]  # without the keyword nothing is taken over
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "names",
     [

@@ -22,17 +22,22 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from clocks import Clock
+from counts import eighth
+from crash.zygote import Zygote
 from remote.servers import HttpServer, RunningServer, http_server, new_certificate
 from safetensors.torch import save as as_bytes
-from support import run_python
+from support import eventually, run_python
 
 import stio
 from stio import sync
 from stio.cli.main import main
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StallTimeoutError, StioError, StorageError
 from stio.pull import pull
+from stio.runtime import calls
+from stio.runtime import clock as clock_of_stio
 from stio.runtime.calls import Call
-from stio.runtime.operation import Operation
+from stio.runtime.operation import Operation, is_interrupted
 from stio.runtime.workers import WorkerPool
 from stio.storage.open import SingleFileRoot
 from stio.storage.remote import requests
@@ -47,7 +52,7 @@ QUICK = Patience(num_attempts=2, first_pause_seconds=0.01, stall_seconds=5)
 
 
 @pytest.fixture(autouse=True)
-def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: Clock) -> None:
     """Give each test an environment without stores and proxies."""
     pytest.importorskip("obstore")
     for name in list(os.environ):
@@ -166,11 +171,11 @@ def variants(value: str) -> list[str]:
     return [*VALUES, f"{base}\n", f"\n{base}", f" {base}\r\n", f'"{base}"', base[:-1] + "\n" + base[-1]]
 
 
+VARIABLES = [(scheme, name) for scheme in BASES for name in (*BASES[scheme]("http://x"), *OTHERS[scheme])]
+
+
 @pytest.mark.parametrize("save", [False, True], ids=["load", "save"])
-@pytest.mark.parametrize(
-    ("scheme", "name"),
-    [(scheme, name) for scheme in BASES for name in (*BASES[scheme]("http://x"), *OTHERS[scheme])],
-)
+@pytest.mark.parametrize(("scheme", "name"), VARIABLES)
 def test_c337_any_environment_is_an_answer_or_a_storage_error(
     scheme: str, name: str, save: bool, server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +183,7 @@ def test_c337_any_environment_is_an_answer_or_a_storage_error(
     base = BASES[scheme](server.url)
     for path in ("/bucket/m.safetensors", "/account/bucket/m.safetensors"):
         server.put(path, DATA)
-    for value in [None, *variants(base.get(name, ""))][:: 3 if save else 1]:
+    for value in eighth([None, *variants(base.get(name, ""))], VARIABLES.index((scheme, name)) + 4 * save):
         environment = {**base, **({} if value is None else {name: value})}
         if value is None:
             environment.pop(name, None)
@@ -368,15 +373,16 @@ def test_c337_a_task_of_a_server_gets_an_error(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(serve())
 
 
+@pytest.mark.costly("a server that stands for a store, in the same process")
 @pytest.mark.parametrize("name", ["HF_ENDPOINT", "HF_TOKEN"])
 @pytest.mark.parametrize("value", ["http://127.0.0.1:9\n", "http://127.0.0.1:9 x", "ключ"])
-def test_c337_the_hub_too(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c337_the_hub_too(zygote: Zygote, name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub")
     code = "import stio\ntry: stio.sync.load('hf://a/b')\nexcept stio.StorageError: print('typed')"
     values = {"HF_ENDPOINT": "http://127.0.0.1:9", name: value}
     for key, one in values.items():
         monkeypatch.setenv(key, one)
-    assert "typed" in run_python(code).stdout
+    assert "typed" in run_python(code, python=zygote.python).stdout
 
 
 # Servers: a handler answers by a function, which gets the handler.
@@ -399,7 +405,7 @@ class Server:
 
             def do_GET(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                outer.times.append(time.monotonic())
+                outer.times.append(clock_of_stio.monotonic())
                 outer.requests.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
                 answer(self, len(outer.times) - 1)
 
@@ -548,9 +554,10 @@ def test_c331_a_connection_that_breaks_is_made_again(after: int) -> None:
         assert torch.equal(found["w2"], LARGE["w2"])
 
 
-async def _cancelled_load(url: str) -> float:
+async def _cancelled_load(url: str, moment: threading.Event) -> float:
+    """Cancel a load at a moment; return the seconds until it has ended."""
     task = asyncio.create_task(stio.load(url))
-    await asyncio.sleep(1.0)
+    assert await asyncio.to_thread(moment.wait, 30)
     began = time.monotonic()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -559,6 +566,8 @@ async def _cancelled_load(url: str) -> float:
 
 
 def test_c331_a_cancel_is_heard() -> None:
+    sent = threading.Event()
+
     def answer(handler: Any, number: int) -> None:
         handler.send_response(200)
         handler.send_header("Content-Length", str(len(LARGE_DATA)))
@@ -566,10 +575,11 @@ def test_c331_a_cancel_is_heard() -> None:
         handler.end_headers()
         with suppress(OSError):
             handler.wfile.write(LARGE_DATA[: 1 << 20])
+            sent.set()
             server.stopped.wait(20)
 
     with Server(answer) as server:
-        assert asyncio.run(_cancelled_load(f"{server.url}/m.safetensors")) < 2
+        assert asyncio.run(_cancelled_load(f"{server.url}/m.safetensors", sent)) < 2
 
 
 # Fault 341: connections that trickle.
@@ -577,8 +587,11 @@ def test_c331_a_cancel_is_heard() -> None:
 
 @pytest.mark.parametrize("begin", [0, 1], ids=["header", "data"])
 @pytest.mark.parametrize("by", ["ranges", "whole"])
-def test_c341_a_connection_that_trickles_is_a_stall(begin: int, by: str) -> None:
+def test_c341_a_connection_that_trickles_is_a_stall(
+    begin: int, by: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is never silent for long; the rate is told."""
+    monkeypatch.setattr(calls, "LOOK_SECONDS", 0.01)
 
     def answer(handler: Any, number: int) -> None:
         text = handler.headers.get("Range") if by != "whole" else None
@@ -594,26 +607,28 @@ def test_c341_a_connection_that_trickles_is_a_stall(begin: int, by: str) -> None
             if number < begin * (1 if by != "whole" else 2):
                 handler.wfile.write(LARGE_DATA[start:end])
                 return
-            at = start
-            while at < end and not server.stopped.wait(0.1):
+            for k, at in enumerate(range(start, end, 40)):
                 handler.wfile.write(LARGE_DATA[at : at + 40])
-                at += 40
+                if k < 20:  # it is noticed by then
+                    clock.advance(0.1)
+                if server.stopped.wait(0.005):
+                    return
 
     with Server(answer) as server:
         patience = Patience(num_attempts=2, num_stalls=2, stall_seconds=1.0)
         root = one_file(server.url, patience=patience)
-        began = time.monotonic()
         with pytest.raises(StallTimeoutError, match=r"sent (only|fewer than) [\d,]+ bytes/s for too long") as caught:
             sync.load(root)
-        assert time.monotonic() - began < 20
+        assert clock.seconds < 20
         assert caught.value.errno == errno.ETIMEDOUT
 
 
-def test_c341_a_slow_connection_is_no_stall() -> None:
+def test_c341_a_slow_connection_is_no_stall(clock: Clock) -> None:
     """Bytes that come late, but fast enough on the whole."""
 
     def answer(handler: Any, number: int) -> None:
-        time.sleep(0.3)
+        time.sleep(0.1)
+        clock.advance(0.3)
         send_object(handler)
 
     with Server(answer) as server:
@@ -643,11 +658,11 @@ def test_c342_retry_after_is_obeyed(number: int, status: int, caplog: pytest.Log
         assert "requests a pause of 1 s" in caplog.text
 
 
-def test_c342_retry_after_by_s3_and_as_a_date(monkeypatch: pytest.MonkeyPatch) -> None:
-    until = time.time() + 3
+def test_c342_retry_after_by_s3_and_as_a_date(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    until = clock.now() + 3
 
     def answer(handler: Any, k: int) -> None:
-        if time.time() < until - 1:
+        if clock.now() < until - 1:
             send(handler, 503, b"<Error><Code>SlowDown</Code></Error>", Retry_After=formatdate(until, usegmt=True))
         else:
             send_object(handler)
@@ -672,12 +687,11 @@ def test_c342_retry_after_with_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert min(gaps[1:3]) >= 0.95
 
 
-def test_c342_a_pause_that_is_too_long_is_an_error() -> None:
+def test_c342_a_pause_that_is_too_long_is_an_error(clock: Clock) -> None:
     with Server(lambda handler, k: send(handler, 429, Retry_After="7200")) as server:
-        began = time.monotonic()
         with pytest.raises(StorageError, match="it requests a pause of 7200 s") as caught:
             sync.load(f"{server.url}/model.safetensors")
-        assert time.monotonic() - began < 5
+        assert clock.seconds < 5
         assert caught.value.errno == errno.EBUSY
 
 
@@ -702,12 +716,11 @@ def test_c342_no_patience_is_a_number_of_attempts(monkeypatch: pytest.MonkeyPatc
         assert len(server.requests) == 8
 
 
-def test_c342_patience_in_seconds_bounds_the_wait() -> None:
+def test_c342_patience_in_seconds_bounds_the_wait(clock: Clock) -> None:
     with Server(lambda handler, k: send(handler, 503, Retry_After="1")) as server:
-        began = time.monotonic()
         with pytest.raises(StorageError, match="could not answer"):
             sync.load(one_file(server.url, patience=3.0))
-        assert 1 < time.monotonic() - began < 20
+        assert 1 < clock.seconds < 4
 
 
 @pytest.mark.parametrize(("value", "kind"), [(-1, ValueError), (float("inf"), ValueError), ("5", TypeError)])
@@ -716,9 +729,18 @@ def test_c342_a_wrong_patience_is_refused(value: Any, kind: type[Exception]) -> 
         RemoteRoot("http://host", patience=value)
 
 
-def test_c342_a_cancel_ends_the_pause() -> None:
+def test_c342_a_cancel_ends_the_pause(clock: Clock) -> None:
+    paused = threading.Event()
+
+    def during_pause() -> None:
+        if len(server.times) == 2:  # before, the field is not known
+            paused.set()
+            assert eventually(is_interrupted)
+
+    clock.during_pause = during_pause
     with Server(lambda handler, k: send(handler, 503, Retry_After="60")) as server:
-        assert asyncio.run(_cancelled_load(f"{server.url}/m.safetensors")) < 2
+        assert asyncio.run(_cancelled_load(f"{server.url}/m.safetensors", paused)) < 2
+        assert clock.seconds < 2
 
 
 # Fault 343: errors of S3, and credentials of pods.
@@ -857,6 +879,7 @@ def test_c343_credentials_of_pods_that_fail_are_named(
 PAGE = b"<!DOCTYPE html>\n<html><head><title>Log in &amp; go</title></head><body>" + b"x" * 300 + b"</body></html>"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("scheme", ["http", "https", "s3", "gs", "az"])
 @pytest.mark.parametrize("call", ["file", "index", "directory", "save", "pull"])
 @pytest.mark.parametrize("how", ["page", "redirect", "range"])
@@ -916,10 +939,10 @@ def test_c345_a_listing_that_is_empty_is_no_page(monkeypatch: pytest.MonkeyPatch
             sync.load("s3://bucket/m")
 
 
-def test_c345_the_hub_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c345_the_hub_too(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub")
     with Server(lambda handler, k: send(handler, 200, PAGE, Content_Type="text/html")) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         code = "import stio\ntry: stio.sync.load('hf://a/b')\nexcept stio.StorageError as error: print(error)"
-        found = run_python(code)
+        found = run_python(code, python=zygote.python)
         assert "HF_ENDPOINT" in found.stdout, found

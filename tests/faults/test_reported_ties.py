@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers as hf
 from distributed.ranks import run_ranks
+from faults.on_ranks import Tied, ties
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import require_equal
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from transformers.utils import logging
 
 import stio
@@ -129,6 +128,7 @@ def saved_names(directory: Path) -> set[str]:
     return names
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("given", ["module", "shards", "state_dict", "clone"])
 @pytest.mark.parametrize("name", MODELS)
 def test_c302_each_class_of_a_tied_model_reads_it(tmp_path: Path, name: str, given: str) -> None:
@@ -195,19 +195,7 @@ def test_c302_a_tie_to_another_tensor_than_the_declared_one(tmp_path: Path) -> N
     assert {"another", "lm_head.weight", "model.embed_tokens.weight"} <= saved_names(tmp_path)
 
 
-class Tied(nn.Module):
-    """Three names of one tensor; the last one sorts first."""
-
-    def __init__(self, keys: Any = None) -> None:
-        super().__init__()
-        self.middle = nn.Linear(4, 4, bias=False)
-        self.zebra = nn.Linear(4, 4, bias=False)
-        self.apple = nn.Linear(4, 4, bias=False)
-        self.zebra.weight = self.apple.weight = self.middle.weight
-        if keys is not None:
-            self._tied_weights_keys = keys
-
-
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("keys", "saved"),
     [
@@ -239,6 +227,7 @@ def test_c302_both_forms_of_the_declaration(tmp_path: Path, keys: Any, saved: se
     require_equal(other.state_dict(), module.state_dict())
 
 
+@pytest.mark.costly("torch compiles")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_c302_a_compiled_model_and_one_in_data_parallel(tmp_path: Path) -> None:
     model = llama()
@@ -295,18 +284,9 @@ def test_c302_the_callback_of_the_trainer(tmp_path: Path) -> None:
     require_read(trainer.model, tmp_path / "checkpoint-10", {hf.LlamaModel: ()})
 
 
-def on_ranks(folder: str) -> dict[str, str]:
-    """Save a sharded model whose class declares its ties, and one which ranks describe differently."""
-    module = fully_shard(Tied(["middle", "zebra"]))
-    result = sync.distributed.save(module, f"{folder}/module")
-    with pytest.raises(stio.StioError, match="what the module declares about tied names"):
-        sync.distributed.save(Tied(["middle", "zebra"] if dist.get_rank() else ["zebra"]), f"{folder}/differ")
-    return dict(result.aliases)
-
-
 def test_c302_ranks_keep_the_same_name(tmp_path: Path) -> None:
     expected = {"middle.weight": "apple.weight", "zebra.weight": "apple.weight"}
-    assert run_ranks(on_ranks, 2, tmp_path, str(tmp_path)) == [expected, expected]
+    assert run_ranks(ties, 2, tmp_path, str(tmp_path)) == [expected, expected]
     assert saved_names(tmp_path / "module") == {"apple.weight"}
     assert not (tmp_path / "differ").exists()
 

@@ -80,6 +80,7 @@ LAYOUTS: dict[str, tuple[str, str, str]] = {
 """Where training programs save the weights of a step to, where its state, and where the weights are loaded from."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("order", ["weights, state", "state, weights"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("keep_last", [1, 2])

@@ -349,6 +349,7 @@ def test_importing_needs_neither_torch_nor_numpy() -> None:
         "import sys, stio.format.header, stio.format.index, stio.format.slicing;"
         "print([m for m in ('torch', 'numpy', 'asyncio') if m in sys.modules])"
     )
+    # A real interpreter without torch: what it imports.
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import Callable
 
 import pytest
+from counts import count
 
 from stio.errors import FormatError, LimitError
 from stio.format.header import PREFIX_BYTES, Header, header_nbytes, parse_header
@@ -43,6 +44,7 @@ def many(count: int, *, size: int = 4, prefix: str = "model.layers.mlp.experts.g
     return ('{"__metadata__":{"format":"pt"},' + ",".join(parts) + "}").encode()
 
 
+@pytest.mark.costly("large numbers are what it is about")
 @pytest.mark.timeout(60)
 def test_a72_a_million_zero_size_tensors_and_one() -> None:
     raw = many(1_000_001, size=0, prefix="t")
@@ -93,6 +95,7 @@ def _longest_gap(action: Callable[[], object], enough: float = 0.0) -> float:
 # The longest wait is 2-4 ms. The bound is far above it, because on a busy machine the thread that waits may not get a
 # core when its turn has come, and far below the 60 ms of one decode of the whole text.
 LONGEST_GAP = 0.025
+NUM_VALUES = count(300_000, 2_000_000)
 
 
 @pytest.mark.timeout(120)
@@ -101,6 +104,7 @@ def test_parsing_100_000_tensors_lets_other_threads_run() -> None:
     assert _longest_gap(lambda: parse(file), LONGEST_GAP) < LONGEST_GAP
 
 
+@pytest.mark.costly("large numbers are what it is about")
 @pytest.mark.timeout(120)
 def test_sorting_100_000_tensors_lets_other_threads_run() -> None:
     entries = json.loads(many(100_000))
@@ -112,6 +116,7 @@ def test_sorting_100_000_tensors_lets_other_threads_run() -> None:
     assert _longest_gap(lambda: parse(file), LONGEST_GAP) < LONGEST_GAP
 
 
+@pytest.mark.costly("large numbers are what it is about")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "raw",
@@ -121,7 +126,7 @@ def test_sorting_100_000_tensors_lets_other_threads_run() -> None:
         pytest.param(good('{"a"', '{"__metadata__":{"k":"' + "v" * 90_000_000 + '"},"a"'), id="one-metadata-value"),
         pytest.param(
             b'{"__metadata__":{'
-            + b",".join(b'"%d":"%d"' % (k, k) for k in range(2_000_000))
+            + b",".join(b'"%d":"%d"' % (k, k) for k in range(NUM_VALUES))
             + b"},"
             + GOOD.encode()[1:],
             id="many-metadata-values",
@@ -141,7 +146,7 @@ def test_a73_long_headers(raw: bytes) -> None:
         assert header.names == ["a"]
         return header
 
-    # A dict of two million keys is resized in one call: 40 ms, more where its memory is slow to come. That is measured
+    # A dict is resized in one call: with two million keys 40 ms, more where its memory is slow to come. That is measured
     # beside it; nothing else may take as long.
     bound = 0.05 + (_longest_gap(_fill_a_dict) if b'"1":' in raw else 0)
     assert _longest_gap(action, bound) < bound
@@ -150,7 +155,7 @@ def test_a73_long_headers(raw: bytes) -> None:
 
 def _fill_a_dict() -> dict[str, str]:
     filled = {}
-    for number in range(2_000_000):
+    for number in range(NUM_VALUES):
         filled[str(number)] = ""
     return filled
 

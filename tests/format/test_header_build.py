@@ -129,6 +129,7 @@ def test_empty() -> None:
     assert build_header([], {})[0][PREFIX_BYTES:].rstrip() == b'{"__metadata__":{}}'
 
 
+@pytest.mark.costly("large numbers are what it is about")
 @pytest.mark.parametrize(
     ("tensors", "metadata", "error"),
     [
@@ -156,6 +157,7 @@ def test_refusals(tensors: Tensors, metadata: dict[str, str] | None, error: type
     assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.costly("large numbers are what it is about")
 def test_longest_header() -> None:
     overhead = len('{"__metadata__":{"k":""}}')
     header, _ = build_header([], {"k": "v" * (100_000_000 - overhead)})
@@ -164,6 +166,7 @@ def test_longest_header() -> None:
         build_header([], {"k": "v" * (100_000_001 - overhead)})
 
 
+@pytest.mark.costly("large numbers are what it is about")
 @pytest.mark.timeout(60)
 def test_100_000_tensors() -> None:
     tensors: Tensors = [(f"layer.{k}.weight", ("BF16", "F32")[k % 2], (2, k % 5)) for k in range(100_000)]

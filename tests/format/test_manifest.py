@@ -187,6 +187,7 @@ def test_any_changed_byte_is_refused_or_read():
             pass
 
 
+@pytest.mark.costly("large numbers are what it is about")
 def test_a_large_one():
     files = {f"model-{k:05}.safetensors": [f"{k:064x}"] for k in range(20_000)}
     assert parsed(build_manifest(manifest(**files))) == manifest(**files)
@@ -225,6 +226,7 @@ def test_a_missing_package_is_named():
         "try: new_hasher('xxh3')\n"
         "except ImportError as error: print(error)"
     )
+    # A real interpreter without torch: what it imports. So is the next one.
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "the hash xxh3 comes from the package xxhash: pip install 'stio-torch[hash]'\n"
 

@@ -8,6 +8,7 @@ from math import prod
 
 import numpy as np
 import pytest
+from counts import count
 
 from stio.format.placements import Cut, byte_ranges, local_part
 
@@ -30,7 +31,7 @@ def same_dim(one: Cut | None, other: Cut, num_dims: int) -> bool:
     return one is not None and one.dim % num_dims == other.dim % num_dims
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(count(40, 300)))
 def test_parts_tile_the_tensor(seed: int) -> None:
     """Each element is on as many ranks as the mesh dimensions that do not cut have places."""
     shape, mesh, cuts = random_case(random.Random(seed))
@@ -72,7 +73,7 @@ def test_refused(mesh: tuple[int, ...], place: tuple[int, ...], cuts: list[Cut],
         local_part((4, 4), mesh, place, cuts)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(count(40, 300)))
 def test_byte_ranges_are_the_elements_of_the_part(seed: int) -> None:
     """In row-major order of the part; neighbours are one range, and ranges at even distances are described together."""
     chance = random.Random(seed)

@@ -138,6 +138,7 @@ def test_bombs_are_refused_before_they_go_off() -> None:
         loads(b"\x80\x02}" + body + b"Ns.")
 
 
+@pytest.mark.costly("large numbers are what it is about")
 def test_depth() -> None:
     nested: Any = 0
     for _ in range(MAX_DEPTH):

@@ -94,6 +94,7 @@ def indexed(draw: st.DrawFn) -> tuple[Any, tuple[int, ...]]:
     return (items[0] if len(items) == 1 and draw(st.booleans()) else tuple(items)), shape
 
 
+@pytest.mark.costly("random cases")
 @settings(max_examples=count(375, 1500), deadline=None)
 @given(indexed())
 def test_equal_to_numpy_and_torch(case: tuple[Any, tuple[int, ...]]) -> None:
@@ -313,6 +314,7 @@ def joined(array: Any, items: list[Any]) -> Any:
     return array[tuple(rest)]
 
 
+@pytest.mark.costly("random cases")
 @settings(max_examples=count(125, 500), deadline=None)
 @given(with_intervals(), st.sampled_from([0, 16, 1 << 30]))
 def test_intervals(case: tuple[list[Any], tuple[int, ...]], gap_bytes: int) -> None:

@@ -113,6 +113,7 @@ def test_load_checkpoint_in_model_strictly(compare: Compare, checkpoint: Path) -
     compare(action)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "places", [{"": "cpu"}, "auto", "sequential", PLACES], ids=["cpu", "auto", "sequential", "disk"]
 )

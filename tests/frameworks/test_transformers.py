@@ -84,6 +84,7 @@ def test_a_second_save_replaces_shards_by_one_file(compare: Compare) -> None:
 # Loads.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "options",
     [

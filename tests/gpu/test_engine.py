@@ -29,7 +29,8 @@ from accelerators import (
     settled_pinned_bytes,
     trim_rings,
 )
-from support import eventually, eventually_async, require_equal, run_python
+from crash.zygote import Zygote
+from support import eventually, eventually_async, require_equal
 from torch import nn
 
 import stio
@@ -137,6 +138,7 @@ def test_a_ring_in_use_is_not_given_back(device: torch.device, path: Path, tenso
         native.set_idle(10)
 
 
+@pytest.mark.costly("processes of its own")
 def test_loads_at_once_on_their_own_streams(device: torch.device, path: Path, tensors: Tensors) -> None:
     """Each drops what the others take over, while copies are slow."""
     module, barrier = module_of(device), threading.Barrier(4)
@@ -177,6 +179,7 @@ def test_refused_pinning_is_told_once_and_tried_again_by_the_next_ring(
 # Refusals, failures, cancels.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [1, 2, 9])
 @pytest.mark.parametrize("fault", [simdevice.refuse_copy, simdevice.fail_copy], ids=["refused", "failed"])
 @pytest.mark.parametrize("call", ["load", "stream", "into a module", "warm start"])
@@ -311,7 +314,7 @@ def test_a_failure_on_one_device_leaves_the_other_s_ring(device: torch.device, p
 # Processes.
 
 
-def run_on_the_device(code: str, path: Path) -> str:
+def run_on_the_device(zygote: Zygote, code: str, path: Path) -> str:
     """Run a script with the simulated device, `directory`, and what it needs; return what it prints."""
     head = """
         import os, sys, threading, time
@@ -321,7 +324,7 @@ def run_on_the_device(code: str, path: Path) -> str:
         from stio import native
         directory = sys.argv[1]
         """
-    done = run_python(_dedent(head) + _dedent(code), path)
+    done = zygote.run(_dedent(head) + _dedent(code), path)
     assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
     return done.stdout
 
@@ -332,7 +335,8 @@ def _dedent(code: str) -> str:
     return "\n".join(line[indent:] for line in lines) + "\n"
 
 
-def test_the_caller_s_current_device_stays(device: torch.device, path: Path) -> None:
+@pytest.mark.costly("processes of its own")
+def test_the_caller_s_current_device_stays(torch_zygote: Zygote, device: torch.device, path: Path) -> None:
     """The engine's threads make contexts current, the caller's never do; a load to one device makes no other's."""
     code = """
         assert simdevice.contexts() == set()
@@ -347,11 +351,12 @@ def test_the_caller_s_current_device_stays(device: torch.device, path: Path) -> 
             time.sleep(0.01)
         assert simdevice.contexts() == {1}, simdevice.contexts()
         """
-    run_on_the_device(code, path)
+    run_on_the_device(torch_zygote, code, path)
 
 
+@pytest.mark.costly("processes of its own")
 @pytest.mark.parametrize("moment", ["before a load", "during a load"])
-def test_a_forked_child(device: torch.device, path: Path, moment: str) -> None:
+def test_a_forked_child(torch_zygote: Zygote, device: torch.device, path: Path, moment: str) -> None:
     """It loads to the CPU by threads of its own, and is refused the device; its parent goes on."""
     code = f"""
         expected = stio.sync.load(directory, device="cpu")
@@ -385,11 +390,12 @@ def test_a_forked_child(device: torch.device, path: Path, moment: str) -> None:
             found.append(stio.sync.load(directory, device="sim"))
         assert all(torch.equal(found[0][name].cpu(), tensor) for name, tensor in expected.items())
         """
-    run_on_the_device(code, path)
+    run_on_the_device(torch_zygote, code, path)
 
 
+@pytest.mark.costly("processes of its own")
 @pytest.mark.parametrize(("call", "how"), [("load", "returns"), ("load", "sys.exit"), ("stream", "returns")])
-def test_an_exit_during_a_load(device: torch.device, path: Path, call: str, how: str) -> None:
+def test_an_exit_during_a_load(torch_zygote: Zygote, device: torch.device, path: Path, call: str, how: str) -> None:
     """The process ends, soon and without a crash, though a daemon thread waits for slow copies."""
     ends = {"returns": "pass", "sys.exit": "sys.exit(0)"}[how]
     code = f"""
@@ -409,7 +415,7 @@ def test_an_exit_during_a_load(device: torch.device, path: Path, call: str, how:
             time.sleep(0.001)
         {ends}
         """
-    run_on_the_device(code, path)
+    run_on_the_device(torch_zygote, code, path)
 
 
 def test_a_stream_that_is_left_alone(device: torch.device, path: Path, tensors: Tensors) -> None:

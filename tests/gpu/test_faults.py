@@ -16,7 +16,8 @@ import pytest
 import simdevice
 import torch
 from accelerators import gpu, keep_busy, module_of, on_copy_stream
-from support import bits_of, eventually, require_equal, run_python, settled
+from crash.zygote import Zygote
+from support import bits_of, eventually, require_equal, settled
 from torch import nn
 
 import stio.sync
@@ -135,9 +136,9 @@ def test_fault_2_no_save_copies_on_the_stream_of_loads(device: torch.device) -> 
 
 @gpu
 @pytest.mark.parametrize("first", ["a load", "a save"])
-def test_fault_2_whichever_stream_is_made_first(device: torch.device, first: str) -> None:
+def test_fault_2_whichever_stream_is_made_first(torch_zygote: Zygote, device: torch.device, first: str) -> None:
     """In a new process, where the next stream that torch gives out is the one that is there already."""
-    done = run_python(
+    done = torch_zygote.run(
         """
         import sys
         import simdevice, torch

@@ -737,6 +737,7 @@ def test_a_refused_copy_of_a_save_is_told_when_the_others_are_done(device: torch
         assert region.sub(0, 4000).tobytes() == bits_of(torch.full((1000,), 3.0))
 
 
+@pytest.mark.matrix
 @gpu
 @simulated
 @pytest.mark.parametrize("number", [1, 3])

@@ -66,6 +66,8 @@ def test_layouts(device: torch.device, tmp_path: Path) -> None:
     require_saved(tmp_path / "m.safetensors", plain)
 
 
+@pytest.mark.costly("threads of the simulated streams")
+@pytest.mark.matrix
 @pytest.mark.parametrize("budget_bytes", [None, 8 * MIB])
 def test_a_training_step_changes_them_at_once(
     device: torch.device, training: None, tmp_path: Path, budget_bytes: int | None

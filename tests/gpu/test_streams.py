@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from accelerators import PLACES, Place, gpu, keep_busy, module_of, needs_two_devices, on_copy_stream
-from support import eventually, require_equal, run_python
+from crash.zygote import Zygote
+from support import eventually, require_equal
 
 import stio.sync
 from stio.device.base import resolve_device
@@ -42,6 +43,7 @@ def consumed(place: Place, checkpoint: Path, budget_bytes: int) -> Tensors:
     return seen
 
 
+@pytest.mark.matrix
 @on_places
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("budget_bytes", [2 * MIB, 16 * MIB])
@@ -62,6 +64,7 @@ def test_tensors_that_are_dropped_at_once(
         require_equal(seen, tensors)
 
 
+@pytest.mark.costly("threads of several loads, and of the simulated streams")
 @on_places
 def test_several_loads_at_once(place: Place, checkpoint: Path, tensors: Tensors) -> None:
     """In threads, each on a stream of its own, over memory that the others drop."""
@@ -90,6 +93,8 @@ def test_several_loads_at_once(place: Place, checkpoint: Path, tensors: Tensors)
             require_equal(seen, tensors)
 
 
+@pytest.mark.costly("threads of the simulated streams")
+@pytest.mark.matrix
 @on_places
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_casts_that_are_dropped_at_once(place: Place, checkpoint: Path, tensors: Tensors, dtype: torch.dtype) -> None:
@@ -211,10 +216,11 @@ for call in (load, load_with_a_cache, save, start_warm):
 """
 
 
+@pytest.mark.costly("processes of its own")
 @gpu
 @needs_two_devices
-def test_the_default_device_stays_without_a_context(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_default_device_stays_without_a_context(torch_zygote: Zygote, checkpoint: Path, tmp_path: Path) -> None:
     """See tests/device/test_cuda.py for the same without two devices."""
     directory = shutil.copytree(checkpoint, tmp_path / "model")
-    found = run_python(SCRIPT, directory, resolve_device("auto").type)
+    found = torch_zygote.run(SCRIPT, directory, resolve_device("auto").type)
     assert found.returncode == 0, found.stderr

@@ -119,6 +119,7 @@ def test_it_ends_well(use: Use, tensors: Tensors) -> None:
     require_equal(found, tensors)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("released")
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_refused_copy(use: Use, number: int) -> None:
@@ -128,6 +129,7 @@ def test_a_refused_copy(use: Use, number: int) -> None:
             use()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_copy_that_fails(use: Use, number: int) -> None:
     """A device that is lost does not unpin: the memory stays until the process ends."""
@@ -137,6 +139,7 @@ def test_a_copy_that_fails(use: Use, number: int) -> None:
             use()
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("released")
 @pytest.mark.parametrize("num_copies", [1, 3])
 def test_a_cancel_while_copies_are_slow(use: Use, num_copies: int) -> None:
@@ -198,6 +201,7 @@ def test_blocks_of_a_save_are_filled_while_others_are_pinned(
     assert num_pinned > 3
 
 
+@pytest.mark.costly("processes of its own")
 @pytest.mark.usefixtures("released")
 def test_a_stager_s_copies_stay_within_pinned_pieces(device: torch.device) -> None:
     """A tensor larger than a piece has several pieces, and a driver refuses copies over the end of one."""

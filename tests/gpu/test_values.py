@@ -80,6 +80,7 @@ INDICES: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.matrix
 @on_places
 @pytest.mark.parametrize("index", INDICES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn], ids=str)

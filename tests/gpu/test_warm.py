@@ -75,6 +75,7 @@ def require_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found - expected).abs().max() <= 1e-3 * max(1.0, float(expected.abs().max()))
 
 
+@pytest.mark.matrix
 @on_places
 @own_streams
 @pytest.mark.parametrize("make", MODULES, ids=NAMES)

@@ -36,12 +36,14 @@ def importers(package: str) -> set[str]:
     }
 
 
+@pytest.mark.costly("imports of torch or of a framework in processes of its own")
 @pytest.mark.parametrize("package", OWNERS)
 def test_one_module_imports_a_framework(package: str) -> None:
     assert importers(package) == {OWNERS[package]}
     assert importers(f"stio.integrations.{package}") == set()
 
 
+@pytest.mark.costly("imports of torch or of a framework in processes of its own")
 @pytest.mark.parametrize("package", OWNERS)
 def test_a_missing_framework_is_named_with_its_extra(package: str, torch_zygote: Any) -> None:
     done = run_python(
@@ -58,6 +60,7 @@ def test_a_missing_framework_is_named_with_its_extra(package: str, torch_zygote:
     assert done.stdout.endswith(f" of {package}: pip install 'stio-torch[{package}]'\n"), done.stderr
 
 
+@pytest.mark.costly("imports of torch or of a framework in processes of its own")
 def test_stio_imports_none_of_them(torch_zygote: Any) -> None:
     code = f"import sys, stio.sync, stio.integrations; print(sorted({set(OWNERS)} & set(sys.modules)))"
     done = run_python(code, python=torch_zygote.python)

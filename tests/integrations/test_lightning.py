@@ -187,6 +187,7 @@ def require_same(found: Any, expected: Any, path: str = "") -> None:
         assert found == expected, path
 
 
+@pytest.mark.costly("processes that are killed")
 def test_killed_at_any_moment(tmp_path: Path, trainer_zygote: Zygote) -> None:
     """With dropout and a shuffled loader, so that each random generator must be restored."""
     done = run_kills(trainer_zygote, "lightning_case", tmp_path, "--steps", 4, 8, 15)
@@ -281,6 +282,7 @@ class Dropped(Validated):
         self.layers[2].p = 0.5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "keywords",
     [{"check_val_every_n_epoch": 2}, {"val_check_interval": 0.5}, {"val_check_interval": STEPS_PER_EPOCH}, {}],
@@ -371,7 +373,7 @@ def test_the_callback_is_for_stio_only(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert "stio.random" not in torch.load(tmp_path / "a.ckpt", weights_only=True)
     code = "import sys, stio.integrations as i; assert i.lightning_callbacks() == [] and 'lightning' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True)  # a real interpreter without torch: what it imports
 
 
 def test_load_from_checkpoint(tmp_path: Path) -> None:

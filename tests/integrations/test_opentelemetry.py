@@ -215,8 +215,8 @@ def test_without_an_sdk_nothing_is_made_and_nothing_fails(directory: Path, torch
     assert found.returncode == 0, found.stderr
 
 
-def test_the_error_names_the_extra() -> None:
-    found = run_python(
+def test_the_error_names_the_extra(torch_zygote: Any) -> None:
+    found = torch_zygote.run(
         """
         import sys
         sys.modules["opentelemetry"] = None

@@ -137,6 +137,7 @@ def test_a_release_that_moved(tmp_path: Path, files: dict[str, str], old: str, n
     assert check(tmp_path)
     script = Path(__file__).with_name("check_published.py")
     if old == MOVED[0][1]:
+        # A real interpreter without torch: the script runs where neither stio nor torch is.
         done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
         assert done.returncode == 1 and "expected 'vllm.general_plugins'" in done.stdout
 
@@ -200,4 +201,5 @@ def test_sglang_s_entry_point() -> None:
         "assert not {'torch', 'safetensors', 'sglang'} & sys.modules.keys()"
     )
     environment = {name: value for name, value in os.environ.items() if name != "SGLANG_PLUGINS"}
+    # A real interpreter without torch: what it imports.
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -24,17 +24,27 @@ def run_kills(zygote: Zygote, case: str, directory: Path, *arguments: object) ->
     return subprocess.run([*command, *map(str, arguments)], env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.costly("processes that are killed")
 @pytest.mark.timeout(120 + KILLS)
 def test_killed_at_every_step(tmp_path: Path, trainer_zygote: Zygote) -> None:
-    steps = range(1, NUM_STEPS + 1, 1 if KILLS else 4)
+    steps = range(1, NUM_STEPS + 1, 1 if KILLS else 8)
     done = run_kills(
-        trainer_zygote, "plain_case", tmp_path, "--steps", *steps, "--trainings", 1 + KILLS // 6, "--kills", 6
+        trainer_zygote,
+        "plain_case",
+        tmp_path,
+        "--steps",
+        *steps,
+        "--trainings",
+        1 + KILLS // 6,
+        "--kills",
+        6 if KILLS else 3,
     )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "'kills in a save'" in done.stdout
 
 
+@pytest.mark.costly("trainings")
 def test_a_forgotten_generator_is_noticed(tmp_path: Path, trainer_zygote: Zygote) -> None:
     done = run_kills(trainer_zygote, "forgetful_case", tmp_path, "--steps", 20)
     assert done.returncode == 1, done.stderr

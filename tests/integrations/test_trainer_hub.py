@@ -178,7 +178,7 @@ def test_the_last_checkpoint_is_pushed_before_trainer_deletes_it(tmp_path: Path,
     def upload_folder(*, folder_path: str, **keywords: Any) -> Any:
         if folder_path.endswith("checkpoint-10"):
             hub.go_on.clear()
-            threading.Timer(0.5, hub.go_on.set).start()
+            threading.Timer(0.2, hub.go_on.set).start()
         return plain(folder_path=folder_path, **keywords)
 
     hub.upload_folder = upload_folder  # type: ignore[method-assign]

@@ -12,7 +12,8 @@ from integrations.test_train_example import run_kills
 CASES = ["trainer_case", "ddp_case", "fsdp_case"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.costly("trainings that are killed and go on")
+@pytest.mark.parametrize("case", [*CASES[:2], pytest.param(CASES[2], marks=pytest.mark.slow)])
 @pytest.mark.timeout(180)
 def test_killed(tmp_path: Path, trainer_zygote: Zygote, case: str) -> None:
     done = run_kills(trainer_zygote, case, tmp_path, "--trainings", 1, "--kills", 3, "--at-least", 2)

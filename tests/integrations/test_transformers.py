@@ -64,7 +64,9 @@ def test_saving_does_not_change_the_training(tmp_path: Path, undisturbed: Weight
     assert names_in(tmp_path) == [f"checkpoint-{step}" for step in (10, 2, 4, 6, 8)]
 
 
-@pytest.mark.parametrize("step", range(1, NUM_STEPS + 1))
+@pytest.mark.parametrize(
+    "step", [pytest.param(step, marks=[] if step % 4 == 1 else pytest.mark.slow) for step in range(1, NUM_STEPS + 1)]
+)
 def test_a_resumed_training_ends_with_the_same_weights(tmp_path: Path, undisturbed: Weights, step: int) -> None:
     callback = StioCallback(keep_last=1)
     with pytest.raises(Stop):
@@ -114,6 +116,7 @@ def test_forgotten_generators_are_noticed(
         require_equal(weights_of(again), undisturbed)
 
 
+@pytest.mark.costly("trainings")
 @pytest.mark.parametrize(
     "arguments",
     [

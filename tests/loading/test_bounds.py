@@ -160,6 +160,7 @@ async def test_a_load_into_needs_no_second_copy_of_the_model(file, tensors, imag
 # Nothing grows.
 
 
+@pytest.mark.costly("a leak shows after many cycles")
 @others_are_slow
 async def test_many_cycles(tmp_path):
     num_cycles = count(60, 300)

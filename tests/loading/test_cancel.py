@@ -121,11 +121,13 @@ def make(request, directory, tensors):
     }[request.param]  # fmt: skip
 
 
+@pytest.mark.matrix
 @on_all
 async def test_cancel_at_every_await(make):
     assert await cancelled_at_every_await(make) > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("at_resume", [False, True], ids=["at the await", "at its end"])
 @pytest.mark.parametrize(
     "anyio_backend", [("asyncio", {"use_uvloop": False}), ("asyncio", {"use_uvloop": True})], ids=["asyncio", "uvloop"]
@@ -134,6 +136,7 @@ async def test_native_cancel_at_every_await(make, at_resume):
     assert await cancelled_natively_at_every_await(make, at_resume=at_resume) > 0
 
 
+@pytest.mark.matrix
 async def test_cancel_after_every_round_of_the_loop(make):
     assert await cancelled_after_every_round(make) > 3
 

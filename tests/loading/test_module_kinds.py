@@ -409,6 +409,7 @@ def checkpoints(row: Row) -> list[Tensors]:
     return [fitting, less, fitting | {"other.name": torch.ones(2)}]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "common"])
 @pytest.mark.parametrize("use", ["copied", "assigned"])
 @pytest.mark.parametrize("row", CASES)

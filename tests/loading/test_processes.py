@@ -7,7 +7,7 @@ import signal
 import textwrap
 
 import pytest
-from support import eventually, ramp, run_python, save_sharded
+from support import eventually, ramp, save_sharded
 
 PRELUDE = """
 import asyncio, errno, gc, os, resource, signal, sys, threading, time, warnings
@@ -200,10 +200,10 @@ def test_exit_does_not_hang(zygote, directory, what):
     assert "did not end" not in found.stderr
 
 
-def test_an_exit_function_of_the_user_may_wait_for_a_load(tmp_path):
+def test_an_exit_function_of_the_user_may_wait_for_a_load(torch_zygote, tmp_path):
     """The engine ends when all operations have ended, and not before an exit function that was registered earlier."""
     save_sharded({f"t{k}": ramp(1000, start=k) for k in range(20)}, tmp_path)
-    found = run_python(
+    found = torch_zygote.run(
         """
         import atexit, sys, threading, time
         import stio.runtime.calls  # what an earlier operation of the process imports
@@ -288,12 +288,15 @@ def test_a_killed_process_is_killed(zygote, directory):
     assert child.wait().returncode == -signal.SIGTERM
 
 
-def test_import_starts_nothing():
-    found = run_python(
+@pytest.mark.costly("processes of its own")
+def test_import_starts_nothing(torch_zygote):
+    found = torch_zygote.run(
         """
         import sys
+        torch = sys.modules.pop("torch")
         import stio
         assert "torch" not in sys.modules
+        sys.modules["torch"] = torch
         import stio.sync
         from support import num_threads
         from stio.runtime import calls as loop, operation as runtime

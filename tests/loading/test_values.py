@@ -89,6 +89,7 @@ async def test_stream(source, memory):
     require_equal(found, oracle(source))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", MEMORY)
 async def test_read_one_by_one(source, memory):
     expected = oracle(source)
@@ -133,6 +134,7 @@ SLICES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", MEMORY)
 async def test_slices_are_what_numpy_picks(source, memory):
     expected = oracle(source)
@@ -191,6 +193,7 @@ async def test_two_parts_of_one_tensor_are_refused(tmp_path):
             await stio.load(tmp_path / "model", slices={"w": np.s_[:2], "tied": part})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", MEMORY)
 async def test_names(source, memory):
     expected = oracle(source)
@@ -396,6 +399,7 @@ async def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path, memory):
 # The blocking twins.
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:stio.sync blocks:RuntimeWarning")
 @pytest.mark.parametrize("memory", MEMORY)
 async def test_sync_twins_under_a_loop_give_the_same(source, memory):

@@ -499,6 +499,7 @@ async def test_an_algorithm_that_changes_while_files_are_opened(directory, tenso
 # What goes wrong while files are hashed.
 
 
+@pytest.mark.matrix
 async def test_c89_eio_at_every_read(root, by):
     for n in range(200):
         left = [n]

@@ -198,7 +198,7 @@ def engine_threads() -> list[Path]:
 def run_script(
     body: str, *arguments: object, seconds: float = 60.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process of its own."""
+    """Run a script in a process of its own, a real interpreter without torch: some need LD_PRELOAD, some end badly."""
     return subprocess.run(
         [sys.executable, "-c", body, *map(str, arguments)],
         cwd=REPOSITORY,

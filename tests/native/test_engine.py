@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from counts import count
 from native.support import (
     ENGINE_SOURCES,
     PATIENCE_SECONDS,
@@ -119,11 +120,12 @@ def test_bytes_arrive_and_no_others(way: str, file: File, device: Device) -> Non
     transfer.end()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", WAYS[:4])
 @pytest.mark.parametrize("gap", [0, 1, 100, 4096, 65536, 65537, 300_000])
 def test_ranges_of_a_group_share_reads_and_gaps_go_nowhere(way: str, gap: int, file: File, device: Device) -> None:
-    for size, count in ((1, 1500), (10, 700), (5000, 60), (50_000, 30), (300_000, 20), (3 * MIB, 3)):
-        offsets = [3 + k * (size + gap) for k in range(count)]
+    for size, number in ((1, 1500), (10, 700), (5000, 60), (50_000, 30), (300_000, 20), (3 * MIB, 3)):
+        offsets = [3 + k * (size + gap) for k in range(number)]
         offsets = [offset for offset in offsets if offset + size <= FILE_BYTES]
         memory = Memory(len(offsets) * (size + 5), 3)
         places = [k * (size + 5) for k in reversed(range(len(offsets)))]  # in memory in another order
@@ -171,6 +173,7 @@ def target(tmp_path: Path) -> Iterator[Target]:
     one.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("shift", [0, 1, 512, 4095])
 def test_bytes_are_written_and_no_others(direct: bool, shift: int, file: File, target: Target) -> None:
@@ -923,19 +926,19 @@ def test_memory_that_is_being_released_is_not_used_again(file: File, device: Dev
 
 def test_a_ring_without_users_is_given_back_in_time(file: File, device: Device) -> None:
     try:
-        for seconds in (0.2, 0.0):
+        for seconds in (0.1, 0.0):
             native.set_idle(seconds)
             memory, transfer = Memory(FILE_BYTES), Transfer()
             transfer.add(whole_file(file, device, memory))
             take_all(transfer, 1)
-            time.sleep(0.3)
+            time.sleep(0.2)
             assert device.ring.held_bytes > 0  # in use
             start = time.monotonic()
             transfer.end()
             assert eventually(lambda: device.ring.held_bytes == 0)
             assert time.monotonic() - start >= seconds
         before = time.process_time()  # no thread turns without work
-        time.sleep(0.5)
+        time.sleep(0.2)
         assert time.process_time() - before < 0.01  # on a busy machine a thread that turns gets little more
     finally:
         native.set_idle(10)
@@ -1021,6 +1024,7 @@ for _ in range(5):
 )
 
 
+@pytest.mark.costly("processes of its own")
 def test_a_forked_child_uses_the_engine_anew(device_library: Path, tmp_path: Path) -> None:
     done = run_script(FORKS, device_library, tmp_path / "file")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -1051,6 +1055,7 @@ print("now", flush=True)
 
 @pytest.mark.parametrize("what", ["copies", "host memory"])
 def test_a_process_ends_with_a_transfer_under_way(what: str, device_library: Path, tmp_path: Path) -> None:
+    # A real interpreter without torch: its end.
     command = [sys.executable, "-c", EXITS, str(device_library), str(tmp_path / "file"), what]
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     with subprocess.Popen(
@@ -1126,6 +1131,7 @@ def test_signals_are_for_the_programs_threads(file: File) -> None:
         assert not any(blocked >> (number - 1) & 1 for number in raised_by_the_thread)
 
 
+@pytest.mark.costly("large numbers are what it is about")
 @pytest.mark.parametrize("cancels", [False, True])
 def test_nothing_is_left_of_a_thousand_transfers(cancels: bool, file: File, device: Device) -> None:
     memory = Memory(3 * MIB)
@@ -1150,7 +1156,7 @@ def test_nothing_is_left_of_a_thousand_transfers(cancels: bool, file: File, devi
     for _ in range(100):
         once()
     before, pinned = held(), device.pinned_bytes
-    for _ in range(1000):
+    for _ in range(count(300, 1000)):
         once()
     after = held()
     assert after[:2] <= before[:2] or after[1] <= before[1] + 16  # threads may have started
@@ -1171,10 +1177,13 @@ def test_it_can_be_switched_off() -> None:
     assert done.stdout == "False 0\n", done.stderr
 
 
+@pytest.mark.costly("a stress of one second on all cores, and its compilation")
 def test_the_stress_finds_nothing(tmp_path: Path) -> None:
     stress = compiled(tmp_path / "stress", "stress.c", *ENGINE_SOURCES)
     seed = int(time.time())
-    done = subprocess.run([stress, "2", str(seed)], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [stress, str(count(1, 5)), str(seed)], cwd=tmp_path, capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

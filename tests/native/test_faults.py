@@ -125,6 +125,14 @@ memory = Memory(SIZE, 0 if way == "direct" else 512)
 memory.fill(data)
 old = b"o" * SIZE
 
+def is_mixture(found, expected):
+    # Whether each byte is the new or the old one; compared in blocks, as most of them are of one kind.
+    for k in range(0, len(found), 4096):
+        one, new = found[k : k + 4096], expected[k : k + 4096]
+        if one not in (new, old[: len(one)]) and not all(a in (b, old[0]) for a, b in zip(one, new)):
+            return False
+    return True
+
 def once(at):
     # Hit call number `at`, or all of them (0); return how many calls there were, and what failed.
     path = folder / "faulty"
@@ -158,7 +166,7 @@ def once(at):
         if group in done:
             assert found == expected, (at, group)
         else:
-            assert all(a == b or a == 111 for a, b in zip(found, expected)), (at, group)
+            assert is_mixture(found, expected), (at, group)
         assert written[end : offset] == old[end : offset], "bytes of others"
         end = offset + nbytes
     return count, failed
@@ -273,7 +281,7 @@ def run(describe):
     return transfer, began
 
 stands, _ = run(lambda ranges: ranges.file_to_host(0, faulty.fd, -1, 0, 64 * MIB, memory.address))
-time.sleep(0.3)
+time.sleep(0.2)
 assert native.num_threads() == 6
 for describe in (
     lambda ranges: ranges.host_to_host(0, copied.address, 4096, copied.address + 8192),
@@ -320,6 +328,7 @@ CASES += [("mapping", mode) for mode in MODES]
 QUICK = [*CASES[4:8], *CASES[12:16], ("mapping", "fault"), ("mapping", "cut")]
 
 
+@pytest.mark.costly("a fault at each call")
 @pytest.mark.parametrize(
     ("way", "mode"), [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]
 )

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from crash.zygote import Zygote
 from fake_driver import REFUSED, FakeDriver
-from native.support import Device, Memory, run_script, take_all
+from native.support import Device, Memory, take_all
 from support import eventually
 
 from stio import native
@@ -301,14 +302,14 @@ assert [one.nbytes for one in found] == [64 << 10, 8 << 20, 64 << 10]
 @pytest.mark.parametrize(
     "script", [UNPIN_IS_REFUSED, FORK, EXIT, EXIT_WHILE_RELEASED], ids=["unpin is refused", "fork", "exit", "release"]
 )
-def test_processes(script: str, device_library: Path) -> None:
+def test_processes(zygote: Zygote, script: str, device_library: Path) -> None:
     """What the driver does not unpin stays mapped: the device may still use it. A child unpins nothing of its parent."""
-    done = run_script(script, device_library)
+    done = zygote.run(script, device_library)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_low_limit_of_locked_memory() -> None:
-    done = run_script(MEMLOCK)
+def test_a_low_limit_of_locked_memory(zygote: Zygote) -> None:
+    done = zygote.run(MEMLOCK)
     assert done.returncode == 0, done.stdout + done.stderr
     warning = "pinning host memory failed, copies to cuda:0 will be slower: as the test asked, code 12"
     assert done.stdout.splitlines() == [warning]

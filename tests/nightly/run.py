@@ -235,9 +235,9 @@ STAGES = (
     Stage(
         "device-1.5ms", "tests on the simulated device, copies delayed by 1.5 ms", 150, device("0.0015"), on_disk=True
     ),
-    Stage("long-counts", "tests with random or repeated work, more of it", 150, long_counts, on_disk=True),
+    Stage("long-counts", "tests with random or repeated work, more of it", 300, long_counts, on_disk=True),
     Stage("plain", "loads, faults and the simulated device without the engine", 300, plain, on_disk=True),
-    Stage("slow", "tests with the mark slow", 300, slow, on_disk=True),
+    Stage("slow", "tests with the mark slow, and the rest of each matrix", 900, slow, on_disk=True),
     Stage("lightning", "files of trainings of Lightning, compared with those without stio", 60, lightning_files),
     Stage("cancels-asyncio", "random cancels on asyncio", 120, cancels("asyncio")),
     Stage("cancels-uvloop", "random cancels on uvloop", 120, cancels("uvloop")),

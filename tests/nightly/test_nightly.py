@@ -89,7 +89,7 @@ def test_what_a_cancel_leaves_is_found(tmp_path):
 
         async def load():
             kept.append(open(tmp_path / "kept", "w"))  # noqa: SIM115
-            await anyio.sleep(10)
+            await anyio.sleep(10)  # waits: until it is cancelled
 
         cancelling.calls.load = load
         with pytest.raises(AssertionError, match="files are open"):
@@ -102,6 +102,7 @@ def test_what_a_cancel_leaves_is_found(tmp_path):
 # A shared directory.
 
 
+@pytest.mark.costly("eight processes")
 def test_four_savers_and_four_readers(tmp_path):
     said = run_module("nightly.shared_directory", tmp_path, "--seconds", 0.5, timeout=60)
     assert "0 problems" in said
@@ -149,7 +150,8 @@ def test_a_run(tmp_path):
 def test_a_stage_that_hangs_shows_its_stacks(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "LEAST_SECONDS", 0.5)
     monkeypatch.setattr(run, "LONGEST", 0.0)
-    assert carry_out(Run(7, 1.0, tmp_path, sys.executable), [_stage("hung", "import time\ntime.sleep(60)")]) == 1
+    hung = _stage("hung", "import time\ntime.sleep(60)")  # waits: until it is killed
+    assert carry_out(Run(7, 1.0, tmp_path, sys.executable), [hung]) == 1
     assert "most recent call first" in (tmp_path / "failures" / "hung" / "output.txt").read_text()
 
 

@@ -20,8 +20,9 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from crash.zygote import Zygote
 from loops import on_all
-from support import Cancelling, eventually, eventually_async, nothing_left, run_python
+from support import Cancelling, eventually, eventually_async, nothing_left
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -180,6 +181,7 @@ async def test_a_module_is_made_once_and_is_on_meta_between_two_loads(files: lis
 
 
 @on_all
+@pytest.mark.usefixtures("clock")
 async def test_a_tensor_that_is_kept_is_named_and_counts(files: list[Path]) -> None:
     async with pool_of(files, room=1) as pool:
         async with pool.use("0") as tensors:
@@ -234,6 +236,7 @@ async def test_a_load_that_fails_is_raised_to_all_and_tried_again(files: list[Pa
 
 
 @on_all
+@pytest.mark.usefixtures("clock")
 async def test_what_a_failed_load_leaves_counts_until_it_is_free(
     files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -687,6 +690,7 @@ def test_a_trace_shows_swaps(files: list[Path], tmp_path: Path) -> None:
     assert "evict" in text
 
 
+@pytest.mark.costly("eight threads at work")
 def test_threads_share_a_pool(files: list[Path]) -> None:
     wrong: list[float] = []
     with sync.ModelPool(device="cpu", device_bytes=2 * MODEL_BYTES, host_bytes="4MB", max_hold_seconds=0.01) as pool:
@@ -793,8 +797,8 @@ def test_an_interrupted_thread_leaves(files: list[Path]) -> None:
             assert float(network.w[0, 0]) == 1.0
 
 
-def test_an_open_pool_does_not_hold_the_exit(files: list[Path]) -> None:
-    done = run_python(
+def test_an_open_pool_does_not_hold_the_exit(zygote: Zygote, files: list[Path]) -> None:
+    done = zygote.run(
         """
         import sys, stio.sync
         pool = stio.sync.ModelPool(device="cpu", device_bytes="4MB").__enter__()
@@ -803,7 +807,6 @@ def test_an_open_pool_does_not_hold_the_exit(files: list[Path]) -> None:
         print(sorted(use.__enter__()))
         """,
         files[0],
-        timeout=20,
     )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "['b.c', 'tied', 'w']", "")
 
@@ -891,6 +894,7 @@ async def test_many_callers_with_cancels_failures_and_an_update(files: list[Path
         assert await eventually_async(lambda: not any(one.num_users or one.num_waiting for one in statuses()))
 
 
+@pytest.mark.costly("models are swapped for a second")
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_loop_is_not_held_while_models_are_swapped(files: list[Path]) -> None:
     async with pool_of(files, room=1) as pool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clocks import Clock
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -21,6 +22,11 @@ from stio.storage.remote import folder as remote_folder
 @pytest.fixture(scope="session", autouse=True)
 def _obstore() -> None:
     pytest.importorskip("obstore")
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(clock: Clock) -> None:
+    """Pause for no time before a request is repeated."""
 
 
 @pytest.fixture(autouse=True)

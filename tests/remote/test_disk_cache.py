@@ -403,7 +403,10 @@ def start(zygote: Any, server: HttpServer, cache: stio.DiskCache) -> Any:
     return zygote.start(CHILD, url(server), cache.path, cache.max_bytes, NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
 
 
+@pytest.mark.costly("processes of its own")
 def test_twenty_processes_read_the_store_once(server: HttpServer, cache: stio.DiskCache, zygote: Any) -> None:
+    """Eight in `make test`."""
+    num = count(8, 20)
     tensors = put(server, nbytes=LARGE_BYTES)
     server.latency_seconds = 0.01
     code = f"""
@@ -412,7 +415,7 @@ import stio
 from stio.loading import api
 cache = stio.DiskCache({cache.path!r}, max_bytes=1 << 30)
 children = []
-for _ in range(20):
+for _ in range({num}):
     child = os.fork()
     if not child:
         try:
@@ -429,14 +432,14 @@ print([os.waitpid(child, 0)[1] for child in children])
     done = run_python(code, python=zygote.python)
     assert done.returncode == 0, done.stderr
     *sums, statuses = done.stdout.splitlines()
-    assert statuses == str([0] * 20), done.stderr
+    assert statuses == str([0] * num), done.stderr
     assert set(map(float, sums)) == {sum(float(tensor.double().sum()) for tensor in tensors.values())}
-    assert len(sums) == 20
+    assert len(sums) == num
     nbytes = len(server.objects["/m.safetensors"])
     opened = [request for request in server.requests if request.headers["range"] == "bytes=0-131071"]
-    assert len(opened) == 20
+    assert len(opened) == num
     # Each process asks for the state of the object. Beside that, its bytes are read once, and its state at the end.
-    assert sent_bytes(server) - sum(20 * [131072]) == nbytes + 1
+    assert sent_bytes(server) - sum(num * [131072]) == nbytes + 1
     assert suffixes(cache) == [".safetensors"]
 
 

@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import anyio
 import pytest
 import torch
 from click.testing import CliRunner
+from crash.zygote import Zygote
 from fake_hub import SIGNATURE, TOKEN, FakeHub, Repository, fake_hub, go_offline, use
 from loops import on_all
 from torch import nn
@@ -517,13 +517,13 @@ async def test_a_cancel_is_heard_while_a_file_is_downloaded(
 
 @pytest.mark.slow
 def test_a_command_that_is_interrupted_while_a_file_is_downloaded_ends(
-    hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor]
+    zygote: Zygote, hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor]
 ) -> None:
     """It runs in a process of its own, which finds the hub by its environment."""
     hub.gate.clear()
     started = threading.Event()
     hub.fault = lambda method, path: started.set() if path.endswith(INDEX) and method == "GET" else None
-    command = [sys.executable, "-m", "stio", "load", MODEL, "--device", "cpu", "--no-progress"]
+    command = [*zygote.program, "load", MODEL, "--device", "cpu", "--no-progress"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
         try:
             assert started.wait(30)

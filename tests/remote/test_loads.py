@@ -176,6 +176,7 @@ def test_many_small_tensors_are_few_requests(server: HttpServer) -> None:
     assert len(server.requests) <= 1.2 * needed + header + 1
 
 
+@pytest.mark.costly("large numbers are what it is about")
 def test_a_hundred_thousand_small_tensors(server: HttpServer) -> None:
     """At most 1.2 times the requests that the bytes of the file need at 8 MiB, opening and header included."""
     num, nbytes = 100_000, 1000
@@ -203,10 +204,10 @@ def test_gaps_are_read_if_that_is_less_than_a_request(server: HttpServer) -> Non
 
 
 def test_requests_under_way_and_their_memory_stay_within_the_budget(server: HttpServer) -> None:
-    server.latency_seconds = 0.1  # longer than a busy machine takes to start eight threads
     tensors = put_large(server, 8 << 20, 8)
-    for budget_bytes, most in ((32 << 20, 8), (2 << 20, 1)):
-        server.most_at_once = 0
+    # The first latency is longer than a busy machine takes to start eight threads.
+    for budget_bytes, most, latency_seconds in ((32 << 20, 8, 0.1), (2 << 20, 1, 0.02)):
+        server.most_at_once, server.latency_seconds = 0, latency_seconds
         root = RemoteRoot(server.url, requests=Requests(1 << 20, 8, 1 << 20))
         source = SingleFileRoot(root, "m.safetensors")
         with stio.sync.open(source, budget_bytes=budget_bytes) as checkpoint:
@@ -240,6 +241,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("forever", [False, True])
 @pytest.mark.parametrize("fault", FAULTS, ids=repr)
 def test_every_fault_at_every_request(

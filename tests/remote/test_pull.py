@@ -173,6 +173,7 @@ def before(name: str, num_shards: int) -> bool:
     )
 
 
+@pytest.mark.costly("processes that are killed")
 def test_kills_at_any_time(model: str, tensors: dict[str, torch.Tensor], tmp_path: Path, program_zygote: Any) -> None:
     target = tmp_path / "new" / "m"
     code = f"""
@@ -252,6 +253,7 @@ def test_a_change_during_the_pull(model: str, server: HttpServer, tmp_path: Path
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.costly("a server that stands for a store, in the same process")
 def test_two_at_one_time(model: str, server: HttpServer, tmp_path: Path) -> None:
     results: list[pulling.PullResult] = []
     server.latency_seconds = 0.02

@@ -233,6 +233,7 @@ CASES: list[tuple[Broken, bool]] = [
 FEW, MANY = {}, {"max_shard_size": 9000, "hash": "sha256"}
 
 
+@pytest.mark.costly("a server that stands for a store, in the same process")
 @pytest.mark.parametrize("options", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["one shard", "shards"])
 @pytest.mark.parametrize(("fault", "forever"), CASES)
 def test_a_fault_at_every_request(s3: Any, proxy: Proxy, fault: Broken, forever: bool, options: dict[str, Any]) -> None:
@@ -364,6 +365,7 @@ async def test_a_cancel_leaves_nothing(s3: Any, proxy: Proxy, small_parts: int, 
     assert await anyio.to_thread.run_sync(eventually, lambda: not uploads(s3) and not keys(s3))
 
 
+@pytest.mark.costly("a server that stands for a store, in the same process")
 @pytest.mark.anyio
 async def test_a_cancel_deletes_in_the_background(s3: Any, proxy: Proxy) -> None:
     """Also more objects than are deleted at one time."""
@@ -432,6 +434,7 @@ def killed(s3: Any, zygote: Any, num_kills: int, seed: int) -> None:
     assert same(stio.sync.load("s3://bucket/m"), generation(last))
 
 
+@pytest.mark.costly("processes that are killed")
 def test_kills_at_any_time(s3: Any, zygote: Any) -> None:
     killed(s3, zygote, 6, seed=1)
 

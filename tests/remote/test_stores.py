@@ -123,6 +123,7 @@ def test_files_and_directories(url: str, root: str, name: str, monkeypatch: pyte
     assert (found.path, found_name) == (root, name)
 
 
+@pytest.mark.costly("a server that stands for a store, in the same process")
 class TestS3Source(SourceContract):
     """The tests of all storages, over S3."""
 

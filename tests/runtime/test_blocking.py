@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import signal
+import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 
@@ -143,6 +145,10 @@ def test_trio_that_is_being_imported_is_none(monkeypatch):
     assert not in_event_loop()
 
 
+def is_inside(name, frame):
+    return frame is not None and (frame.f_code.co_name == name or is_inside(name, frame.f_back))
+
+
 class Alarm(Exception):
     """Raised by a signal handler."""
 
@@ -163,9 +169,15 @@ def test_p4_close_waits_for_readers_whatever_interrupts_it(tmp_path, error):
             stream = checkpoint.stream()
             stream.__enter__()
             assert eventually(lambda: gate.reached.is_set())
-            threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)).start()
-            opener = threading.Timer(0.6, gate.opened.set)
-            opener.start()
+
+            def interrupt():
+                main = threading.main_thread().ident
+                assert eventually(lambda: is_inside("close", sys._current_frames()[main]))
+                signal.pthread_kill(main, signal.SIGALRM)
+                time.sleep(0.1)
+                gate.opened.set()
+
+            threading.Thread(target=interrupt).start()
             with pytest.raises(error):
                 checkpoint.close()
             assert gate.opened.is_set(), "close returned while a thread was reading"

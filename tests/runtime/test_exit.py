@@ -175,7 +175,7 @@ async def test_a_caller_that_is_cancelled_during_a_commit_waits_for_the_end():
 
 def test_c121_exit_lets_a_save_go_on_and_ends_a_load():
     """The save ends only once the load was cancelled, so it was the load's turn first."""
-    done = run_python(
+    done = run_python(  # a real interpreter without torch: its exit
         """
         import threading
         from stio.runtime.operation import Cancelled, Operation
@@ -207,7 +207,7 @@ def test_c121_exit_lets_a_save_go_on_and_ends_a_load():
 
 
 def test_c121_exit_rolls_back_a_save_that_does_not_end_in_time():
-    done = run_python(
+    done = run_python(  # a real interpreter without torch: its exit
         """
         import threading
         from stio.runtime.operation import Operation
@@ -233,7 +233,7 @@ def test_c121_exit_rolls_back_a_save_that_does_not_end_in_time():
 
 def test_c121_patience_is_counted_together():
     """Two that do not end cost the patience of one."""
-    done = run_python(
+    done = run_python(  # a real interpreter without torch: its exit
         """
         import threading, time
         from stio.runtime.operation import Operation
@@ -260,7 +260,7 @@ def test_c121_patience_is_counted_together():
 
 def test_exit_waits_for_calls_that_cancelled_operations_leave_behind():
     """The calls of an operation that still runs are no such calls: the operation would make the next one."""
-    done = run_python(
+    done = run_python(  # a real interpreter without torch: its exit
         """
         import time
         from stio.runtime import calls
@@ -272,7 +272,7 @@ def test_exit_waits_for_calls_that_cancelled_operations_leave_behind():
             def call():
                 while not operation.cancelled:
                     time.sleep(0.01)
-                time.sleep(0.5)
+                time.sleep(0.2)
                 print("the call ended", flush=True)
 
             calls.Call(call).result()

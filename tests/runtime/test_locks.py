@@ -231,6 +231,7 @@ def _read_stream(checkpoint: sync.Checkpoint) -> dict[str, torch.Tensor]:
     return dict(stream)
 
 
+@pytest.mark.costly("a load at each line of another one")
 @pytest.mark.timeout(60)
 def test_221_a_handler_at_any_line_of_a_stream_loads_and_closes(checkpoint_file: Path) -> None:
     """It loads by itself, from the same checkpoint, and closes another stream of it."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from clocks import Clock
 
 import stio
 from stio.runtime.log import RareWarnings, log
@@ -64,10 +65,10 @@ def test_a_rollback_does_not_fail_by_a_handler(tmp_path: Path, monkeypatch: pyte
         saver.save({"w": torch.ones(4)}, tmp_path / "x").result()
 
 
-def test_warnings_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_become_rare(clock: Clock) -> None:
     warnings, found = RareWarnings(), []
     for now in range(100):
-        monkeypatch.setattr("time.monotonic", lambda now=now: float(now))
         if warnings.level() == logging.WARNING:
             found.append(now)
+        clock.advance(1)
     assert found == [0, 5, 15, 35, 75]

@@ -663,7 +663,7 @@ def test_switch_interval_of_many_threads(interval):
 
 
 def test_c121_exit_ends_operations():
-    found = run_python(
+    found = run_python(  # a real interpreter without torch: its exit
         """
         import threading
         from stio.runtime.operation import Operation
@@ -682,7 +682,7 @@ def test_c121_exit_ends_operations():
 
 
 def test_exit_does_not_wait_for_ever():
-    found = run_python(
+    found = run_python(  # a real interpreter without torch: its exit
         """
         import threading
         from stio.runtime import operation as runtime
@@ -700,7 +700,7 @@ def test_exit_does_not_wait_for_ever():
 
 
 def test_c100_a_child_does_not_wait_for_its_parents_threads():
-    found = run_python(
+    found = run_python(  # a real interpreter without torch: a fork of it
         """
         import os, threading, warnings
         from stio.runtime import operation as runtime

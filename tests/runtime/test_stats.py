@@ -255,12 +255,12 @@ def test_the_engine_has_a_name(switch, monkeypatch):
     """It is what the library says, `plain` without it; the command line prints it too."""
     code = "import stio.native; print(stio.stats().engine, stio.native.available())"
     monkeypatch.setenv("STIO_NATIVE", switch)
-    found = run_python(code)
+    found = run_python(code)  # a real interpreter without torch: what it imports
     assert found.stdout in (["plain False\n"] if switch == "0" else ["plain False\n", "engine 4 True\n"]), found.stderr
 
 
 def test_a_fresh_process_has_done_nothing_and_needs_no_torch():
-    found = run_python(
+    found = run_python(  # a real interpreter without torch: what it imports
         """
         import dataclasses, sys, stio
         assert {value for name, value in dataclasses.asdict(stio.stats()).items() if name != "engine"} == {0}
@@ -324,7 +324,7 @@ def test_a_forked_child_begins_at_zero(zygote, directory, tmp_path):
 
 
 def test_an_operation_that_ends_in_a_forked_child_is_not_counted(directory):
-    found = run_python(
+    found = run_python(  # a real interpreter without torch: a fork of it
         """
         import os, sys, warnings
         import stio

@@ -287,6 +287,7 @@ layouts = st.lists(
 )
 
 
+@pytest.mark.costly("random cases")
 @settings(max_examples=200, deadline=None)
 @given(layouts, st.none() | st.integers(1, 20_000), st.sampled_from([4096, 12288]))
 def test_any_plan_brings_every_byte(layout: Layout, maximum: int | None, block_bytes: int) -> None:
@@ -298,6 +299,7 @@ def test_any_plan_brings_every_byte(layout: Layout, maximum: int | None, block_b
         assert maximum is None or shard.data_bytes <= maximum or len(shard.names) == 1
 
 
+@pytest.mark.costly("large numbers are what it is about")
 @pytest.mark.parametrize(
     ("layout", "options", "error"),
     [
@@ -337,6 +339,7 @@ def test_an_alias_has_a_name_that_can_be_written(name: str) -> None:
         plan_of(bad)
 
 
+@pytest.mark.costly("large numbers are what it is about")
 @pytest.mark.timeout(60)
 def test_100_000_tensors() -> None:
     sources = [

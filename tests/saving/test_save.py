@@ -382,6 +382,7 @@ async def test_without_the_engine_threads_fill_and_write(tmp_path):
     require_equal(await stio.load(tmp_path / "x", verify=True), tensors)
 
 
+@pytest.mark.costly("saves of large tensors")
 async def test_a_small_budget_pipelines(tmp_path):
     """A shard is written while the next one is staged: on a busy machine not in each save."""
     tensors = {f"t{k}": ramp(1024, 1024, start=k) for k in range(12)}

@@ -134,6 +134,7 @@ def test_c114_another_save_commits_meanwhile(tmp_path, gate, name, old):
     require_stands(where, 3)
 
 
+@pytest.mark.costly("processes of its own")
 def test_c114_two_processes_and_one_directory(where, zygote):
     """Each save wins whole or raises `ConcurrentSaveError`; one at least wins; nothing is left."""
     racer = """

@@ -165,6 +165,7 @@ async def test_many_tasks_share_a_saver_with_a_small_budget(tmp_path):
         assert (await stio.load(tmp_path / str(k)))["t0"][0] == k
 
 
+@pytest.mark.costly("saves of large tensors")
 @others_are_slow
 async def test_saves_of_different_sizes_begin_at_once(tmp_path):
     sizes = [1 << 12, 1 << 25]
@@ -360,6 +361,7 @@ async def with_producer(directory):
     await stio.save({"a": stio.LazyTensor(torch.float32, (30,), produce)}, directory, durability="none")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("call", [save_once, saver_twice, with_producer], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("how", ["scope", "native", "resume", "rounds"])
 async def test_c95_a_cancel_at_every_await(tmp_path, anyio_backend, call, how):

@@ -188,6 +188,7 @@ def test_c113_a_failure_of_a_saver_that_was_dropped_is_logged(caplog, dropped):
     assert caplog.text.count("was not awaited") == 1
 
 
+@pytest.mark.costly("processes of its own")
 def test_c113_a_failure_is_logged_at_the_interpreters_end(zygote):
     code = """
         import sys, threading, torch, stio.sync

@@ -118,6 +118,7 @@ async def test_shards(tmp_path, length):
     assert (TREE_TENSOR in await stio.load(tmp_path / "s")) == (length > 10_000)
 
 
+@pytest.mark.costly("large numbers are what it is about")
 @others_are_slow
 async def test_a_hundred_thousand_leaves(tmp_path):
     state = {"state": {k: {"step": float(k), "m": torch.tensor(float(k))} for k in range(50_000)}}

@@ -62,7 +62,7 @@ static ssize_t hooked(int fd, const struct iovec *iov, int count, off64_t offset
     int hit = ++hits;
     if (!is_hit(hit)) return real(fd, iov, count, offset);
     if (mode_is("cut")) cut();
-    if (mode_is("standing")) usleep(3000000); /* as a disk that does not answer */
+    if (mode_is("standing")) usleep(2000000); /* waits: as a disk that does not answer */
     int after = getenv("SHIM_AFTER") ? atoi(getenv("SHIM_AFTER")) : 0;
     if (mode_is("direct") && (fcntl(fd, F_GETFL) & O_DIRECT)) { errno = EINVAL; return -1; }
     if (mode_is("interrupted") && (hit % 2 || getenv("SHIM_AT"))) { errno = EINTR; return -1; }
@@ -238,7 +238,7 @@ def run_script() -> Script:
     """Return a function that runs a script in a process of its own, without torch unless it imports it."""
 
     def run(body: str, *arguments: object, **environment: str) -> str:
-        done = subprocess.run(
+        done = subprocess.run(  # a real interpreter, for LD_PRELOAD; few of the scripts import torch
             [sys.executable, "-c", PRELUDE + textwrap.dedent(body), *map(str, arguments)],
             cwd=REPOSITORY,
             env=os.environ | environment,

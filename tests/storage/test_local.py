@@ -199,6 +199,7 @@ def test_c89_disk_error(run_faulty: Callable[..., str], tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.costly("torch in an interpreter with a shim")
 def test_c89_disk_error_in_a_load(run_faulty: Callable[..., str], tmp_path: Path) -> None:
     """Through the whole engine: the error comes out as it is, and every descriptor is back."""
     torch = pytest.importorskip("torch")
@@ -224,6 +225,7 @@ def test_c89_disk_error_in_a_load(run_faulty: Callable[..., str], tmp_path: Path
     )
 
 
+@pytest.mark.costly("torch in an interpreter with a shim")
 def test_c98_direct_io_refused_by_the_read(run_faulty: Callable[..., str], tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from stio.testing import write_checkpoint

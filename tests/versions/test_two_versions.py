@@ -31,6 +31,7 @@ from versions.archive import NEWEST, unpack
 from versions.look import MANY, describe_tensors, found_by, listing, tensors_of
 
 import stio
+from stio.runtime import clock
 
 A_WHILE = 0.15
 """Seconds in which a save that is staged already, and did not wait, would be published several times over."""
@@ -208,8 +209,8 @@ def test_a_save_that_has_waited_a_minute_refuses(
     assert other("take_lock_file", path=place.home)["taken"]
     saving = Saving(place.path, place.keywords)
     assert not eventually(saving.done, A_WHILE / 2)
-    clock, looks = time.monotonic, itertools.count(1)
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + 61 * next(looks))  # a minute goes by at each look
+    began, looks = clock.monotonic(), itertools.count(1)
+    monkeypatch.setattr(clock, "monotonic", lambda: began + 61 * next(looks))  # a minute goes by at each look
     with pytest.raises(stio.ConcurrentSaveError, match="another save has been publishing here"):
         saving.result()
     other("drop_lock_file", path=place.home)

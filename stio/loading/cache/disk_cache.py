@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from stio.errors import ChangedDuringReadError, StioError, StorageError
 from stio.format.naming import FILE_SUFFIX
 from stio.loading.cache.entries import CacheStats, counted, on_own_thread
-from stio.runtime import memory
+from stio.runtime import clock, memory
 from stio.runtime.limits import checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.log import log
@@ -271,7 +271,7 @@ class DiskCache:
         victims: list[_StoredFile] = []
         with ExitStack() as locked:
             for part in locked.enter_context(_abandoned(files, dir_fd)):
-                if excess > 0 or time.time() - part.used_at > OLD_SECONDS:
+                if excess > 0 or clock.now() - part.used_at > OLD_SECONDS:
                     victims.append(part)
                     excess -= part.nbytes
             unused = _unused(files, dir_fd, locked)

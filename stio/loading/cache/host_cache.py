@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -34,7 +33,7 @@ from stio.loading.cache.entries import (
 )
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.prepare import prepare_prefetch
-from stio.runtime import memory
+from stio.runtime import clock, memory
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.locks import new_lock
@@ -287,9 +286,9 @@ def _is_below(label: str, place: str) -> bool:
 def _wait_for_tick(files: Sequence[Source]) -> None:
     """Wait until a further change of the files would change their times."""
     youngest = max((file.identity.ctime_ns for file in files), default=0)
-    left = youngest / 1e9 + _TICK_SECONDS - time.time()
+    left = youngest / 1e9 + _TICK_SECONDS - clock.now()
     if left > 0:
-        time.sleep(min(left, _TICK_SECONDS))
+        clock.sleep(min(left, _TICK_SECONDS))
 
 
 # Fork.

@@ -21,12 +21,12 @@ import re
 import secrets
 import socket
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 
 from stio.errors import ConcurrentSaveError, printable
+from stio.runtime import clock
 from stio.runtime.log import log
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.files import ACCESS_LIST, USER_OBJ, FileAttributes, entries_of, packed_list, status_at
@@ -79,18 +79,18 @@ class LockTimeout:
             ready: Called at least once. No blocking `flock`: its wait could not be interrupted.
             check: Called between two calls; it raises to end the wait, as `Operation.check` does.
         """
-        begin, pause, longest = time.monotonic(), 0.001, self._left_seconds
+        begin, pause, longest = clock.monotonic(), 0.001, self._left_seconds
         try:
             while not ready():
                 check()
-                left = begin + longest - time.monotonic()
+                left = begin + longest - clock.monotonic()
                 if left <= 0:
                     return False
-                time.sleep(min(pause, left))
+                clock.sleep(min(pause, left))
                 pause = min(2 * pause, 0.05)
             return True
         finally:
-            self._spend(time.monotonic() - begin)
+            self._spend(clock.monotonic() - begin)
 
     def _spend(self, seconds: float) -> None:
         self._left_seconds = max(0.0, self._left_seconds - seconds)
@@ -262,7 +262,7 @@ class _DirectoryLock(FileLock):
         except OSError as error:
             if error.errno not in _UNUSABLE:
                 raise
-            self._unusable_since = self._unusable_since or time.monotonic()
+            self._unusable_since = self._unusable_since or clock.monotonic()
             return None
         found = os.fstat(fd)
         # Another user may have put it here: a link to a file of this user would be written.
@@ -271,7 +271,7 @@ class _DirectoryLock(FileLock):
             self._unusable_since = None
             return fd
         calls.close(fd)
-        self._unusable_since = self._unusable_since or time.monotonic()
+        self._unusable_since = self._unusable_since or clock.monotonic()
         return None
 
     def _create(self) -> int | None:
@@ -301,7 +301,7 @@ class _DirectoryLock(FileLock):
 
     def _refused(self) -> bool | None:
         """Return the answer of `try_lock` where the file was not opened."""
-        if self._unusable_since is None or time.monotonic() - self._unusable_since < _SHORT_SECONDS:
+        if self._unusable_since is None or clock.monotonic() - self._unusable_since < _SHORT_SECONDS:
             return False  # its maker may be about to set its mode
         where = os.path.join(self._path, self.name)
         message = "%s cannot be used as a lock; the files are compared and replaced without it"
@@ -318,7 +318,7 @@ def _with_mode(found: os.stat_result, mode: int) -> os.stat_result:
 
 def owner_record() -> bytes:
     """Return the identity of this process, as the owner of a lock writes it into the lock file."""
-    owner = {"pid": os.getpid(), "boot": boot_id(), "host": socket.gethostname(), "time": time.time()}
+    owner = {"pid": os.getpid(), "boot": boot_id(), "host": socket.gethostname(), "time": clock.now()}
     return json.dumps(owner).encode()
 
 

@@ -21,13 +21,13 @@ import re
 import secrets
 import socket
 import stat
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from operator import add
 
 from stio.errors import CheckpointNotFoundError, ConcurrentSaveError
+from stio.runtime import clock
 from stio.runtime.log import log
 from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
@@ -296,7 +296,7 @@ def _age_seconds(home_fd: int, fd: int, *, dry_run: bool) -> float:
     """
     changed = os.fstat(fd).st_mtime
     if dry_run:
-        return time.time() - changed
+        return clock.now() - changed
     name = DELETED_PREFIX + secrets.token_hex(5)  # if this process dies, the next recovery deletes it
     try:
         calls.make_directory(name, dir_fd=home_fd, mode=0o700)

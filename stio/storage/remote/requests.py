@@ -17,7 +17,6 @@ import random
 import re
 import ssl
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -28,6 +27,7 @@ from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
 
 from stio.errors import StorageError
+from stio.runtime import clock
 from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.log import RareWarnings, log
 from stio.runtime.operation import Cancelled, is_interrupted
@@ -63,7 +63,7 @@ class RateWatch:
 
     def begin(self) -> None:
         """Begin to judge: the head of the answer is there."""
-        self._mark = time.monotonic(), self._num_bytes
+        self._mark = clock.monotonic(), self._num_bytes
 
     def add(self, num_bytes: int) -> None:
         """Count bytes that came."""
@@ -79,7 +79,7 @@ class RateWatch:
         Raises:
             RequestError: They did not.
         """
-        mark, now = self._mark, time.monotonic()
+        mark, now = self._mark, clock.monotonic()
         if mark is None or now - mark[0] < self._seconds:
             return
         if self._num_bytes - mark[1] < self.piece_bytes:
@@ -95,7 +95,7 @@ def retry_after(text: str) -> float:
     if re.fullmatch(r"\s*\d{1,9}(\.\d*)?\s*", text, re.ASCII):
         return float(text)
     try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+        return max(0.0, parsedate_to_datetime(text).timestamp() - clock.now())
     except (ValueError, TypeError, OverflowError):
         return 0.0
 
@@ -206,7 +206,7 @@ class Attempts:
     def __init__(self, requester: Requester, path: str, *, expected: object = None, work: Work = "load") -> None:
         self._requester = requester
         self._path, self._expected, self._work = path, expected, work
-        self._began = time.monotonic()
+        self._began = clock.monotonic()
         self._num_slow = 0
         self._renewed = False
         self.number = 1
@@ -223,7 +223,7 @@ class Attempts:
         self._num_slow += failure.is_slow
         seconds = patience.pause_seconds(self.number, failure.retry_after_seconds)
         last = self._num_slow >= patience.num_stalls or patience.is_over(
-            failure, self.number, time.monotonic() - self._began, seconds
+            failure, self.number, clock.monotonic() - self._began, seconds
         )
         if last or not failure.may_succeed or (failure.kind == "expired" and self._renewed):
             raise failure.error(self._path, self.number, expected=self._expected, work=self._work)
@@ -334,11 +334,11 @@ class Requester:
 
 def pause(seconds: float) -> None:
     """Sleep; raise `Cancelled` soon after the calling thread should end."""
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
+    until = clock.monotonic() + seconds
+    while (left := until - clock.monotonic()) > 0:
         if is_interrupted():
             raise Cancelled
-        time.sleep(min(left, LOOK_SECONDS))
+        clock.sleep(min(left, LOOK_SECONDS))
 
 
 # Fork: obstore's own threads are not in the child, and a request would wait for them for ever.

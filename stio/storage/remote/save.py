@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -44,6 +43,7 @@ from stio.format.naming import (
     is_of_save,
     shard_name,
 )
+from stio.runtime import clock
 from stio.runtime.calls import Call
 from stio.runtime.log import log
 from stio.runtime.operation import Cancelled
@@ -121,7 +121,7 @@ class RemoteDestination:
         for index in objects:
             if index.endswith(INDEX_SUFFIX):
                 used |= _shards_of(folder, index)
-        now = time.time()
+        now = clock.now()
         ages = {one: now - listed.changed for one, listed in objects.items() if is_of_save(one) and one not in used}
         old = sorted(one for one, age in ages.items() if age >= max_age_seconds)
         if not dry_run:

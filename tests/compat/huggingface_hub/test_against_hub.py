@@ -202,6 +202,7 @@ class Model(nn.Module):
         self.two.weight = self.one.weight
 
 
+@pytest.mark.costly("random cases")
 @QUICK
 @given(
     most=st.sampled_from(["5GB", 12, 36]),

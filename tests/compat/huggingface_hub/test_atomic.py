@@ -78,10 +78,11 @@ def prepared(folder: Path, old: Any, *, safe: bool) -> Path:
 
 
 def numbers(shift: int) -> Iterator[int]:
-    """Return the numbers of the calls to hit: in `make test` each third one from the fourth on, by the shift."""
-    return (number for number in range(1, 10_000) if number < 4 or (number + shift) % count(3, 1) == 0)
+    """Return the numbers of the calls to hit: in `make test` each eighth one from the fourth on, by the shift."""
+    return (number for number in range(1, 10_000) if number < 4 or (number + shift) % count(8, 1) == 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("old, new", CHANGES)
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickles"])
 @pytest.mark.parametrize("persistent", [False, True], ids=["once", "from_then_on"])
@@ -125,11 +126,11 @@ def test_the_process_may_end_at_any_call(
 ) -> None:
     """Pickles are saved on the caller's thread, and published by the same steps as tensors.
 
-    An end before a call is an end after the one before it, so each second call is enough: both cases cover all.
+    In `make test` at each fourth call.
     """
     was = None if old is None else 1.0
     seen = set()
-    for number in range(2, 10_000, count(2, 1)):
+    for number in range(2, 10_000, count(4, 1)):
         folder = prepared(fast_path / str(number), old, safe=False)
         with pytest.MonkeyPatch.context() as patch:
             system = System(patch, kill_at=number, kill_after=after)
@@ -238,7 +239,8 @@ def test_savers_of_the_same_files(fast_path: Path, most: Any, safe: bool) -> Non
     assert only_files_of(fast_path, most, safe=safe)
 
 
-def test_processes_in_one_directory(fast_path: Path, torch_zygote: Any) -> None:
+@pytest.mark.costly("processes of its own")
+def test_processes_in_one_directory(fast_path: Path, zygote: Any) -> None:
     code = (
         "import sys, torch\n"
         "from stio.compat.huggingface_hub import save_torch_state_dict\n"
@@ -249,9 +251,7 @@ def test_processes_in_one_directory(fast_path: Path, torch_zygote: Any) -> None:
         "    save_torch_state_dict(tensors, where, max_shard_size=48, is_main_process=rank == 0, **pattern)\n"
     )
     started = [
-        subprocess.Popen(
-            [torch_zygote.python, "-c", code, str(rank), str(fast_path)], stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([zygote.python, "-c", code, str(rank), str(fast_path)], stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     for process in started:

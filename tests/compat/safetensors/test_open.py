@@ -207,6 +207,7 @@ def test_permission_denied(file: Path) -> None:
         return
     # The directory stays reachable as the one we stand in, whatever is above it.
     file.parent.chmod(0o755)
+    # A real interpreter without torch, in a user's rights that this process would not get back.
     found = subprocess.run([sys.executable, "-c", code], cwd=file.parent, capture_output=True, text=True, env=_here())
     assert found.stdout.strip() == "13", found.stderr
 
@@ -442,5 +443,6 @@ def test_numpy_needs_no_torch(file: Path) -> None:
         f"with safe_open({str(file)!r}, 'np') as f: print(f.get_slice('w')[0, 1])\n"
         "print(load(save({'a': np.ones(2)}))['a'].sum(), 'torch' in sys.modules)"
     )
+    # A real interpreter without torch: what it imports.
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=_here())
     assert found.stdout.split() == ["1.0", "2.0", "False"]

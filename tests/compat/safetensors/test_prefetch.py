@@ -434,6 +434,7 @@ def test_each_tensor_once(file: Path, tensors: Tensors, backend: str) -> None:
 ORDERS = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+@pytest.mark.costly("random cases")
 @ORDERS
 @given(
     chance=st.randoms(use_true_random=False),
@@ -821,5 +822,6 @@ def test_numpy_needs_no_torch(file: Path) -> None:
         "try: safetensors.PrefetchLoader\n"
         "except ImportError as error: print(error.name)"
     )
+    # A real interpreter without torch: what it imports.
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "torch\n"

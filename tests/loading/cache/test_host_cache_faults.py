@@ -260,6 +260,8 @@ def test_c100_a_forked_child_begins_afresh(zygote: Zygote, shared: Path) -> None
 # Cancels.
 
 
+@pytest.mark.costly("a fault at each call")
+@pytest.mark.matrix
 @pytest.mark.anyio
 @pytest.mark.parametrize("way", ["load", "load to a device", "prefetch", "stream"])
 async def test_c95_a_cancel_at_every_await(shared: Path, tensors: Tensors, way: str, anyio_backend: Any) -> None:

@@ -317,7 +317,7 @@ def test_a_thrown_away_coroutine(directory):
 
     async def block():
         async with stio.warm_start(module, directory):
-            await asyncio.sleep(60)
+            await asyncio.sleep(60)  # waits: until it is cancelled
 
     async def main():
         coroutine = block()
@@ -364,6 +364,7 @@ FORKED = """
 """
 
 
+@pytest.mark.costly("processes of its own")
 def test_a_forked_child_is_told(zygote, tmp_path):
     """It has no load: what had not come when it was forked raises, what had is there."""
     found = zygote.run(
@@ -407,6 +408,7 @@ def test_a_forked_child_is_told(zygote, tmp_path):
     assert found.stdout == "done\n", found.stderr
 
 
+@pytest.mark.costly("processes of its own")
 def test_exit_inside_the_block(zygote, tmp_path):
     """The interpreter ends though a load is held: it is cancelled, and nobody hangs."""
     found = zygote.run(

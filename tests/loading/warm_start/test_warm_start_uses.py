@@ -213,6 +213,7 @@ USES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("use", USES)
 def test_waits(tmp_path, use):
     with held(Net, tmp_path) as load:
@@ -378,6 +379,7 @@ MODULES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("grad", ["with gradients", "no_grad", "inference_mode"])
 @pytest.mark.parametrize("kind", MODULES)
@@ -540,6 +542,7 @@ def test_uses_that_are_refused(tmp_path, use):
     BELOW[use](load.module)
 
 
+@pytest.mark.costly("torch compiles")
 @pytest.mark.filterwarnings("ignore")
 def test_compiling_inside_the_block(tmp_path):
     """It falls back to the plain forward, which waits; when all is there it compiles."""

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from clocks import Clock
 
 from stio.errors import ConcurrentSaveError
 from stio.storage.commit import directory_lock as module
@@ -32,7 +33,6 @@ from tests.storage.transactions import Killed, System, names_in, read, save
 
 root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs other users to be")
 NOBODY, MAKER, MEMBER, GROUP = 65534, 64001, 64002, 64100
-A_WHILE = 0.05
 
 
 @contextmanager
@@ -224,7 +224,7 @@ def test_a_forked_child_does_not_hold_the_locks_of_a_dead_parent(tmp_path: Path,
             transaction.prepare_commit()
         if not os.fork():
             os.write(target, str(os.getpid()).encode())  # by the child: its descriptors are closed by then
-            time.sleep(30)
+            time.sleep(30)  # waits: until it is killed
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -321,20 +321,20 @@ def test_owners_exclude_each_other(tmp_path: Path) -> None:
 
 def test_the_error_names_the_owner_and_the_time(tmp_path: Path) -> None:
     with held(tmp_path), pytest.raises(ConcurrentSaveError, match=r"waited 0\.05 s in all \(lock_timeout=\)") as caught:
-        with held(tmp_path, A_WHILE):
+        with held(tmp_path, 0.05):
             pass
     assert caught.value.path == str(tmp_path)
     assert f"process {os.getpid()} on {socket.gethostname()}" in str(caught.value)
 
 
-def test_a_check_ends_the_wait(tmp_path: Path) -> None:
+def test_a_check_ends_the_wait(tmp_path: Path, clock: Clock) -> None:
     class Stopped(BaseException):
         pass
 
     looks = []
 
     def check() -> None:
-        looks.append(time.monotonic())
+        looks.append(clock.seconds)
         if len(looks) == 12:
             raise Stopped
 
@@ -344,19 +344,16 @@ def test_a_check_ends_the_wait(tmp_path: Path) -> None:
     assert max(later - earlier for earlier, later in itertools.pairwise(looks)) < 1
 
 
-def test_all_waits_have_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+def test_all_waits_have_one_time(clock: Clock) -> None:
     whole = LockTimeout(10)
     assert not whole.part(3).wait_until(lambda: False)
-    assert now[0] == pytest.approx(3)
+    assert clock.seconds == pytest.approx(3)
     part = whole.part(4)
-    assert not part.wait_until(lambda: False) and now[0] == pytest.approx(7)
-    assert whole.part(100).wait_until(lambda: now[0] >= 8)
-    assert not whole.wait_until(lambda: False) and now[0] == pytest.approx(10, abs=0.1)
+    assert not part.wait_until(lambda: False) and clock.seconds == pytest.approx(7)
+    assert whole.part(100).wait_until(lambda: clock.seconds >= 8)
+    assert not whole.wait_until(lambda: False) and clock.seconds == pytest.approx(10, abs=0.1)
     assert not whole.wait_until(lambda: False) and not whole.part(5).wait_until(lambda: False)
-    assert now[0] == pytest.approx(10, abs=0.1)
+    assert clock.seconds == pytest.approx(10, abs=0.1)
     assert whole.wait_until(lambda: True)
     assert not LockTimeout(float("inf")).part(1).wait_until(lambda: False)
 
@@ -436,10 +433,8 @@ PLANTED: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
-def test_the_warning_names_the_file_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(module, "_SHORT_SECONDS", A_WHILE)
+@pytest.mark.usefixtures("clock")
+def test_the_warning_names_the_file_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "x.safetensors"
     save(path, "old")
     (tmp_path / DIRECTORY_LOCK_NAME).mkdir()
@@ -447,12 +442,12 @@ def test_the_warning_names_the_file_itself(
     assert f"{tmp_path / DIRECTORY_LOCK_NAME} cannot be used as a lock" in caplog.text
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("kind", PLANTED)
 @pytest.mark.parametrize("mode", [0o755, 0o1777], ids=oct)
 def test_what_is_no_lock_file_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, mode: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, mode: int
 ) -> None:
-    monkeypatch.setattr(module, "_SHORT_SECONDS", A_WHILE)
     place, victim = tmp_path / "c", tmp_path / "victim"
     victim.write_text("precious")
     save(place, "old", 2)
@@ -467,11 +462,9 @@ def test_what_is_no_lock_file_is_not_used(
 
 
 @root
-def test_a_file_of_another_user_in_a_sticky_directory_is_not_used(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("clock")
+def test_a_file_of_another_user_in_a_sticky_directory_is_not_used(shared: Path) -> None:
     """That user would hold it for ever."""
-    monkeypatch.setattr(module, "_SHORT_SECONDS", A_WHILE)
     shared.chmod(0o1777)
     path = shared / f"{DIRECTORY_LOCK_NAME}-{MAKER}"
     path.touch()

@@ -10,7 +10,6 @@ import random
 import stat
 import subprocess
 import sys
-import textwrap
 import types
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crash.zygote import Zygote
 from support import needs_engine
 
 from stio import native
@@ -265,10 +265,11 @@ def test_c105_a_write_of_the_engine_fails(place: int, number: int) -> None:
 
 @needs_engine
 @linux
-def test_c103_the_engine_writes_beyond_the_file_size_limit(tmp_path: Path) -> None:
-    script = textwrap.dedent(
+def test_c103_the_engine_writes_beyond_the_file_size_limit(zygote: Zygote, tmp_path: Path) -> None:
+    done = zygote.run(
         """
         import os, resource, sys
+        sys.path.insert(0, sys.argv[2])
         from stio.errors import NoSpaceError
         from stio.storage.commit import syscalls as calls
         from test_file_writer import *
@@ -279,11 +280,9 @@ def test_c103_the_engine_writes_beyond_the_file_size_limit(tmp_path: Path) -> No
             write_by_engine([(one, 0, region_of(bytes(2 << 20)))])
         except NoSpaceError as error:
             print(error.errno, error.offset, error.needed_bytes)
-        """
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True, env=environment
+        """,
+        tmp_path,
+        Path(__file__).parent,
     )
     assert done.stdout.split() == [str(errno.EFBIG), str(1 << 20), str(1 << 20)]
 
@@ -443,8 +442,8 @@ def test_c103_small_disk(tmp_path: Path) -> None:
 
 
 @linux
-def test_c103_file_size_limit(tmp_path: Path) -> None:
-    script = textwrap.dedent(
+def test_c103_file_size_limit(zygote: Zygote, tmp_path: Path) -> None:
+    done = zygote.run(
         """
         import os, resource, sys
         from stio.errors import NoSpaceError
@@ -456,9 +455,9 @@ def test_c103_file_size_limit(tmp_path: Path) -> None:
             create_files(fd, [LocalFileWriter(fd, "a", "p/a", 2 << 20, attributes=None, durable=True)], path="p")
         except NoSpaceError as error:
             print(error.errno, error.needed_bytes)
-        """
+        """,
+        tmp_path,
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(errno.EFBIG), str(2 << 20)]
 
 

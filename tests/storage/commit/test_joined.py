@@ -184,6 +184,7 @@ def test_the_death_of_the_owner_is_found_in_spite_of_others(tmp_path: Path, monk
         sys.stdin.read()
         """
     )
+    # A real interpreter without torch: SIGKILL must find the one that holds the lock.
     process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdin is not None
     try:

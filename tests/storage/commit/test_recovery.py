@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clocks import Clock
 from counts import count
 
 from stio.errors import CheckpointNotFoundError
@@ -75,7 +76,7 @@ def test_c108_killed_at_every_call(
     fast_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, after: bool
 ) -> None:
     found: list[str | None] = []
-    for n in range(1, 400):
+    for n in range(1, 400, count(2, 1)):
         destination = change.prepare(fast_path / str(n))
         hit = die(monkeypatch, change, destination, n, after=after)
         if change is not FILES_CHANGE:
@@ -91,6 +92,7 @@ def test_c108_killed_at_every_call(
     assert set(found[:turn]) == {change.old} and set(found[turn:]) == {"new"}
 
 
+@pytest.mark.costly("processes that are killed")
 @pytest.mark.parametrize("every", [10, pytest.param(3, marks=pytest.mark.slow)])
 @changes
 def test_c108_recovery_killed_at_every_call(
@@ -457,7 +459,7 @@ def owner_runs(left: Path, owner: dict[str, Any] | str) -> bool:
 
 @pytest.mark.parametrize("hours", [-26, 2], ids=["behind", "ahead"])
 def test_age_is_measured_by_the_clock_of_the_filesystem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, hours: int
 ) -> None:
     """Another host looks, whose clock is wrong; the locks of the filesystem prove nothing."""
     places = [abandoned(monkeypatch, tmp_path / name) for name in ("young", "old", "no_lock")]
@@ -472,8 +474,7 @@ def test_age_is_measured_by_the_clock_of_the_filesystem(
         (staged / "lock").write_text(json.dumps({**owner, "host": "another"}))
         os.utime(staged / "lock", ns=(changed, changed))
     monkeypatch.setattr(recovery, "is_local", lambda fd: False)
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
+    clock.advance(3600 * hours)
     found = [collect_garbage(place, max_age_seconds=1800) for place in places]
     assert found == [
         GarbageReport(kept=(str(young),)),

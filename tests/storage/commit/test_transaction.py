@@ -9,7 +9,6 @@ import os
 import socket
 import stat
 import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from crash.zygote import Zygote
 
 import stio.sync
 from stio.errors import CommitUncertainError, ConcurrentSaveError, NoSpaceError, StioError, StorageError
@@ -621,7 +621,7 @@ def test_c114_threads_at_one_destination(tmp_path: Path, change: Change) -> None
     require_clean(destination, winners)
 
 
-def test_c114_processes_at_one_destination(tmp_path: Path) -> None:
+def test_c114_processes_at_one_destination(zygote: Zygote, tmp_path: Path) -> None:
     save(tmp_path / "c", "old", 2)
     script = textwrap.dedent(
         """
@@ -644,7 +644,7 @@ def test_c114_processes_at_one_destination(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[3]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", script, str(tmp_path / "c"), f"p{k}"],
+            [zygote.python, "-c", script, str(tmp_path / "c"), f"p{k}"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root,
         )
         for k in range(3)
@@ -744,6 +744,7 @@ def outcome_of(change: Change, destination: Path) -> str:
     return "saved"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("number", "persistent"),
     [
