@@ -86,13 +86,14 @@ def test_readme_code_that_cannot_run_here_uses_names_that_exist() -> None:
 
 
 def test_readme_starts_with_code_a_picture_and_two_tables() -> None:
-    """An installation, five lines of code that run, one picture, what others do, and figures."""
+    """Two commands, five lines of code that run, one picture, what others do, and figures."""
     first = README.split("\n## ")[0]
     (code,) = re.findall(r"^```python\n(.*?)^```$", first, re.DOTALL | re.MULTILINE)
     imports, lines = code.split("\n\n")
     assert imports == "import stio\nimport torch"
     assert len(lines.splitlines()) == 3
-    assert len(re.findall(r"^    pip install ", first, re.MULTILINE)) == 1
+    assert re.findall(r"^    make (\w+) ", first, re.MULTILINE) == ["demo", "test"]
+    assert README.splitlines().index(code.splitlines()[0]) < 30
     assert len(re.findall(r"^!\[", first, re.MULTILINE)) == 1
     assert len(re.findall(r"^\|[-|: ]+\|$", first, re.MULTILINE)) == 2
     assert len(first.splitlines()) < 50
