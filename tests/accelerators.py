@@ -243,7 +243,10 @@ class Place:
         if not self.is_real:
             return nullcontext()
         module = module_of(self.device)
-        return module.stream(module.Stream(self.device))
+        of_stio = TorchAccelerator(self.device).copy_stream
+        streams = (module.Stream(self.device) for _ in range(33))
+        # torch gives out 32 streams in turn, so one in 32 is that of stio's copies.
+        return module.stream(next(stream for stream in streams if stream.stream_id != of_stio.stream_id))
 
     def keep_busy(self, cycles: int) -> None:
         """Give the current stream something to do."""

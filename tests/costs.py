@@ -1,7 +1,7 @@
 """What each test costs: seconds of processor time, those of its child processes included, and seconds on the clock.
 
 `tests/run.py` sets STIO_TEST_COSTS to a directory, in which each process of pytest writes a line for each test. A test
-that takes more processor time than `MAX_CPU_SECONDS` fails, unless `@pytest.mark.costly(REASON)` says why it must.
+that takes far more processor time than `MAX_CPU_SECONDS` fails, unless `@pytest.mark.costly(REASON)` says why it must.
 Fixtures that tests share, and imports, do not count for that: the first test that needs one is not to blame.
 """
 
@@ -21,6 +21,9 @@ from typing import Any
 import pytest
 
 MAX_CPU_SECONDS = 2.0
+BUSY_FACTOR = 3.0
+"""Beside other processes the same work takes up to so much more processor time: a test without a reason fails above
+`MAX_CPU_SECONDS` times this, and is listed at the end of the run from `MAX_CPU_SECONDS` on."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -34,6 +37,8 @@ class Cost:
     """Processor time without that of imports, and of fixtures that it shares with other tests."""
     seconds: float
     """Time on the clock, with all that was set up and torn down for it."""
+    has_reason: bool
+    """Whether it has the mark `costly`."""
 
     @property
     def file(self) -> str:
@@ -57,6 +62,7 @@ class Recorder:
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"{os.getpid()}.jsonl"
         self._began = self._cpu_began = self._shared = self._cpu_seconds = 0.0
+        self._has_reason = False
         self._is_apart = False
         """Whether a fixture or an import is under way whose time is noted when it ends, with all that it needs."""
         find_and_load = importlib._bootstrap._find_and_load  # type: ignore[attr-defined]  # called for what is not there yet
@@ -96,7 +102,8 @@ class Recorder:
             yield
         finally:
             self._cpu_seconds = cpu_seconds() - self._cpu_began - self._shared
-        if self._cpu_seconds > MAX_CPU_SECONDS and item.get_closest_marker("costly") is None:
+        self._has_reason = item.get_closest_marker("costly") is not None
+        if self._cpu_seconds > MAX_CPU_SECONDS * BUSY_FACTOR and not self._has_reason:
             pytest.fail(
                 f"it took {self._cpu_seconds:.1f} s of processor time: more than {MAX_CPU_SECONDS:g} s need a reason, in "
                 "@pytest.mark.costly(REASON)",
@@ -105,7 +112,8 @@ class Recorder:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         with open(self._path, "a") as file:
-            cost = Cost(nodeid, round(self._cpu_seconds, 3), round(time.perf_counter() - self._began, 3))
+            seconds = time.perf_counter() - self._began
+            cost = Cost(nodeid, round(self._cpu_seconds, 3), round(seconds, 3), self._has_reason)
             print(json.dumps(asdict(cost)), file=file)
         self._cpu_seconds = 0.0
 

@@ -172,6 +172,9 @@ def report(found: Sequence[Cost], seconds: float) -> str:
     ]
     for cost in sorted(found, key=lambda cost: -cost.cpu_seconds)[:NUM_SLOWEST]:
         lines.append(f"  {cost.cpu_seconds:5.1f} s ({cost.seconds:.1f} on the clock)  {cost.test}")
+    for cost in found:
+        if cost.cpu_seconds > costs.MAX_CPU_SECONDS and not cost.has_reason:
+            lines.append(f"  {cost.cpu_seconds:5.1f} s without a reason  {cost.test}")
     minutes, rest = divmod(round(seconds), 60)
     lines.append(f"{len(found):,} tests in {minutes} min {rest} s")
     return "\n".join(lines)

@@ -62,7 +62,7 @@ def other(tmp_path: Path) -> Iterator[Path]:
         "import sys\nfrom pathlib import Path\n"
         f"sys.path.insert(0, {str(REPOSITORY / 'tests')!r})\n"
         "import costs, counts\n"
-        "costs.MAX_CPU_SECONDS = 0.1\n"
+        "costs.MAX_CPU_SECONDS, costs.BUSY_FACTOR = 0.1, 1.0\n"
         "def pytest_configure(config):\n"
         "    config.pluginmanager.register(costs.Recorder(Path(__file__).parent))\n"
         "def pytest_collection_modifyitems(items):\n"

@@ -1,6 +1,6 @@
 """Processes that begin with torch and stio imported, and end as any interpreter does: forked, not started.
 
-An import takes seconds on a busy machine. The parent of them all runs `python -m crash.zygote_main`: it forks for each
+An import takes seconds on a busy machine. The parent of them all runs `crash/zygote_main.py`: it forks for each
 request. `Zygote.run` runs a script; `Zygote.python` is a program with the command line of an interpreter.
 """
 
@@ -98,13 +98,10 @@ class Zygote:
 
     def __init__(self, directory: Path, modules: Sequence[str] = ("torch", "stio.sync", "support")) -> None:
         address = f"stio-zygote-{os.getpid()}-{secrets.token_hex(8)}"
-        environment = {**os.environ, "PYTHONPATH": python_path()}
+        command = [sys.executable, Path(__file__).with_name("zygote_main.py"), address, python_path(), *modules]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "crash.zygote_main", address, *modules],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self._directory = directory
         self._num_children = 0

@@ -1,4 +1,4 @@
-"""An interpreter that starts in milliseconds: `crash.zygote_main` runs its command line in a process that it forks.
+"""An interpreter that starts in milliseconds: `crash/zygote_main.py` runs its command line in a process that it forks.
 
 `crash.zygote.Zygote` writes this program with the address of that process. The forked process has the arguments, the
 environment, the working directory and the open files of this one. Limits, groups and priority are those of its parent.

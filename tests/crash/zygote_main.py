@@ -162,7 +162,6 @@ def begin(request: dict[str, Any]) -> tuple[types.CodeType | None, dict[str, Any
         The code to run and its names; no code if the names are those of a module to run.
     """
     os.chdir(request["cwd"])
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ |= request["environment"]
     own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -176,7 +175,7 @@ def begin(request: dict[str, Any]) -> tuple[types.CodeType | None, dict[str, Any
             warnings._setoption(words.pop(0))  # type: ignore[attr-defined]  # what the interpreter itself calls
     open_streams(request["files"], request["environment"], "-u" in options)
     first = {"-c": "", "-m": os.getcwd()}.get(words[0], os.path.dirname(os.path.abspath(words[0])))
-    sys.path[:] = [*([] if "-P" in options else [first]), *own, *(path for path in PATH if path not in inherited)]
+    sys.path[:] = [*([] if "-P" in options else [first]), *own, *PATH]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if words[0] == "-m":
         sys.argv = ["-m", *words[2:]]
@@ -218,8 +217,10 @@ def leave_packages() -> None:
 
 
 if __name__ == "__main__":
+    address, python_path, *modules = sys.argv[1:]
     FILTERS, PATH = list(warnings.filters), sys.path[1:]
-    address, *modules = sys.argv[1:]
+    sys.path[:1] = python_path.split(os.pathsep)
+    os.environ["PYTHONPATH"] = python_path
     load(modules)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)

@@ -13,6 +13,7 @@ import re
 import struct
 import subprocess
 import termios
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +65,19 @@ def lines(zygote: Zygote, width: int, *arguments: object) -> list[str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with checkpoints of few, many and tied tensors, and with long names."""
     folder = tmp_path_factory.mktemp("terminal")
-    os.chdir(folder)
-    generator = torch.Generator().manual_seed(1)
-    few = {"wte": torch.randn(50, 8, generator=generator), "h.bias": torch.zeros(8), "n": torch.tensor(1)}
-    many = {LONG.format(k): torch.randn(16, 4, generator=generator) for k in range(60)}
-    tuned = {name: tensor + (k % 2) / 4 for k, (name, tensor) in enumerate(many.items())}
-    tuned["new"] = tuned.pop(LONG.format(7))
-    sync.save(few, "few.safetensors")
-    sync.save(many, "many", max_shard_size="4kB", hash="sha256")
-    sync.save(tuned, "tuned.safetensors")
-    tie = torch.ones(30, 4)
-    tied = {LONG.format(k): tie for k in range(40)}
-    sync.save(tied, "tied.safetensors", metadata={"note": "word " * 200})
-    sync.convert("many", "half.safetensors", dtype="bfloat16")
+    with chdir(folder):
+        generator = torch.Generator().manual_seed(1)
+        few = {"wte": torch.randn(50, 8, generator=generator), "h.bias": torch.zeros(8), "n": torch.tensor(1)}
+        many = {LONG.format(k): torch.randn(16, 4, generator=generator) for k in range(60)}
+        tuned = {name: tensor + (k % 2) / 4 for k, (name, tensor) in enumerate(many.items())}
+        tuned["new"] = tuned.pop(LONG.format(7))
+        sync.save(few, "few.safetensors")
+        sync.save(many, "many", max_shard_size="4kB", hash="sha256")
+        sync.save(tuned, "tuned.safetensors")
+        tie = torch.ones(30, 4)
+        tied = {LONG.format(k): tie for k in range(40)}
+        sync.save(tied, "tied.safetensors", metadata={"note": "word " * 200})
+        sync.convert("many", "half.safetensors", dtype="bfloat16")
     return folder
 
 
