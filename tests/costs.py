@@ -22,8 +22,8 @@ import pytest
 
 MAX_CPU_SECONDS = 2.0
 BUSY_FACTOR = 3.0
-"""Beside other processes the same work takes up to so much more processor time: a test without a reason fails above
-`MAX_CPU_SECONDS` times this, and is listed at the end of the run from `MAX_CPU_SECONDS` on."""
+"""A test without a reason is listed at the end of the run from `MAX_CPU_SECONDS` on, and fails above so many times that.
+The margin is wide, so that no test fails because other processes use the same cores."""
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 

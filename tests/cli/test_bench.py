@@ -157,6 +157,7 @@ def test_modules_of_the_working_directory_do_not_count(
 ) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
     monkeypatch.chdir(tmp_path)
+    # A real interpreter without torch: its own search path.
     assert "error" not in cli_bench._run(spec_of("limit", model))
 
 
