@@ -43,7 +43,7 @@ TYPES, DEVICE, FILES = "types", "device", "files"
 TOGETHER = {
     TYPES: re.compile(r"\"mypy\""),
     "ranks": re.compile(r"\brun_ranks\b"),
-    "frameworks": re.compile(r"\b(?:transformers|lightning|diffusers)\b"),
+    "frameworks": re.compile(r"\b(?:transformers|lightning|diffusers|trainer_zygote)\b"),
 }
 """Files with such a word run in one lane: the import of frameworks takes seconds, and so does the start of ranks. Tests of
 types use what mypy has cached in their lane."""
