@@ -358,8 +358,8 @@ class Operation(Generic[T]):
         except BaseException as error:
             _clear_frames(error)
             self._error = without_panic(error)
-        # The body's closure and its callbacks refer to plans, files and buffers: they must be freed before a caller is
-        # woken, and before the interpreter's exit stops to wait for this thread.
+        # The body's closure and its callbacks refer to plans, files and buffers: free them before a caller is woken,
+        # while the interpreter's exit still waits for this thread.
         del self._body
         self._stops.clear()
         if self._decided.setdefault("end", "over") == "cancelled":

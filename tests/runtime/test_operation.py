@@ -662,6 +662,25 @@ def test_switch_interval_of_many_threads(interval):
 # Exit and fork.
 
 
+def test_exit_waits_until_callbacks_are_freed():
+    """They may hold tensors, which must not be freed beside an interpreter that ends."""
+    was_running = []
+
+    class Stop:
+        def __call__(self):
+            pass
+
+        def __del__(self):
+            was_running.append(operation in stats.running)
+
+    def body(operation):
+        operation.on_cancel(Stop())
+
+    operation = Operation(body, name="x")
+    operation.result()
+    assert was_running == [True]
+
+
 def test_c121_exit_ends_operations():
     found = run_python(  # a real interpreter without torch: its exit
         """
