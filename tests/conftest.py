@@ -169,6 +169,13 @@ def fast_path(request: pytest.FixtureRequest) -> Iterator[Path]:
         yield Path(folder).resolve()
 
 
+@pytest.fixture
+def disk_path() -> Iterator[Path]:
+    """Give an empty directory where the system has its temporary files: `tests/run.py` has `tmp_path` in memory."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield Path(folder).resolve()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _freeze() -> None:
     """Keep what the session has piled up out of the collections that tests ask for: 1 ms each instead of 100 to 500.

@@ -1,4 +1,4 @@
-"""Runs the types and all tests of `make test`, in four lanes at a time, and says what took how long.
+"""Runs the types and all tests of `make test`, in three lanes at a time, and says what took how long.
 
     python tests/run.py [pages | package] [--all] [--record]
 
@@ -18,15 +18,17 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import costs
 from costs import Cost
@@ -34,7 +36,7 @@ from costs import Cost
 REPOSITORY = Path(__file__).resolve().parents[1]
 DURATIONS = REPOSITORY / "tests" / "durations.json"
 GREEN = REPOSITORY / "build" / "green"
-NUM_LANES = 4
+NUM_LANES = 3
 """On two cores: some tests wait for disks, servers and deadlines."""
 NUM_SLOWEST = 10
 TYPES, DEVICE, FILES = "types", "device", "files"
@@ -47,6 +49,9 @@ TOGETHER = {
 }
 """Files with such a word run in one lane: the import of frameworks takes seconds, and so does the start of ranks. Tests of
 types use what mypy has cached in their lane."""
+MEMORY = Path("/dev/shm")
+MIN_FREE_BYTES = 4 << 30
+"""Directories of tests are in memory where so much is free there: on a disk, tests wait for it."""
 ON_DEVICE = re.compile(r"^from accelerators import", re.MULTILINE)
 """Only these files are collected for a device: to collect all takes longer than their tests."""
 
@@ -80,6 +85,8 @@ class Lane:
     before: str = ""
     """`TYPES`, `DEVICE` or nothing: what runs before the files."""
     files: list[str] = field(default_factory=list)
+    marks: str = "not gpu and not slow"
+    """Which tests of the files."""
     expected_seconds: float = 0.0
 
     def commands(self) -> dict[str, tuple[list[str], dict[str, str]]]:
@@ -91,7 +98,7 @@ class Lane:
             files = [file for file in test_files() if ON_DEVICE.search((REPOSITORY / file).read_text())]
             found[DEVICE] = pytest("gpu and not slow", files), {"STIO_TEST_DEVICE": "sim"}
         if self.files:
-            found[FILES] = pytest("not gpu and not slow", self.files), {}
+            found[FILES] = pytest(self.marks, self.files), {}
         return found
 
 
@@ -143,8 +150,20 @@ def is_green(name: str) -> bool:
 # Runs.
 
 
-def run(lane: Lane, folder: Path) -> tuple[bool, str, dict[str, float]]:
-    """Run a lane; return whether all is well, what was printed, and what each command took."""
+@contextlib.contextmanager
+def place_for_tests() -> Iterator[dict[str, str]]:
+    """Give the variable that tells pytest where to put directories of tests, none where the usual place is right."""
+    if not os.access(MEMORY, os.W_OK) or shutil.disk_usage(MEMORY).free < MIN_FREE_BYTES:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(dir=MEMORY, ignore_cleanup_errors=True) as folder:
+        yield {"PYTEST_DEBUG_TEMPROOT": folder}
+
+
+def run(
+    lane: Lane, folder: Path, variables: Mapping[str, str] = MappingProxyType({})
+) -> tuple[bool, str, dict[str, float]]:
+    """Run a lane, with these variables in the environment; return whether all is well, what was printed, and what each command took."""
     passed, output, seconds = True, "", {}
     for name, (arguments, environment) in lane.commands().items():
         (folder / name).mkdir(exist_ok=True)
@@ -152,7 +171,7 @@ def run(lane: Lane, folder: Path) -> tuple[bool, str, dict[str, float]]:
         done = subprocess.run(
             arguments,
             cwd=REPOSITORY,
-            env={**os.environ, "STIO_TEST_COSTS": str(folder / name), **environment},
+            env={**os.environ, "STIO_TEST_COSTS": str(folder / name), **variables, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -191,14 +210,16 @@ def recorded(found: Sequence[Cost], seconds: Mapping[str, float]) -> dict[str, f
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("only", nargs="?", choices=sorted(STAMPED), help="run the tests of this, and nothing else")
+    parser.add_argument(
+        "only", nargs="?", choices=sorted(STAMPED), help="run the tests of this, slow ones too, and nothing else"
+    )
     parser.add_argument("--all", action="store_true", help="run the tests of pages and packages in any case")
     parser.add_argument("--record", action="store_true", help="write what each file took into durations.json")
     options = parser.parse_args()
     begin = time.perf_counter()
     if options.only:
         chosen = list(STAMPED[options.only].tests)
-        lanes = [Lane()]
+        lanes = [Lane(marks="not gpu")]
         ran = [options.only]
     else:
         ran = [name for name in STAMPED if options.all or not is_green(name)]
@@ -213,8 +234,12 @@ def main() -> int:
         lane.expected_seconds = durations.get(lane.before, 0.0)
     divide(chosen, durations, lanes)
     all_passed, seconds = True, dict[str, float]()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(lanes)) as pool:
-        running = {pool.submit(run, lane, Path(folder)): lane for lane in lanes}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        place_for_tests() as variables,
+        ThreadPoolExecutor(len(lanes)) as pool,
+    ):
+        running = [pool.submit(run, lane, Path(folder), variables) for lane in lanes]
         for future in as_completed(running):
             passed, output, of_lane = future.result()
             all_passed &= passed

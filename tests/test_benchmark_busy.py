@@ -85,6 +85,7 @@ def test_each_operation_runs(directory: Path, operation: Operation, face: str) -
         assert time_of(bench, operation) > 0
 
 
+@pytest.mark.matrix
 @gpu
 @pytest.mark.parametrize("operation", [each for each in OPERATIONS if each.on_device], ids=lambda each: each.name)
 def test_each_operation_runs_on_a_device(directory: Path, operation: Operation) -> None:

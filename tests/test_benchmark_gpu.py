@@ -130,7 +130,7 @@ def errors(attempt: gpu_results.Attempt, entry: str) -> list[str]:
     return [record["error"] for record in runs if "error" in record]
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 def test_a_turn_that_fails_leaves_the_others_results(
     command: Run, attempts: Read, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +152,7 @@ def test_a_turn_that_fails_leaves_the_others_results(
         assert "| killed | failed | " in text and "| last | complete | " in text
 
 
+@pytest.mark.slow
 def test_a_turn_past_its_limit_is_killed_and_its_contestant_takes_part_no_more(
     command: Run, attempts: Read, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,6 +165,7 @@ def test_a_turn_past_its_limit_is_killed_and_its_contestant_takes_part_no_more(
     assert "endless #0 endless-peer: FAILED: no end within 2 s" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_results_come_as_they_come(command: Run, tmp_path: Path) -> None:
     """Each turn has a process of its own, and sees in the file all that came before it; entries behind one share it."""
     assert command("--stage", "last", "first") == 0
@@ -179,7 +181,7 @@ def test_results_come_as_they_come(command: Run, tmp_path: Path) -> None:
     assert processes["limit"] == processes["stio"][:2]
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 def test_a_command_goes_on_where_another_ended(
     command: Run, attempts: Read, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +272,7 @@ def test_a_turn_is_killed_when_the_time_of_its_stage_is_over(
     assert attempts()["last"].end["status"] == "complete"  # it had its own budget
 
 
+@pytest.mark.slow
 def test_only_the_plan_runs_by_default(command: Run, attempts: Read, capfd: pytest.CaptureFixture[str]) -> None:
     assert command("--list") == 0
     listed = capfd.readouterr().out.splitlines()
@@ -287,6 +290,7 @@ def test_only_the_plan_runs_by_default(command: Run, attempts: Read, capfd: pyte
     assert list(attempts())[-2:] == ["extra", "tmpfs"]
 
 
+@pytest.mark.slow
 def test_a_stage_on_tmpfs(command: Run, attempts: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files are copied there, and removed; too little room is said."""
     place = tmp_path / "shm"
@@ -426,6 +430,7 @@ def loaded(model: Path) -> dict[str, torch.Tensor]:
     return {name: plain.clone() for name, plain in gpu_tasks.plain_tensors(gpu_contestants.shards_of(model))}
 
 
+@pytest.mark.slow
 def test_each_wrong_bit_is_found(model: Path) -> None:
     tensors = loaded(model)
     gpu_tasks.verify(tensors, model, all_bits=True)
@@ -438,6 +443,7 @@ def test_each_wrong_bit_is_found(model: Path) -> None:
     gpu_tasks.verify(tensors, model)
 
 
+@pytest.mark.slow
 def test_exchanged_words_are_found(model: Path) -> None:
     tensors = loaded(model)
     words = tensors["lm_head.weight"].view(torch.int64)
@@ -449,6 +455,7 @@ def test_exchanged_words_are_found(model: Path) -> None:
     gpu_tasks.verify(tensors, model)
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_not_aligned_has_the_same_digest(model: Path) -> None:
     tensors = loaded(model)
     data = tensors["lm_head.weight"]
@@ -456,6 +463,7 @@ def test_a_tensor_that_is_not_aligned_has_the_same_digest(model: Path) -> None:
     gpu_tasks.verify(tensors, model)
 
 
+@pytest.mark.slow
 def test_digests_that_agree_do_not_hide_a_wrong_bit(model: Path) -> None:
     """In one round all bits are compared, with plain reads."""
     tensors = loaded(model)
@@ -467,6 +475,7 @@ def test_digests_that_agree_do_not_hide_a_wrong_bit(model: Path) -> None:
         gpu_tasks.verify(tensors, model, all_bits=True)
 
 
+@pytest.mark.slow
 def test_a_name_a_device_or_a_byte_too_few_is_found(model: Path) -> None:
     tensors = loaded(model)
     with pytest.raises(gpu_tasks.WrongBits, match="1 names are missing or too many"):
@@ -531,6 +540,7 @@ def prefetched(zygote: Zygote, directory: Path, **environment: str) -> subproces
     return subprocess.run(command, cwd=ROOT, env=known | environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_second_safetensors_comes_from_its_folder(torch_zygote: Zygote, tmp_path: Path) -> None:
     """It has the name of the first one. Loaders of all shards are started before a tensor is taken."""
     package = tmp_path / "folder" / "safetensors"
@@ -547,6 +557,7 @@ def test_the_second_safetensors_comes_from_its_folder(torch_zygote: Zygote, tmp_
     ], done.stderr
 
 
+@pytest.mark.slow
 def test_without_the_second_safetensors_its_contestant_is_absent(torch_zygote: Zygote, tmp_path: Path) -> None:
     assert f"{SAFETENSORS} names no folder with safetensors 0.9" in prefetched(torch_zygote, tmp_path).stderr
     assert f"and not in {tmp_path}" in prefetched(torch_zygote, tmp_path, **{SAFETENSORS: str(tmp_path)}).stderr
@@ -556,6 +567,7 @@ def test_without_the_second_safetensors_its_contestant_is_absent(torch_zygote: Z
     assert "has no prefetch" in prefetched(torch_zygote, tmp_path, **{SAFETENSORS: str(tmp_path)}).stderr
 
 
+@pytest.mark.slow
 def test_the_report_names_the_version_of_both_safetensors(
     command: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -600,6 +612,7 @@ def test_instanttensor_reads_with_the_backend_of_its_contestant(
     assert calls == [(paths, {"framework": "pt", "device": 0, "backend": backend})]
 
 
+@pytest.mark.slow
 def test_dcp_saves_several_times_where_its_stager_closes_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -671,6 +684,7 @@ def test_what_only_cuda_has_is_absent_elsewhere() -> None:
 # The tests on a device.
 
 
+@pytest.mark.slow
 def test_child_processes_of_tests_find_what_pythonpath_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a rented machine without network the packages are carried there, in a folder that PYTHONPATH names."""
     (tmp_path / "carried.py").write_text("here = 'carried'")

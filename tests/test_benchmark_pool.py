@@ -45,12 +45,13 @@ def require_right(work: Work, way: str) -> None:
     assert printed.splitlines()[-1].startswith(f"| {way} | ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way(way: str, tmp_path: Path) -> None:
     require_right(work_in(tmp_path, "cpu"), way)
 
 
-@pytest.mark.costly("requests for a second")
+@pytest.mark.slow
 @gpu
 @pytest.mark.skipif(not simdevice.installed(), reason="of the simulated device")
 @pytest.mark.parametrize("way", WAYS)
@@ -68,6 +69,7 @@ def test_swaps(tmp_path: Path) -> None:
     assert "Swap from host memory" in pool.table([found])
 
 
+@pytest.mark.slow
 def test_a_wrong_answer_is_counted(tmp_path: Path) -> None:
     work = work_in(tmp_path, "cpu")
     pool.write(work, 0, 2.0)  # the weights of another model

@@ -9,6 +9,7 @@ import bit_paths
 import pytest
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize(
     "name",

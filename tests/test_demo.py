@@ -54,12 +54,12 @@ def paths(root: ElementTree.Element, kind: str) -> list[str]:
 
 
 @pytest.mark.costly("processes of its own")
-def test_demo(zygote: Zygote, tmp_path: Path) -> None:
-    done = subprocess.run(command(zygote.python, tmp_path, *SMALL), cwd=tmp_path, capture_output=True, text=True)
+def test_demo(zygote: Zygote, disk_path: Path) -> None:
+    done = subprocess.run(command(zygote.python, disk_path, *SMALL), cwd=disk_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     loads, saves = module("demo_server").LOADS, module("demo_kills").SAVES
     lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= max(80, len(f"picture: {tmp_path}/new/demo.svg"))
+    assert max(map(len, lines)) <= max(80, len(f"picture: {disk_path}/new/demo.svg"))
     for name in loads:
         (row,) = [line for line in lines if line.startswith(f"   {name} ")]
         figures = row.removeprefix(f"   {name}")
@@ -72,11 +72,11 @@ def test_demo(zygote: Zygote, tmp_path: Path) -> None:
         assert broken == "0" or not name.startswith("stio")
     assert "are bit-equal to those of safetensors" in done.stdout
     assert re.search(r"of \d in turn.*\n\n   stio's longest wait: \d.+\n   stio's load: \d", done.stdout)
-    root = ElementTree.parse(tmp_path / "new" / "demo.svg").getroot()
+    root = ElementTree.parse(disk_path / "new" / "demo.svg").getroot()
     assert len(paths(root, "dots stio")) == 1
     assert len(paths(root, "dots other")) == 2
     assert all(each.count("M") > 20 for each in paths(root, "dots stio") + paths(root, "dots other"))
-    assert list((tmp_path / "files").iterdir()) == []
+    assert list((disk_path / "files").iterdir()) == []
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_a_file_of_the_user_is_loaded_and_stays(zygote: Zygote, tmp_path: Path) 
     assert path.read_bytes() == before
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "number", "status"),
     [

@@ -29,6 +29,8 @@ from benchmarks import bar_chart, overview, report
 
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 WITH_CODE = [page for page in PAGES if pages.blocks_of(DOCS / page)]
+LONG = {"howto/command-line.md", "howto/distributed-saves.md", "howto/distributed.md", "reference/commands.md"}
+"""Pages whose code starts many processes or ranks, for 3 to 10 seconds of processor time."""
 SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 
@@ -41,8 +43,9 @@ def page_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     zygote.close()
 
 
-@pytest.mark.costly("pages start servers, ranks and benchmarks")
-@pytest.mark.parametrize("page", WITH_CODE)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in LONG else ()) for page in WITH_CODE]
+)
 @pytest.mark.filterwarnings(
     "ignore:stio.sync blocks the running event loop:RuntimeWarning"
 )  # the pages explain the warning
@@ -397,6 +400,7 @@ def test_a_server_that_does_not_start_fails(tmp_path: Path, monkeypatch: pytest.
         pages.run_page(page_of(tmp_path, "```console\n$ echo no module &\n```\n"), port=port)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("page", ["README.md", *PAGES])
 def test_readers_do_not_see_why_code_is_not_run(page: str) -> None:
     """README has no hook of mkdocs: what is in its source is what a git host shows, but for comments."""

@@ -63,6 +63,7 @@ def test_readme_code_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest
         stio.compat.uninstall()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("page", ["README.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))])
 def test_code_can_be_pasted_at_a_prompt(page: str) -> None:
     """The prompt takes the line after an indented block as part of the block, unless an empty line separates them."""
@@ -162,6 +163,7 @@ def test_the_page_on_ray_shows_the_function_of_the_example() -> None:
     assert function in (ROOT / "docs" / "frameworks" / "ray.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_picture_of_a_pool(tmp_path: Path, zygote: Zygote) -> None:
     """Each model has a row with its places, and a mark for each of its requests."""
     example(zygote, "examples/pool_demo.py", tmp_path / "pool.svg", "--mb", "1", "--seconds", "0.5", "--models", "5")

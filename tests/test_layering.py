@@ -317,7 +317,7 @@ for name in stio.sync.__all__:
 """
 
 
-@pytest.mark.costly("imports all of stio, and torch.distributed with it")
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(count(1, 3)))
 def test_public_names_survive_the_import_of_all_submodules(torch_zygote: Zygote, seed: int) -> None:
     skipped = ("__main__.py", "integrations/", "cli/bench_child.py")  # they run, or need a framework

@@ -6,6 +6,7 @@ import pytest
 from mutants import MUTANTS, REPOSITORY, Mutant
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_old_text_of_a_mutant_is_in_the_code_once(mutant: Mutant) -> None:
     text = (REPOSITORY / mutant.file).read_text()

@@ -46,6 +46,7 @@ def processor_seconds(code: str) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+@pytest.mark.slow
 def test_importing_costs_next_to_nothing() -> None:
     path = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
     extra = [processor_seconds(f"{path}import stio") - processor_seconds(f"{path}pass") for _ in range(7)]
@@ -108,6 +109,7 @@ def test_the_wheel_holds_the_package_and_its_engine(wheel: Path, tmp_path: Path)
     assert {line.split()[-1][:5] for line in shown.splitlines()} == {"stio_"}  # no name of another library is hidden
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_wheel_is_pure(tmp_path: Path) -> None:
     """And the library of the checkout, which may be in use, is left alone."""
     before = native.LIBRARY.stat() if native.LIBRARY.exists() else None
@@ -119,7 +121,7 @@ def test_without_a_compiler_the_wheel_is_pure(tmp_path: Path) -> None:
     assert (native.LIBRARY.stat() if native.LIBRARY.exists() else None) == before
 
 
-@pytest.mark.costly("torch compiles")
+@pytest.mark.slow
 @needs_compiler
 def test_a_compiler_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CFLAGS", "-DSTIO_ENGINE_VERSION= -Werror")

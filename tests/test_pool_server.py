@@ -114,7 +114,7 @@ def test_what_cannot_be_served(served: Server, name: str, status: int, text: str
     assert served.client.post(f"/v1/models/{name}/prefetch").status_code == 404
 
 
-@pytest.mark.costly("a server in a process of its own")
+@pytest.mark.slow
 def test_a_load_that_takes_longer_goes_on(models: Path, tmp_path: Path) -> None:
     """The first answer is 503, with the progress; the load goes on, and a later request has its answer."""
     with running(models, tmp_path / "log", "--patience", "0") as found:

@@ -49,7 +49,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         stio.lode  # type: ignore[attr-defined]  # noqa: B018
 
 
-@pytest.mark.costly("imports torch.distributed")
+@pytest.mark.slow
 def test_stio_distributed_is_imported_at_its_first_use(torch_zygote: Zygote) -> None:
     code = (
         "import sys; torch = sys.modules.pop('torch'); import stio; before = 'torch' in sys.modules;"
@@ -137,6 +137,7 @@ def test_a_pickled_error_opens_in_a_process_that_has_nothing_imported() -> None:
     assert run(f"import pickle; print(type(pickle.loads({data!r})))") == "<class 'stio.TruncatedError'>"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("gil", "num_warnings"), [("lambda: False", 1), ("lambda: True", 0), ("", 0)])
 def test_a_python_without_the_gil_gets_one_warning(gil: str, num_warnings: int) -> None:
     patch = f"sys._is_gil_enabled = {gil}" if gil else "vars(sys).pop('_is_gil_enabled', None)"

@@ -42,6 +42,14 @@ def test_parameters_that_come_in_pairs_are_told_apart() -> None:
     assert {case["call"] for case in chosen} == set("abcd") and {case["way"] for case in chosen} == set("xyz")
 
 
+@pytest.mark.parametrize(("num_cases", "num_chosen"), [(1, 1), (2, 1), (9, 2), (16, 4)])
+def test_of_cases_that_share_no_value_an_eighth_is_enough(num_cases: int, num_chosen: int) -> None:
+    cases = [{"file": str(k), "anyio_backend": loop} for k in range(num_cases) for loop in ("asyncio", "trio")]
+    chosen = [cases[k] for k in part_of(cases)]
+    assert len(chosen) == num_chosen
+    assert num_chosen == 1 or {case["anyio_backend"] for case in chosen} == {"asyncio", "trio"}
+
+
 def test_a_row_has_an_eighth_of_the_columns_and_eight_rows_have_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("counts.LONG", False)
     columns = list(range(21))
@@ -148,6 +156,7 @@ def test_every_file_is_in_one_lane() -> None:
     assert max(seconds) - min(seconds) < 0.2 * max(seconds)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", run.TOGETHER)
 def test_files_that_share_something_are_in_one_lane(name: str) -> None:
     lanes = [Lane() for _ in range(4)]

@@ -65,7 +65,7 @@ def test_every_number_has_a_row_and_tests() -> None:
         assert len(rows[number][4]) > len(table.OPEN), number
 
 
-@pytest.mark.costly("all tests are parsed")
+@pytest.mark.slow
 def test_each_test_of_a_number_stands_in_its_row() -> None:
     page = (DOCS / "faults.md").read_text()
     assert table.with_tests(page, table.named_tests()) == page, "run `make faults`"

@@ -232,6 +232,7 @@ def test_no_request_fails_during_swaps(one: Server) -> None:
     assert {(body["version"], body["next"]) for _, body in found} == set(ANSWERS.items())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("path", "status", "text"),
     [
@@ -257,7 +258,7 @@ def test_a_bad_path_is_refused_and_the_old_model_stays(one: Server, path: str, s
     assert one.predict().json()["next"] == ANSWERS["one"]
 
 
-@pytest.mark.costly("a server in a process of its own")
+@pytest.mark.slow
 def test_a_first_model_of_another_kind_is_named_and_can_be_replaced(models: Path, tmp_path: Path) -> None:
     with running(models, "more.safetensors", tmp_path / "log") as found:
         assert eventually(lambda: found.ready()["error"] is not None, PATIENCE_SECONDS)
@@ -384,7 +385,7 @@ def test_health_and_progress_while_the_first_model_comes_in(large: Path) -> None
         require_nothing_left(found)
 
 
-@pytest.mark.costly("a server in a process of its own")
+@pytest.mark.slow
 def test_of_swaps_at_one_time_one_is_taken(large: Path) -> None:
     with slow_server(large, "good") as found:
         found.until(version="good", loading=None)
@@ -407,7 +408,7 @@ def test_of_swaps_at_one_time_one_is_taken(large: Path) -> None:
         require_nothing_left(found)
 
 
-@pytest.mark.costly("a server in a process of its own")
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["slow", "good"], ids=["the first load", "a swap"])
 def test_shutdown_cancels_a_load(large: Path, first: str) -> None:
     with slow_server(large, first) as found:
@@ -426,7 +427,7 @@ def test_shutdown_cancels_a_load(large: Path, first: str) -> None:
         assert seconds < num_reads * READ_SECONDS / 4 / 3  # what four workers would have needed, divided by three
 
 
-@pytest.mark.costly("a server in a process of its own")
+@pytest.mark.slow
 def test_a_first_model_that_is_not_there_can_be_replaced(large: Path) -> None:
     with slow_server(large, "nowhere") as found:
         assert eventually(lambda: found.ready()["error"] is not None, PATIENCE_SECONDS)

@@ -154,7 +154,7 @@ def test_descriptions_are_taken_over() -> None:
     )
 
 
-@pytest.mark.costly("imports of torch or of a framework in processes of its own")
+@pytest.mark.slow
 def test_without_docstrings_nothing_is_described(torch_zygote: Zygote) -> None:
     """As with `python -OO`, which would compile all of torch too."""
     code = """
@@ -167,7 +167,7 @@ def test_without_docstrings_nothing_is_described(torch_zygote: Zygote) -> None:
     assert (done.stdout, done.returncode) == ("None None None\n", 0), done.stderr
 
 
-@pytest.mark.costly("griffe reads all of the package")
+@pytest.mark.slow
 def test_the_site_describes_what_help_describes() -> None:
     """The site reads sources only."""
     griffe = pytest.importorskip("griffe")

@@ -149,6 +149,7 @@ def foreign(page: Page) -> list[str]:
     return [url for url in page.requests() if not url.startswith(("file:", "data:", "about:"))]
 
 
+@pytest.mark.matrix
 @pytest.mark.costly("Chromium lays out a page, and the longest ones take two seconds")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if k % 4 and not LONG else []) for k, name in enumerate(PAGES)]
@@ -184,7 +185,7 @@ SEARCHED = {
 """What is typed, and a page that must be among the first three pages that are found. Of the last one, it is the first."""
 
 
-@pytest.mark.costly("the index of all pages is built in the browser")
+@pytest.mark.slow
 @pytest.mark.parametrize(("start", "width"), [("index.html", PHONE), ("reference/errors.html", DESK)])
 def test_c244_search_finds(start: str, width: int, site: Path, page: Page) -> None:
     """By typing into the field, on pages at different depths. Each word on one of them; in `make pages` on both."""
@@ -210,7 +211,7 @@ _FOUND = """[...new Set(
 )]"""
 
 
-@pytest.mark.costly("Chromium")
+@pytest.mark.slow
 def test_c244_search_says_that_it_finds_nothing(site: Path, page: Page) -> None:
     page.open((site / "index.html").as_uri())
     page.evaluate("document.querySelector('.md-search__input').focus()")
@@ -280,6 +281,7 @@ SHOWN = {
 """What the reference shows of classes that have other members for stio, torch or a framework to call."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "members"), SHOWN.items())
 def test_the_reference_shows_what_users_call(name: str, members: dict[str, set[str]], site: Path) -> None:
     text = (site / "reference" / f"{name}.html").read_text("utf-8")
@@ -306,6 +308,7 @@ def bad_page(folder: Path, body: str, style: str = "") -> str:
     return path.as_uri()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("body", "style", "said"),
     [
@@ -344,6 +347,7 @@ def test_a_long_line_of_code_is_found_at_a_desk_only(tmp_path: Path, page: Page)
 WIDE = {"index.html": "article .picture", "versions.html": "article .md-typeset__scrollwrap"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WIDE)
 def test_the_right_end_of_a_wide_box_can_be_reached_on_a_phone(name: str, site: Path, page: Page) -> None:
     """It fades while there is more, and the keyboard scrolls it."""
@@ -359,6 +363,7 @@ def test_the_right_end_of_a_wide_box_can_be_reached_on_a_phone(name: str, site: 
     assert page.evaluate(f"(function () {{ return {last} }}).call({box})")
 
 
+@pytest.mark.slow
 def test_outputs_look_unlike_code_and_have_no_button(site: Path, page: Page) -> None:
     page.resize(DESK)
     page.open((site / "tutorial.html").as_uri())

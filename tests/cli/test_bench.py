@@ -26,10 +26,11 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs 
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(disk_path: Path) -> Path:
+    """Give a file whose pages a run can drop: one in memory stays there."""
     tensors = {"a": torch.arange(3000.0), "b": torch.full((5,), 7, dtype=torch.uint8), "none": torch.zeros(0)}
-    save_file({**tensors, "one": torch.tensor(1.0)}, tmp_path / "m.safetensors")
-    return tmp_path / "m.safetensors"
+    save_file({**tensors, "one": torch.tensor(1.0)}, disk_path / "m.safetensors")
+    return disk_path / "m.safetensors"
 
 
 @pytest.fixture
@@ -54,6 +55,7 @@ def forked(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
 # The whole thing.
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_measures_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -70,6 +72,7 @@ def test_measures_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert any(sentence.startswith("stio re") for sentence in found["verdict"])
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_file_and_no_process(tmp_path: Path, zygote: Zygote) -> None:
     arguments = ("bench", "--size", "64MB")
     done = interrupted(zygote.program, *arguments, when=lambda: bool(list(tmp_path.glob("*/*"))), cwd=tmp_path)
@@ -152,6 +155,7 @@ def test_a_run_that_fails_is_a_record(model: Path) -> None:
     assert record["error"].isprintable()
 
 
+@pytest.mark.slow
 def test_modules_of_the_working_directory_do_not_count(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

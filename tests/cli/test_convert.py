@@ -85,6 +85,7 @@ def test_what_needs_trust_is_refused_without(tmp_path: Path) -> None:
     assert "--trust-pickle reads more" in refused(tmp_path / "module.pt", tmp_path / "d.safetensors")
 
 
+@pytest.mark.slow
 def test_a_bar_on_terminals_only(zygote: Zygote, source: Path, tmp_path: Path) -> None:
     arguments = ("convert", source, tmp_path / "d.safetensors", "--key", "state_dict")
     assert "converting" in terminal(zygote.program, *arguments)

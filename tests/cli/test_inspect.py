@@ -131,6 +131,7 @@ def large(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_c246_a_table_fits_the_terminal(program: list[str], tmp_path: Path, width: int) -> None:
     shown = terminal(program, "inspect", large(tmp_path / "m"), NO_COLOR="1", COLUMNS=str(width))
@@ -188,6 +189,7 @@ def test_colours_on_terminals_only(program: list[str], model: Path) -> None:
     assert "\x1b[" not in run("inspect", model).stdout
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("encoding", ["cp1251", "ascii"])
 def test_names_beyond_the_encoding(program: list[str], tmp_path: Path, encoding: str) -> None:
     save_file({"née": torch.zeros(1)}, tmp_path / "m.safetensors", metadata={"née": "née"})

@@ -150,6 +150,7 @@ def test_gds_is_a_way_to_an_accelerator(model: Path) -> None:
     assert "reads to an accelerator" in refused("load", model, "--memory", "gds", "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_a_bar_on_terminals_only(zygote: Zygote, model: Path) -> None:
     assert "loading" in terminal(zygote.program, "load", model)
     without = terminal(zygote.program, "load", model, "--no-progress")

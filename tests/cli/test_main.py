@@ -79,6 +79,7 @@ def test_importing_the_program_costs_no_torch() -> None:
     assert large_imports(sys.executable, "--help") == []  # a real interpreter without torch: what the program imports
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("missing", ["click", "tqdm"])
 def test_missing_extras_are_named(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; import stio.__main__"
@@ -152,6 +153,7 @@ BUFFERED = {key: value for key, value in os.environ.items() if key != "PYTHONUNB
 """The environment of a shell. Unbuffered, the interpreter itself forgets what a write did not take."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("arguments", [["inspect", "m.safetensors"], ["inspect", "--help"], ["--help"], ["--version"]])
 @pytest.mark.parametrize("environment", [BUFFERED, BUFFERED | {"PYTHONUNBUFFERED": "1"}])
 def test_a_full_disk(program: list[str], model: Path, arguments: list[str], environment: dict[str, str]) -> None:
@@ -175,6 +177,7 @@ def test_an_error_names_the_path_as_it_is(tmp_path: Path) -> None:
     assert refused("inspect", tmp_path / "a  b").startswith(f"Error: {tmp_path}/a  b: there is no such file")
 
 
+@pytest.mark.slow
 def test_warnings_are_a_line_each(zygote: Zygote, tmp_path: Path) -> None:
     """A pickle of another protocol than torch's earns a warning of torch's, which is no use here."""
     (tmp_path / "raw.pkl").write_bytes(pickle.dumps({"a": 1}, protocol=4))
@@ -202,6 +205,7 @@ def test_warnings_of_the_log_are_escaped_lines(program: list[str], tmp_path: Pat
 # Pipes and terminals.
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error(program: list[str], tmp_path: Path) -> None:
     save_file({f"tensor.{k:05}": torch.zeros(1) for k in range(5000)}, tmp_path / "m.safetensors")
     with subprocess.Popen(
@@ -215,6 +219,7 @@ def test_a_reader_that_leaves_is_no_error(program: list[str], tmp_path: Path) ->
     assert process.returncode == 141
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("arguments", [["inspect", "m.safetensors"], ["inspect", "--help"], ["--help"], ["--version"]])
 @pytest.mark.parametrize("shell", ['exec "$@"', 'exec "$@" 2>&-'])
 def test_a_pipe_that_is_closed_from_the_start(
@@ -235,6 +240,7 @@ def test_no_standard_output_at_all(program: list[str], model: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.slow
 def test_bars_obey_terminals(program: list[str], model: Path) -> None:
     arguments = ("verify", model)
     drawn = terminal(program, *arguments)
@@ -250,6 +256,7 @@ def complete(program: list[str], *words: str) -> list[str]:
     return piped(program, **environment).stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_completion(program: list[str]) -> None:
     assert complete(program, "stio", "in") == ["plain,inspect"]
     assert complete(program, "stio", "diff", "--head") == ["plain,--header-only"]
@@ -291,6 +298,7 @@ program.main()
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("module", ["click", "tqdm", "stio.loading.open"])
 def test_ctrl_c_while_the_program_starts(module: str) -> None:
     code = f"""

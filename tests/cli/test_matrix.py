@@ -130,7 +130,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Real weights, through pipes.
 
 
-@pytest.mark.costly("a trained model of 91 MB")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_real_weights(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
     done = called(name, weights, tmp_path, FORCE_COLOR="1")
@@ -151,6 +151,7 @@ def test_real_weights(called: Called, name: str, weights: Path, tmp_path: Path) 
     assert os.listdir(tmp_path) == MADE.get(name, [])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", COMMANDS)
 def test_json(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
     done = called(name, weights, tmp_path, "--json", before=recorded(name))
@@ -161,6 +162,7 @@ def test_json(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
 # Terminals.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_terminal_without_colours(program: Program, name: str, weights: Path, tmp_path: Path) -> None:
     text = terminal(program(name, recorded(name)), *arguments(name, weights, tmp_path), NO_COLOR="1")
@@ -220,6 +222,7 @@ def test_a_hostile_record_of_a_dead_save(called: Called, tmp_path: Path) -> None
 # Paths that lead nowhere.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_missing_path(called: Called, name: str, tmp_path: Path) -> None:
     done = called(name, tmp_path / "none" / "absent", tmp_path)
@@ -233,6 +236,7 @@ def test_a_missing_path(called: Called, name: str, tmp_path: Path) -> None:
 # Readers that leave.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_broken_pipe(program: Program, name: str, weights: Path, tmp_path: Path) -> None:
     reader, writer = os.pipe()
@@ -261,6 +265,7 @@ PRESSED = {
 """Where each command is when the key is pressed: in the middle of its work."""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c(called: Called, name: str, weights: Path, tmp_path: Path) -> None:
     home, _, attribute = f"stio.{PRESSED[name]}".rpartition(".")

@@ -48,6 +48,7 @@ def test_equal_bytes_do_not_differ(dtype: str) -> None:
     assert differences(dtype, bytes(range(240)), bytes(range(240))) == (0, None, 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", INTEGERS)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
@@ -110,6 +111,7 @@ def test_complex_values_that_are_special(
     assert differences("C64", *sides, tolerance) == expected
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64"])
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**31))
@@ -157,6 +159,7 @@ def test_integers_within_a_tolerance() -> None:
     assert differences("U8", b"\0\0\0", b"\1\2\3", 2.9) == (1, 3, 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64", "F8_E4M3"])
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**31), tolerance=st.floats(0, 3))

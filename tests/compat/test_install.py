@@ -300,6 +300,7 @@ assert safetensors.torch.load_file is reloaded[0]
 """
 
 
+@pytest.mark.slow
 def test_a_reload(file: Path, torch_zygote: Any) -> None:
     subprocess.run([str(torch_zygote.python), "-c", _RELOAD, str(file)], check=True, timeout=120)
 
@@ -307,6 +308,7 @@ def test_a_reload(file: Path, torch_zygote: Any) -> None:
 # Names that other code replaces too.
 
 
+@pytest.mark.slow
 def test_a_patch_that_ends_after_uninstall(file: Path) -> None:
     with mock.patch.object(safetensors.torch, "load_file") as patched:
         stio.compat.install()
@@ -359,6 +361,7 @@ def test_the_order_in_which_installations_end_does_not_matter() -> None:
     assert is_as_before()
 
 
+@pytest.mark.slow
 def test_uninstall_ends_all_and_a_new_installation_is_its_own() -> None:
     old = stio.compat.install()
     stio.compat.install()
@@ -416,6 +419,7 @@ def test_a_module_that_is_imported_between_the_steps(monkeypatch: pytest.MonkeyP
     assert modules[0].read is TORCH["load_file"]
 
 
+@pytest.mark.slow
 def test_a_thread_imports_while_another_installs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"imports_in_thread_{number}" for number in range(150)]
     for name in names:
@@ -477,6 +481,7 @@ DURING_INSTALLATION = pytest.mark.parametrize("in_the_middle", ["_namespaces", "
 DURING_UNINSTALLATION = pytest.mark.parametrize("in_the_middle", ["_namespaces", "_set_error_base"], indirect=True)
 
 
+@pytest.mark.matrix
 @DURING_INSTALLATION
 def test_a_signal_handler_uninstalls_during_an_installation(
     importer: ModuleType, in_the_middle: Callable[[Callable[[], object]], list[int]]
@@ -492,6 +497,7 @@ def test_a_signal_handler_uninstalls_during_an_installation(
     assert importer.read is TORCH["load_file"]
 
 
+@pytest.mark.matrix
 @DURING_UNINSTALLATION
 def test_a_signal_handler_installs_during_an_uninstallation(
     importer: ModuleType, in_the_middle: Callable[[Callable[[], object]], list[int]]
@@ -505,6 +511,7 @@ def test_a_signal_handler_installs_during_an_uninstallation(
     assert importer.read is TORCH["load_file"]
 
 
+@pytest.mark.matrix
 @DURING_INSTALLATION
 def test_a_signal_handler_uses_a_block_during_an_installation(
     importer: ModuleType, in_the_middle: Callable[[Callable[[], object]], list[int]]
@@ -520,6 +527,7 @@ def test_a_signal_handler_uses_a_block_during_an_installation(
     assert importer.read is TORCH["load_file"]
 
 
+@pytest.mark.slow
 def test_an_uninstallation_that_is_interrupted_is_completed_by_the_next(
     monkeypatch: pytest.MonkeyPatch, importer: ModuleType
 ) -> None:
@@ -579,6 +587,7 @@ def _errors() -> Any:
 # The original beside it.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("framework", ["tf", "tensorflow", "jax", "flax", "mlx"])
 def test_frameworks_that_stio_does_not_serve_go_to_the_original(file: Path, framework: str) -> None:
     with pytest.raises(stio.compat.safetensors.SafetensorError, match="not supported here"):
@@ -669,6 +678,7 @@ def test_serialize_takes_tensors_in_all_forms(tmp_path: Path) -> None:
 # Refusals: nothing is changed.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("version", ["0.4.5", "0.10.0", "1.0", "unknown"])
 def test_a_release_that_was_not_compared_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(safetensors, "__version__", version)
@@ -680,6 +690,7 @@ def test_a_release_that_was_not_compared_is_refused(monkeypatch: pytest.MonkeyPa
         assert is_stio(safetensors.safe_open)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("version", ["0.5.0-rc.0", "0.5.3", "0.7.0", "0.9.0rc1"])
 def test_supported_releases(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(safetensors, "__version__", version)
@@ -693,6 +704,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         stio.compat.install()
 
 
+@pytest.mark.slow
 def test_an_installation_that_is_interrupted_is_rolled_back(
     monkeypatch: pytest.MonkeyPatch, importer: ModuleType
 ) -> None:
@@ -730,6 +742,7 @@ def test_importing_stio_compat_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_install_imports_what_it_replaces(file: Path, torch_zygote: Any) -> None:
     code = (
         "import sys, stio.compat; stio.compat.install()\n"
@@ -775,6 +788,7 @@ print(os.waitstatus_to_exitcode(status))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_has_it_installed_and_a_lock_of_its_own(torch_zygote: Any) -> None:
     command = [str(torch_zygote.python), "-W", "ignore::DeprecationWarning", "-c", _FORK]
@@ -811,6 +825,7 @@ print(*statuses)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_child_that_is_forked_during_an_installation_completes_it(torch_zygote: Any) -> None:
     command = [str(torch_zygote.python), "-W", "ignore::DeprecationWarning", "-c", _FORK_IN_THE_MIDDLE]
@@ -818,6 +833,7 @@ def test_a_child_that_is_forked_during_an_installation_completes_it(torch_zygote
     assert done.stdout.strip() == "0"
 
 
+@pytest.mark.slow
 def test_a_forked_pool_has_it_and_a_spawned_one_calls_install_itself(
     file: Path, torch_zygote: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -853,6 +869,7 @@ def run_program(
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["script", "module"])
 def test_a_program_runs_over_stio_unchanged(tmp_path: Path, name: str, torch_zygote: Any) -> None:
     (tmp_path / "program.py").write_text(_PROGRAM)
@@ -866,6 +883,7 @@ def test_a_program_runs_over_stio_unchanged(tmp_path: Path, name: str, torch_zyg
     assert done.stdout == "stio.compat.safetensors._installed __main__ ['-m', '--help'] True\n"
 
 
+@pytest.mark.slow
 def test_the_command_line_is_refused(tmp_path: Path) -> None:
     for arguments, status in (((), 2), (("-m",), 2), (("--unknown", "x"), 2), (("--help",), 0)):
         done = run_program(

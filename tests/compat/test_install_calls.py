@@ -330,6 +330,7 @@ def outcome(call: Callable[[], Any]) -> Any:
     return "result", result, Path("out").read_bytes() if Path("out").exists() else None
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", list(CALLS))
 def test_a_call_is_the_original_s(name: str, outcomes: dict[str, tuple[Any, Any]]) -> None:
     expected, found = outcomes[name]

@@ -45,6 +45,7 @@ def cast(made: Tensors, dtype: torch.dtype) -> Tensors:
 # Safetensors to safetensors.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("budget_bytes", [None, 1, 4 * MIB])
 def test_shards_to_one_file_and_back(tmp_path: Path, budget_bytes: int | None) -> None:
     made = tensors()
@@ -64,6 +65,7 @@ def test_shards_to_one_file_and_back(tmp_path: Path, budget_bytes: int | None) -
     assert json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())["metadata"]["note"] == "x"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "F32", "float16"])
 def test_cast(tmp_path: Path, dtype: Any) -> None:
     made = {name: tensor for name, tensor in tensors().items() if "float8_e8m0" not in name}
@@ -94,7 +96,7 @@ def test_metadata(tmp_path: Path) -> None:
     require_equal(stio.sync.load(tmp_path / "e.safetensors"), {"w": ramp(5)})
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 def test_nothing_and_many(tmp_path: Path) -> None:
     for number, made in enumerate(({}, {"e": torch.empty(0)}, {f"t{k}": torch.tensor(k) for k in range(9000)})):
         stio.sync.save(made, tmp_path / f"s{number}.safetensors")
@@ -102,6 +104,7 @@ def test_nothing_and_many(tmp_path: Path) -> None:
         require_equal(stio.sync.load(tmp_path / f"d{number}.safetensors"), made)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("max_shard_size", ["1MB", "100MB"])
 def test_a_directory_in_place(tmp_path: Path, max_shard_size: str) -> None:
     made = tensors()
@@ -119,6 +122,7 @@ def test_a_directory_in_place(tmp_path: Path, max_shard_size: str) -> None:
 # Pickles.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".weights"])
 @pytest.mark.parametrize("new_format", [True, False])
 def test_pickles(tmp_path: Path, suffix: str, new_format: bool) -> None:
@@ -391,6 +395,7 @@ def test_progress(tmp_path: Path) -> None:
 # On a loop.
 
 
+@pytest.mark.matrix
 @pytest.mark.anyio
 async def test_awaitable(tmp_path: Path) -> None:
     made = tensors()
@@ -401,6 +406,7 @@ async def test_awaitable(tmp_path: Path) -> None:
     require_equal(await stio.load(tmp_path / "d.safetensors"), made)
 
 
+@pytest.mark.matrix
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", ["safetensors", "pickle"])
 async def test_a_cancel_leaves_nothing_behind(tmp_path: Path, kind: str) -> None:

@@ -60,6 +60,7 @@ def written(monkeypatch):
     return seen
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["model", "model.safetensors"])
 @pytest.mark.parametrize("old", [None, 1])
 def test_c103_a_full_disk(small, written, name, old):
@@ -96,6 +97,7 @@ def test_c103_room_for_the_new_beside_the_old_is_needed(small, written):
     assert leftovers(where) == []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["model", "model.safetensors"])
 def test_c103_ever_less_room(small, name):
     """The disk is filled up to k KiB, for every k around what the save takes: whole old or whole new, nothing left."""
@@ -122,6 +124,7 @@ def test_c103_ever_less_room(small, name):
     assert outcomes == {"saved", "refused"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resource", ["inodes"])
 @pytest.mark.root
 @pytest.mark.skipif(powercut.why_not() is not None, reason=str(powercut.why_not()))
@@ -170,6 +173,7 @@ def run(zygote, code, *arguments):
     assert (found.returncode, found.stdout) == (0, "done\n"), found.stderr
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("nbytes", [1, 4096, 30_000, 39_999])
 def test_c103_rlimit_fsize(tmp_path, zygote, nbytes):
     """A file larger than the process may write: refused when its space is reserved, no signal, no byte."""
@@ -196,7 +200,7 @@ print("done")
     )
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 def test_c99_c103_rlimit_nofile(tmp_path, zygote):
     """However few descriptors there are: saved, or a clear error; nothing is lost, and none stays open."""
     run(
@@ -227,6 +231,7 @@ print("done")
     )
 
 
+@pytest.mark.slow
 def test_c99_hundreds_of_shards_need_no_hundreds_of_descriptors(tmp_path, zygote):
     run(
         zygote,

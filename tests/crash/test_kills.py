@@ -15,14 +15,14 @@ KILLS = int(os.environ.get("STIO_CRASH_KILLS", "24"))
 PLAYED = [one for one in SCENARIOS if LONG or one.distinct]
 
 
-@pytest.mark.costly("processes that are killed")
+@pytest.mark.slow
 @pytest.mark.timeout(100 + KILLS)
 def test_c108_killed_at_random(fast_path, zygote):
     """Whole generations only, none older than what was acknowledged, nothing left; readers never see a mixture."""
     print(run_module("crash.kills", fast_path, "--rounds", KILLS, timeout=90 + KILLS, python=zygote.python))
 
 
-@pytest.mark.costly("processes that are killed")
+@pytest.mark.slow
 def test_c108_negative_control(fast_path, zygote):
     """Files that are written in place are found torn by the same look."""
     with pytest.raises(AssertionError, match="written in place"):
@@ -36,7 +36,7 @@ def built(tmp_path_factory):
     return shim.build(tmp_path_factory.mktemp("shim"))
 
 
-@pytest.mark.costly("processes that are killed")
+@pytest.mark.slow
 @pytest.mark.timeout(3600 if LONG else 620)
 def test_c103_c104_c105_c106_c107_c108_every_call_goes_wrong(built, fast_path):
     """Each call fails, falls short, or is the process's last, in each scenario; see `crash.faults`.

@@ -56,6 +56,7 @@ def test_c109_power_cut_after_every_call(image, tmp_path, monkeypatch, way, one)
         require_whole(cut, tmp_path, one, FILESYSTEM)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lie", LIES, ids=["of files", "of directories", "of both"])
 def test_c109_negative_control(image, tmp_path, monkeypatch, lie):
     """Without its fsyncs the same save is torn or lost, and the check finds that."""
@@ -70,6 +71,7 @@ def test_c109_negative_control(image, tmp_path, monkeypatch, lie):
     assert found, "nothing was lost, so the check proves nothing"
 
 
+@pytest.mark.slow
 def test_c109_a_device_with_a_cache_of_its_own(image, tmp_path, monkeypatch):
     """What was written since the last flush may be lost in part, also of what was written past the page cache."""
     one = scenario("many to many")
@@ -101,6 +103,7 @@ def test_c109_negative_control_of_a_device_with_a_cache(image, tmp_path, monkeyp
     assert found[-1] == ("the file is synced", {ord("n")})
 
 
+@pytest.mark.slow
 def test_c122_rotation_deletes_only_what_a_durable_one_replaces(image, tmp_path, monkeypatch):
     """At every power cut the newest acknowledged checkpoint, or a newer one, is there."""
     with mounted(image, tmp_path / "disk", FILESYSTEM) as disk:

@@ -20,7 +20,7 @@ from typing import Any
 from support import eventually, python_path
 
 SAVING = """
-import asyncio, atexit, os, signal, sys, threading
+import asyncio, atexit, faulthandler, os, signal, sys, threading
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
@@ -42,7 +42,10 @@ calls.fsync = held
 
 def open_once_cancelled():
     def body():
-        assert eventually(lambda: bool(runtime.stats.running) and all(o.cancelled for o in list(runtime.stats.running)), 20)
+        running = runtime.stats.running
+        if not eventually(lambda: bool(running) and all(o.cancelled for o in list(running)), 20):
+            faulthandler.dump_traceback()
+            raise AssertionError(f"not cancelled: {list(running)}")
         opened.set()
     threading.Thread(target=body, daemon=True).start()
 """

@@ -98,6 +98,7 @@ def test_every_dtype_and_layout(dtype: torch.dtype, layout: str) -> None:
         assert brought(tensor, random_cuts(rng, tensor, count)) == expected
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "pend",
@@ -129,6 +130,7 @@ def test_any_permutation_and_step(rank: int) -> None:
         assert brought(tensor, random_cuts(rng, tensor, 4)) == image(tensor)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex64])
 @pytest.mark.parametrize("size", [127, 128, 129, 300])
 def test_tiles(dtype: torch.dtype, size: int) -> None:
@@ -431,6 +433,7 @@ def test_accelerator(dtype: torch.dtype, layout: str) -> None:
     assert brought(tensor, random_cuts(random.Random(0), tensor, 5)) == expected
 
 
+@pytest.mark.slow
 @gpu
 def test_accelerator_work_so_far_comes_first() -> None:
     device = torch.accelerator.current_accelerator()
@@ -506,6 +509,7 @@ def test_the_engine_gets_what_is_contiguous_on_the_cpu() -> None:
     del others
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=NEEDS_GPU)])
 @pytest.mark.parametrize("shift", [0, 3])

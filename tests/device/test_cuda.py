@@ -213,7 +213,7 @@ def tensors() -> dict[str, torch.Tensor]:
     return small | {f"large.{k}": torch.randn(600, 1000 + k, generator=chance) for k in range(5)}
 
 
-@pytest.mark.costly("threads of the simulated streams")
+@pytest.mark.slow
 @gpu
 @pytest.mark.parametrize("budget_bytes", [1 << 18, 4 << 20, 512 << 20])
 def test_a_load_waits_for_its_copies(tensors: dict[str, torch.Tensor], budget_bytes: int) -> None:
@@ -243,7 +243,7 @@ def test_what_a_stream_drops_is_taken_over_when_its_consumer_is_through(tensors:
     }
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 @gpu
 def test_all_loads_share_a_copy_stream(torch_zygote: Zygote) -> None:
     """Memory that was freed belongs to the stream that it was allocated under. The pool's streams are taken in turn."""

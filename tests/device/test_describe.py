@@ -270,6 +270,7 @@ def test_lazy_refusals(dtype: Any, shape: Any, produce: Any, error: type[Excepti
 # Speed.
 
 
+@pytest.mark.slow
 def test_10_000_tensors_beside_a_busy_thread() -> None:
     tensors = {f"layer.{k}.weight": torch.nn.Parameter(torch.zeros(2, 3)) for k in range(10_000)}
     done = threading.Event()

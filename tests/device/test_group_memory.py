@@ -42,6 +42,7 @@ class Tensors:
 LARGE = (1 << 18,)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "layout",
     [

@@ -114,6 +114,7 @@ def test_the_last_reference_releases_it(driver: FakeDriver) -> None:
     assert eventually(lambda: driver.pinned_bytes == 0)
 
 
+@pytest.mark.slow
 @needs_engine
 def test_nothing_is_left_of_a_thousand_regions(driver: FakeDriver) -> None:
     allocate = PinnedAllocator(DEVICE)
@@ -236,7 +237,7 @@ def test_memory_goes_back_to_the_system() -> None:
     assert kept.tobytes()
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 @gpu
 @simulated
 @needs_engine
@@ -268,6 +269,7 @@ def test_memory_that_is_unpinned_early_is_noticed(torch_zygote: Zygote, ready: b
     assert done.stdout == f"{int(not ready)}\n", done.stderr
 
 
+@pytest.mark.slow
 @gpu
 @simulated
 @needs_engine
@@ -289,7 +291,7 @@ def test_only_its_own_device_has_a_context(torch_zygote: Zygote) -> None:
     assert done.stdout == "{1}\n", done.stderr
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 @gpu
 @pytest.mark.parametrize("what", ["saver", "cache"])
 def test_a_program_may_end_while_memory_is_returned(torch_zygote: Zygote, tmp_path: Path, what: str) -> None:

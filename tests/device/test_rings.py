@@ -111,6 +111,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, torch.Te
     return save_sharded(tensors, tmp_path_factory.mktemp("rings"), 2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("budget_bytes", [64 << 10, 16 << 20, None])
 def test_each_tensor_has_its_bytes(place: Any, source: Path, tensors: Any, budget_bytes: int | None) -> None:
     here, trace = place(), stio.Trace()
@@ -172,6 +173,7 @@ def test_p4_a_cancel_waits_for_the_copies(place: Any, source: Path) -> None:
     here.require_freed()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [1, 2, 5])
 @pytest.mark.parametrize("fault", ["refuse_copy", "fail_event"])
 def test_a_copy_that_fails_ends_the_load(place: Any, source: Path, fault: str, number: int) -> None:

@@ -44,6 +44,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
     return set(found) == set(expected) and all(torch.equal(found[name], t) for name, t in expected.items())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("budget_bytes", [64 << 10, 1 << 20, 512 << 20])
 def test_load(files: dict[str, bytes], tensors: dict[str, torch.Tensor], budget_bytes: int) -> None:
     device = FakeDevice()
@@ -101,6 +102,7 @@ def test_c96_out_of_memory(files: dict[str, bytes], tensors: dict[str, torch.Ten
     require_freed(device)
 
 
+@pytest.mark.slow
 def test_c96_no_memory_is_allocated_ahead_of_casts() -> None:
     """What is not cast yet would need the memory of the tensors that are."""
     tensors = {f"large.{k}": torch.full((1 << 18,), float(k)) for k in range(24)}  # 1 MiB each
@@ -132,7 +134,7 @@ def test_failing_copy_at_every_number(files: dict[str, bytes], tensors: dict[str
     assert failed == number - 1 >= 3
 
 
-@pytest.mark.costly("threads of the simulated streams")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_who_leaves_a_stream_early_has_no_tensor_of_a_failed_copy(
     files: dict[str, bytes], tensors: dict[str, torch.Tensor], dtype: torch.dtype | None
@@ -150,6 +152,7 @@ def test_who_leaves_a_stream_early_has_no_tensor_of_a_failed_copy(
                 pass
 
 
+@pytest.mark.slow
 def test_failing_read_at_every_number(files: dict[str, bytes], tensors: dict[str, torch.Tensor]) -> None:
     number = 0
     while True:

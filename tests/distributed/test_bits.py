@@ -116,7 +116,7 @@ def test_c301_no_path_of_ranks_changes_a_bit(move: Callable[..., None], way: str
     run_ranks(move, NUM_RANKS, fast_path, checkpoint(fast_path), str(fast_path), way)
 
 
-@pytest.mark.costly("ranks of its own")
+@pytest.mark.slow
 @gpu
 def test_c301_broadcasts_to_a_device_change_no_bit(fast_path: Path) -> None:
     run_ranks(broadcasts, NUM_RANKS, fast_path, checkpoint(fast_path), str(fast_path))

@@ -537,6 +537,7 @@ def dying(path: str, dead: int) -> float:
     return time.monotonic() - begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank(dead: int, tmp_path: Path) -> None:
     """The old checkpoint remains. If the coordinator was killed, recovery removes what it has left."""

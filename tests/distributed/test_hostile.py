@@ -442,6 +442,7 @@ def kinds(found: list[dict[str, Any]], group: str, name: str) -> list[str]:
     return [one[group][name][0] for one in found]
 
 
+@pytest.mark.slow
 def test_wrong_arguments_of_one_rank(found: list[dict[str, Any]]) -> None:
     for name, kind in [
         ("timeout of save", "TypeError"),

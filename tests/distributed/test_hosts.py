@@ -47,7 +47,7 @@ def check(found: tuple[str, str, str, float], text: str, since: float, seconds: 
     assert found[3] - since < seconds, found
 
 
-@pytest.mark.costly("ranks of its own")
+@pytest.mark.slow
 @ranks_per_host
 def test_saves_and_loads(tmp_path: Path, hosts: Hosts, ranks_per_host: int) -> None:
     (tmp_path / "steps").mkdir()
@@ -72,7 +72,7 @@ def test_saves_and_loads(tmp_path: Path, hosts: Hosts, ranks_per_host: int) -> N
     assert loaded.pop("step") == 7 and loaded.keys() == SHAPES.keys()
 
 
-@pytest.mark.costly("ranks of its own")
+@pytest.mark.slow
 @ranks_per_host
 def test_a_host_is_cut_off(tmp_path: Path, hosts: Hosts, ranks_per_host: int) -> None:
     """All raise by their deadline. The first rank removes what the save left."""
@@ -105,7 +105,7 @@ def test_a_rank_is_killed(tmp_path: Path, hosts: Hosts, ranks_per_host: int) -> 
     assert generation_of(path) == 0
 
 
-@pytest.mark.costly("processes that are killed")
+@pytest.mark.slow
 @ranks_per_host
 def test_the_first_rank_is_killed(tmp_path: Path, hosts: Hosts, ranks_per_host: int) -> None:
     """Another process saves in the same directory; it goes on while a host with another clock cleans up."""

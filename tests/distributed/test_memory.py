@@ -77,7 +77,7 @@ def loads_and_saves(folder: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.costly("ranks of its own")
+@pytest.mark.slow
 def test_c336_one_rank_has_freed_or_shrunk_memory(tmp_path: Path) -> None:
     sync.save({"first": torch.ones(SHAPE), "second": torch.full(SHAPE, 2.0)}, tmp_path / "in")
     first, victim = run_ranks(loads_and_saves, 2, tmp_path, str(tmp_path))

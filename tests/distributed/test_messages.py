@@ -206,6 +206,7 @@ def test_arguments_that_a_class_does_not_take(kind: str, arguments: list[Any]) -
 PACKED = [pickle.dumps(Executed("x")), b"", b"\xc1", b"\x91" * 1_000_000, b"\x81\xa1x" * 1_000_000, b"\xc4\x01aa"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "kind", [bytes, list[int], dict[int, str], tuple[str, ...], broadcast._Need | None, shared_save._Compared]
 )

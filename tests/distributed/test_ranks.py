@@ -314,6 +314,7 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("victim", "how", "text"),
     [

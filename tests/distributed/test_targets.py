@@ -372,6 +372,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(everything, 4, folder, str(folder))
 
 
+@pytest.mark.slow
 def test_modules(found: list[dict[str, Any]]) -> None:
     """After a forward, tied, on several meshes, with hooks, with buffers that are DTensors."""
     assert all(one["modules"]["unfilled"] for one in found)

@@ -145,7 +145,7 @@ def kill_and_go_on(folder: Path, num_ranks: int, others: Sequence[int], moment: 
         assert not [name for name in names if not name.startswith("step-")]  # nothing of the killed save
 
 
-@pytest.mark.costly("processes that are killed")
+@pytest.mark.slow
 def test_killed_on_two_ranks(tmp_path: Path) -> None:
     kill_and_go_on(tmp_path, 2, [3])
 

@@ -166,6 +166,7 @@ def _comes_back(path: Path, state: dict[Any, Any]) -> bool:
         return False
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "make",
     [
@@ -463,6 +464,7 @@ def _fault(folder: Path, entry: str, kind: str) -> str | None:
     return "something was written" if (folder / "converted").exists() else None
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_c245_one_rule_for_all(tmp_path: Path, entry: str) -> None:
     """Each kind gets the same refusal by every entry, before a tensor has changed."""
@@ -615,6 +617,7 @@ def test_c78_a_conversion_of_a_fifo_does_not_wait(tmp_path: Path, name: str) -> 
             sync.convert(source, tmp_path / "converted")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_c213_malformed_pickles_get_an_error_of_stio_s(tmp_path: Path, is_zip: bool) -> None:
@@ -659,7 +662,7 @@ MANY_SHARDS = """
 """
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 def test_c245_more_shards_than_may_be_open(zygote: Zygote, tmp_path: Path) -> None:
     """The files are opened again one by one; the headers of all are checked before."""
     done = zygote.run(MANY_SHARDS, tmp_path)
@@ -713,6 +716,7 @@ LEADING_OUT = [
 ]  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("save", SAVES)
 def test_c245_nothing_outside_changes_by_a_save(tmp_path: Path, save: str) -> None:
     """What an old index names outside its directory is neither removed nor written to."""

@@ -420,6 +420,7 @@ def distributed(zygote: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[t
     return dict(zip(calls, lines, strict=True))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("use", list(DISTRIBUTED_USES))
 def test_c216_distributed_parameters(use: str, placement: str, distributed: dict[tuple[str, str], str]) -> None:

@@ -209,7 +209,7 @@ def test_c203_the_first_use_on_a_loop_imports_torch_elsewhere(name: str, imports
     assert imports_of_torch[name] in ("elsewhere", "done")
 
 
-@pytest.mark.costly("imports of torch in processes of its own")
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["asyncio", "trio"])
 def test_c203_what_stands_for_a_name_is_as_good(torch_zygote: Any, loop: str, tmp_path: Path) -> None:
     if loop == "trio":
@@ -275,6 +275,7 @@ anyio.run(main, backend=loop)
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
 def test_c203_odd_uses_of_what_stands_for_a_name(torch_zygote: Any, tmp_path: Path) -> None:
     path = save_file({"w": torch.zeros(3)}, tmp_path / "x.safetensors")
     found = torch_zygote.run(
@@ -356,6 +357,7 @@ IMPORT_TORCH_AT_ONCE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_c203_the_names_that_import_torch_at_once_are_documented() -> None:
     found = run_python(  # a real interpreter without torch: what it imports
         """
@@ -391,6 +393,7 @@ asyncio.run(main())
     assert set(re.findall("`([A-Za-z]+)`", stio.__doc__.partition("Of these")[2])) == IMPORT_TORCH_AT_ONCE
 
 
+@pytest.mark.slow
 def test_c203_a_cancel_while_torch_is_imported(torch_zygote: Any, tmp_path: Path) -> None:
     found = torch_zygote.run(
         TORCH_IS_NEW
@@ -1045,6 +1048,7 @@ def _in_a_group(zygote: Any, procs: object, code: str, directory: Path) -> str:
     return in_a_child(zygote, joining + code + leaving, directory)[-1]
 
 
+@pytest.mark.matrix
 @pytest.mark.root
 @pytest.mark.parametrize("where", ["own group", "group above"])
 def test_c210_the_limit_of_a_nested_group(where: str, memory_group: cgroups.Group, zygote: Any, tmp_path: Path) -> None:
@@ -1328,6 +1332,7 @@ def test_c213_no_thread_can_be_started(use: str, with_few_threads: Callable[[int
     assert found.startswith("refused ") or found == "done"
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is not obeyed everywhere")
 @pytest.mark.parametrize("use", [use for use in THREADED if use not in ("convert", "warm_start")])
 def test_c213_one_thread_must_do(use: str, with_few_threads: Callable[[int], dict[str, str]]) -> None:
@@ -1456,6 +1461,7 @@ def with_few_descriptors(zygote: Any, many_shards: Path) -> dict[str, str]:
     return dict(zip(FEW_OF_MANY, in_a_child(zygote, code, many_shards), strict=True))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("use", FEW_OF_MANY)
 def test_c214_one_name_of_a_thousand_shards(use: str, with_few_descriptors: dict[str, str]) -> None:
     assert with_few_descriptors[use] == "done"
@@ -1559,6 +1565,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("use", ["read", "stream", "load_into"])
 def test_c214_no_other_generation_gets_in(change: str, use: str, in_turns: Path) -> None:
@@ -1611,6 +1618,7 @@ def test_c214_a_shard_that_is_not_wanted_may_be_missing(tmp_path: Path) -> None:
         sync.load(tmp_path / "m", names=["a", "b"])
 
 
+@pytest.mark.slow
 def test_c214_all_of_a_thousand_shards(zygote: Any, many_shards: Path) -> None:
     """All of them load, or the error says what to do."""
     code = "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\nattempt(lambda: sync.load(directory))\n"
@@ -1658,6 +1666,7 @@ class SlowDevice(FakeDevice):
             self.num_inside -= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["a", "b"])
 def test_c215_one_device_fails_and_the_other_gives_its_memory_back(first: str) -> None:
     tensors = {f"{'ab'[k % 2]}.{k}": torch.zeros(3000) for k in range(20)}

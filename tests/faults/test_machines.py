@@ -265,7 +265,7 @@ def _tests_with(pattern: str) -> list[Path]:
     return sorted(path for path in found if re.search(pattern, path.read_text(), re.MULTILINE))
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 def test_c248_tests_are_collected_on_a_cuda_build_without_a_driver(tmp_path: Path, zygote: Any) -> None:
     """As torch 2.7 does it: CUDA is compiled in, and whatever starts it raises."""
     change = """
@@ -284,7 +284,7 @@ def test_c248_tests_are_collected_on_a_cuda_build_without_a_driver(tmp_path: Pat
     assert done.returncode == 0, done.stdout[-2000:]
 
 
-@pytest.mark.costly("torch compiles")
+@pytest.mark.slow
 def test_c248_tests_of_torch_jit_pass_when_torch_warns(tmp_path: Path, zygote: Any) -> None:
     change = """
         def warning(function):
@@ -542,6 +542,7 @@ def _run_in_memory(zygote: Any, where: str, action: str, large: Path, out: Path)
 WHERE = ["own", "above", "container"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("where", "action"),
     [
@@ -564,6 +565,7 @@ def test_c249_what_cannot_fit_is_refused_before_it_is_read(
     assert ".safetensors" in found["message"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "action",
     [
@@ -582,6 +584,7 @@ def test_c249_what_holds_memory_is_refused_or_takes_less(tmp_path: Path, zygote:
     _run_in_memory(zygote, "above", action, large, tmp_path)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("action", "result"),
     [
@@ -606,6 +609,7 @@ def test_c249_what_fits_is_loaded(tmp_path: Path, zygote: Any, large: Path, acti
     assert (found["error"], found["result"]) == (None, result)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", ["auto", "map"])
 @pytest.mark.parametrize("where", WHERE)
 @needs_root
@@ -768,7 +772,7 @@ def test_c250_a_processor_quota_is_seen(threads: Threads, operation: str, where:
     assert threads(NUM_CORES, NUM_CORES, where)[operation] <= expected + TOLERANCE
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_c250_an_affinity_is_seen(threads: Threads, operation: str) -> None:
     """The same where a process may run on two cores only."""

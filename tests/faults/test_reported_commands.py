@@ -110,6 +110,7 @@ def test_c332_what_is_not_mapped_does_not_say_so(tmp_path: Path) -> None:
 # 333: diff.
 
 
+@pytest.mark.matrix
 @WIDTHS
 @pytest.mark.parametrize("other", ["tuned.safetensors", "half.safetensors"])
 def test_c333_the_verdict_is_first_and_the_columns_are_aligned(zygote: Zygote, width: int, other: str) -> None:
@@ -142,6 +143,7 @@ def test_c333_many_differences_are_limited_unless_all_are_requested(arguments: t
     assert [line.split()[3] for line in every if line.startswith("only in")] == [LONG.format(7), "new"]
 
 
+@pytest.mark.slow
 def test_c333_colours_are_for_terminals(zygote: Zygote) -> None:
     coloured = shown(zygote, 100, "diff", "many", "tuned.safetensors", "--no-progress", colours=True)
     assert "\x1b[31monly in A\x1b[0m" in coloured
@@ -153,6 +155,7 @@ def test_c333_colours_are_for_terminals(zygote: Zygote) -> None:
     assert "\x1b[3" not in shown(zygote, 100, "diff", "many", "tuned.safetensors", "--no-progress")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_c333_a_converted_checkpoint_is_compared_by_value(tmp_path: Path, dtype: str) -> None:
     sync.convert("few.safetensors", tmp_path / "c.safetensors", dtype=dtype)
@@ -196,6 +199,7 @@ def test_c333_only_floats_of_one_shape_are_compared(tmp_path: Path) -> None:
 FLOATS = [name for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_point and name not in ("F4", "F64")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("wide", ["F64", "F32"])
 def test_c333_rounding_is_within_and_a_step_more_is_not(dtype: str, wide: str) -> None:
@@ -252,6 +256,7 @@ def test_c334_no_line_is_wider_than_the_terminal(
     assert lines(zygote, width, *command, name)[0]
 
 
+@pytest.mark.matrix
 @WIDTHS
 def test_c334_some_aliases_are_shown_on_a_terminal(zygote: Zygote, width: int) -> None:
     found = lines(zygote, width, "inspect", "tied.safetensors")
@@ -283,6 +288,7 @@ def test_c334_one_size_in_all_commands(tmp_path: Path) -> None:
     assert [shard[1] for shard in shards] == verified
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("given", ["broken", "broken/", "./broken", "broken/model.safetensors.index.json"])
 @pytest.mark.parametrize("damage", ["header", "short", "text"])
 def test_c334_verify_says_a_path_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, damage: str) -> None:

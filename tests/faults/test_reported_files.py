@@ -125,6 +125,7 @@ ENTRIES: dict[str, Callable[[Path, Path], object]] = {
 SUFFIXES = [".pt", ".bin", ".safetensors", ""]
 
 
+@pytest.mark.matrix
 @pytest.mark.costly("each kind of file is made, torch.jit among them")
 @pytest.mark.parametrize("kind", KINDS)
 def test_c323_each_kind_is_named_by_every_entry(tmp_path: Path, kind: str) -> None:
@@ -170,6 +171,7 @@ def test_c323_a_zip_archive_is_unpacked_as_it_is_said(tmp_path: Path) -> None:
     assert torch.equal(sync.load(tmp_path / "unpacked")["w"], WEIGHTS["w"])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("made", OF_TORCH_SAVE)
 @pytest.mark.parametrize("suffix", [".pt", ".bin", ".ckpt", ".safetensors", ".model", ""])
 def test_c323_the_content_decides_and_not_the_name(tmp_path: Path, made: str, suffix: str) -> None:
@@ -217,7 +219,7 @@ def test_c323_the_only_file_of_a_directory_is_named_by_its_content(tmp_path: Pat
         sync.convert(tmp_path / "m", tmp_path / "out")
 
 
-@pytest.mark.costly("an archive with a hundred thousand members")
+@pytest.mark.slow
 def test_c323_a_hostile_archive_costs_little() -> None:
     read = []
 
@@ -301,6 +303,7 @@ NESTED: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", NESTED)
 def test_c322_the_first_error_names_the_key_and_the_second_call_works(tmp_path: Path, case: str) -> None:
     value, key = NESTED[case]
@@ -374,6 +377,7 @@ def test_c322_a_module_below_a_key(tmp_path: Path) -> None:
         tensors_in("x", {"ema": {"net": _Whole()}}, None)
 
 
+@pytest.mark.slow
 def test_c322_the_search_for_tensors_ends() -> None:
     deep: Any = WEIGHTS
     for _ in range(300):
@@ -456,6 +460,7 @@ TRAININGS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("training", TRAININGS)
 @pytest.mark.parametrize("weights", ["pytorch_model.bin", "adapter_model.bin", "model.pt"])
 def test_c326_weights_beside_the_states_of_a_training(tmp_path: Path, training: str, weights: str) -> None:

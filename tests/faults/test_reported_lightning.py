@@ -86,14 +86,14 @@ CASES = {
 }
 
 
-@pytest.mark.costly("trainings")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_c313_the_files_are_those_of_lightning(case: Case, tmp_path: Path) -> None:
     assert difference(case, tmp_path) is None
     assert lightning_files.found(tmp_path / "stio")
 
 
-@pytest.mark.costly("random cases")
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 5, 112])
 def test_c313_random_arguments(seed: int, tmp_path: Path) -> None:
     assert difference(random_case(seed), tmp_path) is None
@@ -105,6 +105,7 @@ def test_c313_more_random_arguments(seed: int, tmp_path: Path) -> None:
     assert difference(random_case(seed), tmp_path) is None
 
 
+@pytest.mark.slow
 def test_c313_load_from_checkpoint_waits_for_a_save_of_its_file(slow: None, tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path / "c", filename="m", every_n_train_steps=1, enable_version_counter=False)
     seen: list[bool] = []
@@ -265,7 +266,7 @@ def scontrol(directory: Path, script: str) -> None:
     (directory / "scontrol").chmod(0o755)
 
 
-@pytest.mark.costly("processes that are killed")
+@pytest.mark.slow
 def test_c314_a_requeued_training_finds_its_checkpoint(trainer_zygote: Zygote, tmp_path: Path) -> None:
     """The scheduler kills the process as soon as it was told to requeue it."""
     scontrol(tmp_path, "kill -9 $PPID")
@@ -278,7 +279,7 @@ def test_c314_a_requeued_training_finds_its_checkpoint(trainer_zygote: Zygote, t
     assert step_of(tmp_path / "hpc_ckpt_2.ckpt") == 9
 
 
-@pytest.mark.costly("processes that are killed")
+@pytest.mark.slow
 def test_c314_signals_at_any_time(trainer_zygote: Zygote, tmp_path: Path) -> None:
     """They also interrupt the code that saves, which then saves inside of itself."""
     scontrol(tmp_path, "echo requeue >> $(dirname $0)/told")
@@ -325,6 +326,7 @@ def test_c315_a_save_after_the_training(tmp_path: Path, weights_only: bool) -> N
 HOOKS = ["on_train_start", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_fit_end", "teardown"]
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("hook", HOOKS)
 def test_c315_a_save_by_a_callback(tmp_path: Path, hook: str) -> None:
@@ -339,6 +341,7 @@ def test_c315_a_save_by_a_callback(tmp_path: Path, hook: str) -> None:
     assert seen and seen[-1] == (0 if hook == "on_train_start" else STEPS_PER_EPOCH)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("place", ["first", "last", "module"])
 def test_c315_the_best_checkpoint_is_there_at_the_end(tmp_path: Path, place: str) -> None:
@@ -354,6 +357,7 @@ def test_c315_the_best_checkpoint_is_there_at_the_end(tmp_path: Path, place: str
     assert seen == [step_of(saving.best_model_path)]
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("slow")
 @pytest.mark.filterwarnings("ignore:.*called without a model", "ignore:.*no last checkpoint available")
 @pytest.mark.parametrize("raised", [ZeroDivisionError, KeyboardInterrupt])

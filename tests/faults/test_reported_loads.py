@@ -180,6 +180,7 @@ def _pickled(folder: Path) -> Path:
     return folder / "new.pt"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", [WHOLE, "other.safetensors"])
 @pytest.mark.parametrize("write", WRITERS)
 def test_c306_a_save_that_its_directory_hides_warns(
@@ -264,6 +265,7 @@ def test_c306_no_warning_where_nothing_is_hidden(old: Path, caplog: pytest.LogCa
     assert warnings_of(caplog) == []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("name", [WHOLE, "model.sft", "weights.safetensors"])
 def test_c306_a_load_warns_once_of_the_file_that_it_does_not_take(
@@ -349,6 +351,7 @@ BESIDE: dict[str, tuple[str, str, bool]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", BESIDE)
 def test_c306_a_model_of_torch_save_beside_another_checkpoint_is_named(
     case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -462,6 +465,7 @@ def expected_of(path: Path) -> dict[str, torch.Tensor]:
     return {name: OLD.get(name, torch.full((3,), 5.0)) for name in weight_map}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", ["map", "copy", "lazy"])
 def test_c308_the_index_decides(memory: Any, stale: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = expected_of(stale)
@@ -682,6 +686,7 @@ def test_c338_a_complete_set_is_loaded(load: str, unindexed: Path) -> None:
     require_equal(dict(sorted(ALL_LOADS[load](unindexed).items())), OLD)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("missing", [0, 1])
 def test_c338_an_incomplete_set_is_refused(load: str, missing: int, unindexed: Path) -> None:
@@ -757,6 +762,7 @@ def test_c338_two_sets_are_separated(unindexed: Path) -> None:
     require_equal(sync.load(unindexed), OLD)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("load", ALL_LOADS)
 @pytest.mark.parametrize("number", [1, 2])
 def test_c338_shards_of_a_save_need_their_index(load: str, number: int, tmp_path: Path) -> None:
@@ -1174,6 +1180,7 @@ def with_few_descriptors(zygote: Any, many: Path) -> dict[str, str]:
     return dict(zip(ALL_OF_MANY, in_a_child(zygote, code, many), strict=True))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("use", ALL_OF_MANY)
 def test_c340_all_of_many_shards(use: str, with_few_descriptors: dict[str, str]) -> None:
     assert with_few_descriptors[use] == "done"

@@ -317,6 +317,7 @@ def _holder(tensors: Tensors) -> nn.Module:
     return module
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("held", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("save", SAVES.values(), ids=SAVES)
@@ -334,6 +335,7 @@ def test_c336_tensors_without_memory_are_not_saved(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("num_tensors", [3, 3000], ids=["few", "many"])
 @pytest.mark.parametrize("held", [0, 96])
 @pytest.mark.parametrize("save", [sync.save, _saver], ids=["save", "Saver"])
@@ -517,8 +519,8 @@ def _fuzz(directory: Path, *options: str, preload: Path | None = None) -> subpro
 needs_a_compiler = pytest.mark.skipif(bool(guarded_memory.why_not()), reason=guarded_memory.why_not() or "-")
 
 
+@pytest.mark.slow
 @needs_a_compiler
-@pytest.mark.costly("each allocation has a page of its own, torch's too")
 def test_c336_fuzz_of_all_that_fills_and_saves(fast_path: Path) -> None:
     found = _fuzz(
         fast_path, "--rounds", str(count(80, 20_000)), "--seconds", "240", preload=guarded_memory.build(fast_path)
@@ -583,6 +585,7 @@ def _opened(source: Path) -> Tensors:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
 
 
+@pytest.mark.matrix
 @REFUSALS
 @pytest.mark.parametrize("read", READS)
 def test_c344_a_file_that_is_not_mapped_is_read(
@@ -639,6 +642,7 @@ def test_c344_some_shards_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is not obeyed everywhere")
 def test_c344_a_limit_of_address_space(zygote: Any, tmp_path: Path) -> None:
     sync.save({"small": torch.ones(7), "large": torch.zeros(24 << 20)}, tmp_path / "x.safetensors")

@@ -124,6 +124,7 @@ async def test_c311_a_saver_and_states(tmp_path: Path, source: Path) -> None:
         assert (found["step"], found["w"].tolist()) == (5, TENSORS["a"].tolist())
 
 
+@pytest.mark.matrix
 def test_c311_convert(tmp_path: Path, source: Path) -> None:
     with sync.open(source) as checkpoint:
         metadata = dict(checkpoint.metadata)
@@ -153,6 +154,7 @@ def test_c311_what_a_caller_writes_must_be_text(tmp_path: Path, value: Any) -> N
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["large state", "transformers"])
 def test_c311_ranks(tmp_path: Path, name: str) -> None:
     CHECKPOINTS[name](tmp_path / "source")

@@ -61,6 +61,7 @@ SAVES: list[Callable[[Path], Any]] = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FILES)
 def test_c312_a_name_of_a_file_is_refused_and_the_advice_works(tmp_path: Path, name: str) -> None:
     for save in SAVES:
@@ -83,6 +84,7 @@ def test_c312_a_name_of_a_file_is_refused_and_the_advice_works(tmp_path: Path, n
     require_generation(tmp_path / name, 4)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_c312_other_names_with_dots_are_directories(tmp_path: Path, name: str) -> None:
     for number, save in enumerate(SAVES[:2]):
@@ -123,6 +125,7 @@ def sft(tmp_path: Path) -> Path:
     return (tmp_path / "ae.safetensors").rename(tmp_path / "ae.sft")
 
 
+@pytest.mark.matrix
 @pytest.mark.anyio
 async def test_c312_sft_files_load(tmp_path: Path, sft: Path) -> None:
     expected = {**generation(1), "tied": generation(1)["a"]}

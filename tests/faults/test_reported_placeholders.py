@@ -141,6 +141,7 @@ OTHER_WRITERS: dict[str, Callable[[dict[str, Any], Path], object]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 @pytest.mark.parametrize("form", ["state_dict", "parameters"])
 @pytest.mark.parametrize("write", OTHER_WRITERS)
@@ -285,7 +286,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.costly("ranks of its own")
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet")
 def test_c303_flat_parameters_of_fsdp(tmp_path: Path) -> None:
     run_ranks(flat_on_ranks, 2, tmp_path, str(tmp_path))

@@ -154,6 +154,7 @@ def test_c317_other_values_of_one_name_are_an_error(found: dict[str, str], case:
     assert EXPECTED[case] in found[case] and "all_gather_object" in found[case]
 
 
+@pytest.mark.slow
 def test_c316_c317_what_works(tmp_path: Path) -> None:
     run_ranks(agreeing, RANKS, tmp_path, str(tmp_path))
 

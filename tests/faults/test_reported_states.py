@@ -40,6 +40,7 @@ STATES: dict[str, Any] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_c318_save_state(tmp_path: Path, state: Any) -> None:
     expected = to_plain(state)
@@ -70,6 +71,7 @@ def load_into_all(folder: str) -> None:
         assert same(mine, {"all": [state]}), name
 
 
+@pytest.mark.slow
 def test_c318_load_into_a_state(tmp_path: Path) -> None:
     run_ranks(load_into_all, 1, tmp_path, str(tmp_path))
 

@@ -192,6 +192,7 @@ def truncate(path: Path) -> None:
         file.truncate(path.stat().st_size - 3)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("keywords", [{}, {"max_shard_size": 12}], ids=["one file", "shards"])
 @pytest.mark.parametrize("harm", ["truncated", "missing", "no index", "empty", "garbage", "nothing"])
 def test_c319_latest_leaves_out_what_is_not_complete(
@@ -381,6 +382,7 @@ def test_c320_a_run_that_goes_back_is_told_too(tmp_path: Path, caplog: pytest.Lo
     assert "higher steps already: 3" in line
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("resumes", [False, True])
 def test_c320_a_fresh_training_of_trainer(tmp_path: Path, resumes: bool, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("transformers")

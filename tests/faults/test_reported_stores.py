@@ -174,6 +174,7 @@ def variants(value: str) -> list[str]:
 VARIABLES = [(scheme, name) for scheme in BASES for name in (*BASES[scheme]("http://x"), *OTHERS[scheme])]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("save", [False, True], ids=["load", "save"])
 @pytest.mark.parametrize(("scheme", "name"), VARIABLES)
 def test_c337_any_environment_is_an_answer_or_a_storage_error(
@@ -207,6 +208,7 @@ def test_c337_any_environment_is_an_answer_or_a_storage_error(
                 assert pickle.loads(pickle.dumps(error)).args == error.args
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("end", ["\n", "\r\n", " ", "\n\n"])
 @pytest.mark.parametrize("name", sorted(BASES["s3"]("")))
 def test_c337_values_are_stripped(name: str, end: str, server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +300,7 @@ def panic(*values: object, **options: object) -> Any:
     raise PanicException("called `Result::unwrap()` on an `Err` value")
 
 
+@pytest.mark.slow
 def test_c337_a_panic_at_any_place_is_a_storage_error(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the caller's thread, on stio's own, in requests, uploads and the making of a store."""
     obstore = pytest.importorskip("obstore")
@@ -373,6 +376,7 @@ def test_c337_a_task_of_a_server_gets_an_error(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(serve())
 
 
+@pytest.mark.matrix
 @pytest.mark.costly("a server that stands for a store, in the same process")
 @pytest.mark.parametrize("name", ["HF_ENDPOINT", "HF_TOKEN"])
 @pytest.mark.parametrize("value", ["http://127.0.0.1:9\n", "http://127.0.0.1:9 x", "ключ"])
@@ -479,6 +483,7 @@ def static(tmp_path: Path) -> Iterator[tuple[str, Path, list[str]]]:
     running.stop()
 
 
+@pytest.mark.slow
 def test_c331_a_load_reads_the_whole_file_in_order(
     static: tuple[str, Path, list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -505,6 +510,7 @@ def test_c331_the_file_is_requested_once_for_its_data(static: tuple[str, Path, l
     )  # the range that is ignored, the header, the data, the look at the end; log lines twice
 
 
+@pytest.mark.slow
 def test_c331_memory_is_bounded(static: tuple[str, Path, list[str]]) -> None:
     url, folder, _ = static
     tensors = {"w": torch.arange(24 << 20, dtype=torch.float32)}
@@ -513,6 +519,7 @@ def test_c331_memory_is_bounded(static: tuple[str, Path, list[str]]) -> None:
     assert torch.equal(found["w"], tensors["w"])
 
 
+@pytest.mark.slow
 def test_c331_shards_and_pull(static: tuple[str, Path, list[str]], tmp_path: Path) -> None:
     url, folder, _ = static
     sync.save(LARGE, folder / "model", max_shard_size="5MB")
@@ -535,6 +542,7 @@ def test_c331_a_file_that_is_replaced_is_found(static: tuple[str, Path, list[str
             checkpoint.read("w0")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("after", [1, 200_000, len(LARGE_DATA) - 5])
 def test_c331_a_connection_that_breaks_is_made_again(after: int) -> None:
     """Also in the middle of the data; and a shorter file is an error."""
@@ -638,6 +646,7 @@ def test_c341_a_slow_connection_is_no_stall(clock: Clock) -> None:
 # Fault 342: stores that refuse requests for the moment.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("number", [0, 1, 2], ids=["header", "data", "end"])
 def test_c342_retry_after_is_obeyed(number: int, status: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -746,6 +755,7 @@ def test_c342_a_cancel_ends_the_pause(clock: Clock) -> None:
 # Fault 343: errors of S3, and credentials of pods.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("status", [301, 307])
 @pytest.mark.parametrize("by", ["header", "region", "endpoint"])
 @pytest.mark.parametrize("call", ["file", "directory", "save"])
@@ -825,6 +835,7 @@ def pods(by: str, service: str, tmp_path: Path) -> dict[str, str]:
     return {"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{service}/creds", **token}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tls", [False, True], ids=["http", "private authority"])
 @pytest.mark.parametrize("by", ["sts", "token", "file", "plain"])
 def test_c343_credentials_of_pods(by: str, tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -848,6 +859,7 @@ def test_c343_credentials_of_pods(by: str, tls: bool, tmp_path: Path, monkeypatc
         assert sent == ("" if by in ("sts", "plain") else "the-token")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("by", ["sts", "token", "file"])
 @pytest.mark.parametrize("how", ["denied", "junk", "no server", "file is gone"])
 def test_c343_credentials_of_pods_that_fail_are_named(
@@ -939,6 +951,7 @@ def test_c345_a_listing_that_is_empty_is_no_page(monkeypatch: pytest.MonkeyPatch
             sync.load("s3://bucket/m")
 
 
+@pytest.mark.slow
 def test_c345_the_hub_too(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub")
     with Server(lambda handler, k: send(handler, 200, PAGE, Content_Type="text/html")) as server:

@@ -143,6 +143,7 @@ def test_c302_each_class_of_a_tied_model_reads_it(tmp_path: Path, name: str, giv
     require_read(model, tmp_path, others)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", MODELS)
 def test_c302_what_transformers_saves_is_what_stio_saves(tmp_path: Path, name: str) -> None:
     model = MODELS[name][0]()
@@ -151,6 +152,7 @@ def test_c302_what_transformers_saves_is_what_stio_saves(tmp_path: Path, name: s
     assert saved_names(tmp_path / "ours") == saved_names(tmp_path / "theirs")
 
 
+@pytest.mark.matrix
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["llama", "t5", "encoder-decoder"])
 async def test_c302_a_saver_and_loads_of_all_names(tmp_path: Path, name: str) -> None:
@@ -227,7 +229,7 @@ def test_c302_both_forms_of_the_declaration(tmp_path: Path, keys: Any, saved: se
     require_equal(other.state_dict(), module.state_dict())
 
 
-@pytest.mark.costly("torch compiles")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_c302_a_compiled_model_and_one_in_data_parallel(tmp_path: Path) -> None:
     model = llama()
@@ -261,6 +263,7 @@ def test_c302_a_checkpoint_that_holds_the_other_name_loads(tmp_path: Path) -> No
     assert saved_names(tmp_path) == set(model.state_dict()) - {"lm_head.weight"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [None, "BF16"])
 def test_c302_convert_keeps_the_first_name_of_a_dict_and_the_name_of_a_module(tmp_path: Path, dtype: Any) -> None:
     model = llama()
@@ -277,6 +280,7 @@ def test_c302_convert_keeps_the_first_name_of_a_dict_and_the_name_of_a_module(tm
     assert saved_names(tmp_path / "module") == {"apple.weight"}
 
 
+@pytest.mark.slow
 def test_c302_the_callback_of_the_trainer(tmp_path: Path) -> None:
     model = llama()
     trainer = make_trainer(tmp_path, [StioCallback()], model, save_steps=10)

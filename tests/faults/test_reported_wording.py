@@ -157,6 +157,7 @@ def _prefetch(path: Path, size: Any) -> object:
         return loader.take("bias")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("size", ["1GB", "512MiB", " 64 mb ", "1000000", 1 << 20])
 @pytest.mark.parametrize("entry", [one for one in SIZES if not one.startswith("distributed")])
 def test_c330_a_size_is_a_number_or_text(model: Path, entry: str, size: Any) -> None:

@@ -500,6 +500,7 @@ def require_ended(outcome: Outcome) -> None:
     assert outcome.ended, "it hangs"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", list(USER_CODE))
 def test_c221_no_user_code_is_called_under_a_lock(outcomes: dict[str, Outcome], name: str) -> None:
     require_ended(outcomes[name])

@@ -490,6 +490,7 @@ def hidden(directory: Path) -> list[str]:
     return leftovers(directory) + [path.name for path in directory.rglob(".fuse_hidden*")]
 
 
+@pytest.mark.matrix
 @pytest.mark.root
 @pytest.mark.parametrize("name", ["w.safetensors", "model"])
 @pytest.mark.parametrize("keywords", [{}, {"hash": "sha256"}], ids=["plain", "hashed"])
@@ -526,6 +527,7 @@ def test_c226_no_directory_stays_of_what_retention_deletes(disk: Path) -> None:
     assert sorted(path.name for path in disk.iterdir()) == ["step-2"]
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_c226_two_savers_that_clean_up_at_once(zygote: Zygote, disk: Path) -> None:
     """What a dead saver left, and perhaps one that lives, is old enough to go, and vanishes while this one removes it."""

@@ -164,6 +164,7 @@ def save_by_drop_in(number: int, directory: Path) -> list[Path]:
     return [directory / "w.safetensors"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("attribute", ATTRIBUTES)
 @pytest.mark.parametrize(
     "save", [save_one_file, save_directory, save_shards, save_index, save_manifest, save_by_drop_in]

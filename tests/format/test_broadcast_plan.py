@@ -76,6 +76,7 @@ def shared_rows(draw: st.DrawFn) -> list[SharedRows]:
     return found
 
 
+@pytest.mark.slow
 @given(shared_rows(), st.integers(1, 9), st.integers(1, 200))
 def test_chunks_cover_each_row_once(shared: list[SharedRows], num_ranks: int, chunk_bytes: int):
     chunks = cut_chunks(shared, num_ranks, chunk_bytes)

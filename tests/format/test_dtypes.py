@@ -36,6 +36,7 @@ def test_unknown_dtype(name: str) -> None:
         tensor_nbytes(name, (1,))
 
 
+@pytest.mark.slow
 @given(st.sampled_from(DTYPES), st.lists(st.integers(0, 2**20), max_size=4))
 def test_size_is_the_product(dtype: str, shape: list[int]) -> None:
     total = math.prod(shape) * BITS[dtype]

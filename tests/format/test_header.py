@@ -246,6 +246,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
 def test_verdict(case: Case) -> None:
@@ -267,6 +268,7 @@ def test_verdict(case: Case) -> None:
     assert accepted is (case.error is None or case.oracle == "stricter")
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
 def test_plain_path_agrees(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

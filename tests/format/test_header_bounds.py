@@ -44,7 +44,7 @@ def many(count: int, *, size: int = 4, prefix: str = "model.layers.mlp.experts.g
     return ('{"__metadata__":{"format":"pt"},' + ",".join(parts) + "}").encode()
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a72_a_million_zero_size_tensors_and_one() -> None:
     raw = many(1_000_001, size=0, prefix="t")
@@ -98,13 +98,14 @@ LONGEST_GAP = 0.025
 NUM_VALUES = count(300_000, 2_000_000)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_parsing_100_000_tensors_lets_other_threads_run() -> None:
     file = file_of(many(100_000), 400_000)
     assert _longest_gap(lambda: parse(file), LONGEST_GAP) < LONGEST_GAP
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_sorting_100_000_tensors_lets_other_threads_run() -> None:
     entries = json.loads(many(100_000))
@@ -116,7 +117,7 @@ def test_sorting_100_000_tensors_lets_other_threads_run() -> None:
     assert _longest_gap(lambda: parse(file), LONGEST_GAP) < LONGEST_GAP
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "raw",
@@ -146,9 +147,10 @@ def test_a73_long_headers(raw: bytes) -> None:
         assert header.names == ["a"]
         return header
 
-    # A dict is resized in one call: with two million keys 40 ms, more where its memory is slow to come. That is measured
-    # beside it; nothing else may take as long.
-    bound = 0.05 + (_longest_gap(_fill_a_dict) if b'"1":' in raw else 0)
+    # A dict is resized in one call, with two million keys in 40 ms, and text of 90 MB is copied in one call: more where
+    # memory is slow to come. That is measured beside it; nothing else may take as long.
+    in_one_call = _fill_a_dict if b'"1":' in raw else lambda: raw.decode()
+    bound = 0.05 + _longest_gap(in_one_call)
     assert _longest_gap(action, bound) < bound
     assert longest_seconds < 20
 
@@ -160,6 +162,7 @@ def _fill_a_dict() -> dict[str, str]:
     return filled
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["array", "deep", "rank", "escapes"])
 def test_hostile_text_is_bounded(kind: str) -> None:

@@ -101,6 +101,7 @@ def test_f4_counts_elements() -> None:
     assert safetensors.serialize({"x": spec}, None).startswith(header)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(names, names, max_size=6), st.randoms())
 def test_metadata_order_does_not_matter(metadata: dict[str, str], rng: random.Random) -> None:
     shuffled = list(metadata.items())
@@ -112,6 +113,7 @@ def test_metadata_order_does_not_matter(metadata: dict[str, str], rng: random.Ra
     assert list(json.loads(header[PREFIX_BYTES:])["__metadata__"]) == sorted(metadata)
 
 
+@pytest.mark.slow
 @given(tensor_lists, st.randoms())
 def test_order_of_tensors_does_not_matter(tensors: Tensors, rng: random.Random) -> None:
     shuffled = list(tensors)
@@ -119,6 +121,7 @@ def test_order_of_tensors_does_not_matter(tensors: Tensors, rng: random.Random) 
     assert build_header(shuffled) == build_header(tensors)
 
 
+@pytest.mark.slow
 @given(tensor_lists)
 def test_data_start_is_aligned(tensors: Tensors) -> None:
     assert len(build_header(tensors)[0]) % HEADER_ALIGNMENT == 0
@@ -129,6 +132,7 @@ def test_empty() -> None:
     assert build_header([], {})[0][PREFIX_BYTES:].rstrip() == b'{"__metadata__":{}}'
 
 
+@pytest.mark.matrix
 @pytest.mark.costly("large numbers are what it is about")
 @pytest.mark.parametrize(
     ("tensors", "metadata", "error"),
@@ -157,7 +161,7 @@ def test_refusals(tensors: Tensors, metadata: dict[str, str] | None, error: type
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 def test_longest_header() -> None:
     overhead = len('{"__metadata__":{"k":""}}')
     header, _ = build_header([], {"k": "v" * (100_000_000 - overhead)})
@@ -166,7 +170,7 @@ def test_longest_header() -> None:
         build_header([], {"k": "v" * (100_000_001 - overhead)})
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_100_000_tensors() -> None:
     tensors: Tensors = [(f"layer.{k}.weight", ("BF16", "F32")[k % 2], (2, k % 5)) for k in range(100_000)]

@@ -242,7 +242,7 @@ def test_b85_wrong_total_size(claimed: object) -> None:
     assert "total_size" in warning
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_100_000_tensors() -> None:
     shards = [f"model-{k:05d}-of-00010.safetensors" for k in range(10)]

@@ -150,6 +150,7 @@ MALFORMED = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", MALFORMED)
 def test_malformed(case):
     with pytest.raises(FormatError) as caught:
@@ -187,7 +188,7 @@ def test_any_changed_byte_is_refused_or_read():
             pass
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 def test_a_large_one():
     files = {f"model-{k:05}.safetensors": [f"{k:064x}"] for k in range(20_000)}
     assert parsed(build_manifest(manifest(**files))) == manifest(**files)
@@ -231,6 +232,7 @@ def test_a_missing_package_is_named():
     assert done.stdout == "the hash xxh3 comes from the package xxhash: pip install 'stio-torch[hash]'\n"
 
 
+@pytest.mark.slow
 def test_no_torch():
     code = "import sys, stio.loading.integrity; print(sorted({'torch', 'numpy', 'xxhash'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

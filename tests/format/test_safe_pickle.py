@@ -30,6 +30,7 @@ def loads(data: bytes) -> Any:
     return PlainPickles().loads(data)
 
 
+@pytest.mark.slow
 @settings(max_examples=count(60, 200), deadline=None)
 @given(value=VALUES, protocol=st.sampled_from([4, 5]))
 def test_reads_what_pickle_wrote(value: object, protocol: int) -> None:
@@ -138,7 +139,7 @@ def test_bombs_are_refused_before_they_go_off() -> None:
         loads(b"\x80\x02}" + body + b"Ns.")
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 def test_depth() -> None:
     nested: Any = 0
     for _ in range(MAX_DEPTH):

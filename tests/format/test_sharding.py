@@ -52,6 +52,7 @@ def test_sizes_of_another_type(size: object) -> None:
         parse_size(size)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @given(st.floats(0.001, 1e6), st.sampled_from(["KB", "MB", "GB", "TB"]), st.sampled_from([str.upper, str.lower]))
 def test_sizes_are_the_hubs(number: float, unit: str, case: object) -> None:
     base = pytest.importorskip("huggingface_hub.serialization._base")
@@ -102,6 +103,7 @@ def test_splits_are_the_hubs(tensors: list[tuple[int, int | None]], maximum: int
 text = st.text(st.characters(blacklist_categories=["Cs"]), max_size=8)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(text, text, max_size=6), st.integers(0, 2**70), st.dictionaries(text, text, max_size=4))
 def test_index_is_what_json_writes(weight_map: dict[str, str], total: int, metadata: dict[str, str]) -> None:
     metadata.pop("total_size", None)
@@ -109,6 +111,7 @@ def test_index_is_what_json_writes(weight_map: dict[str, str], total: int, metad
     assert build_index(weight_map, total, metadata) == json.dumps(document, indent=2).encode()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_index_of_100_000_tensors() -> None:
     weight_map = {f"layer.{k}.é": f"model-{k // 30_000 + 1:05d}-of-00004.safetensors" for k in range(100_000)}

@@ -103,6 +103,7 @@ def test_overlaps_hang_together() -> None:
     assert list(overlap_groups([(0, 4, "a"), (4, 8, "b"), (2**63, 2**63 + 1, "c")])) == [["a"], ["b"], ["c"]]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 8)), max_size=12))
 def test_groups_are_those_of_a_plain_search(pairs: list[tuple[int, int]]) -> None:
     spans = [(begin, begin + nbytes, str(k)) for k, (begin, nbytes) in enumerate(pairs)]
@@ -148,6 +149,7 @@ def test_many_aliases_are_counted() -> None:
         parse_aliases(text, path="f", max_aliases=29_999)
 
 
+@pytest.mark.slow
 def test_no_call_decodes_much_more_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call of a decoder holds the interpreter's lock, and an author can write any number of aliases."""
     sizes = []

@@ -94,7 +94,7 @@ def indexed(draw: st.DrawFn) -> tuple[Any, tuple[int, ...]]:
     return (items[0] if len(items) == 1 and draw(st.booleans()) else tuple(items)), shape
 
 
-@pytest.mark.costly("random cases")
+@pytest.mark.slow
 @settings(max_examples=count(375, 1500), deadline=None)
 @given(indexed())
 def test_equal_to_numpy_and_torch(case: tuple[Any, tuple[int, ...]]) -> None:
@@ -185,6 +185,7 @@ def with_arrays(draw: st.DrawFn) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     return tuple(items), shape
 
 
+@pytest.mark.slow
 @settings(max_examples=count(125, 500), deadline=None)
 @given(with_arrays())
 def test_index_arrays_of_any_dimensions(case: tuple[tuple[Any, ...], tuple[int, ...]]) -> None:
@@ -243,6 +244,7 @@ def test_refusals(index: Any) -> None:
 # Whole rows instead of many chunks.
 
 
+@pytest.mark.slow
 @settings(max_examples=count(125, 500), deadline=None)
 @given(indexed(), st.sampled_from([4, 40, 400, 1 << 30]), st.sampled_from([0, 64, 4096, 1 << 30]))
 def test_whole_rows_give_the_same(case: tuple[Any, tuple[int, ...]], gap_bytes: int, image_bytes: int) -> None:
@@ -314,7 +316,7 @@ def joined(array: Any, items: list[Any]) -> Any:
     return array[tuple(rest)]
 
 
-@pytest.mark.costly("random cases")
+@pytest.mark.slow
 @settings(max_examples=count(125, 500), deadline=None)
 @given(with_intervals(), st.sampled_from([0, 16, 1 << 30]))
 def test_intervals(case: tuple[list[Any], tuple[int, ...]], gap_bytes: int) -> None:

@@ -65,6 +65,7 @@ KEYS = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=count(100, 400), deadline=None)
 @given(st.lists(KEYS, min_size=2, max_size=12))
 def test_keys_of_one_mapping_have_labels_of_their_own(keys):
@@ -78,7 +79,7 @@ def test_keys_of_one_mapping_have_labels_of_their_own(keys):
         build_header([(label, "U8", (0,))])  # a name that can be written
 
 
-@pytest.mark.costly("random cases")
+@pytest.mark.slow
 @settings(max_examples=count(100, 400), deadline=None)
 @given(st.lists(st.lists(KEYS, min_size=1, max_size=3), min_size=2, max_size=8))
 def test_paths_have_names_of_their_own(paths):

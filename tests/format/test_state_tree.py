@@ -148,6 +148,7 @@ def test_any_state_comes_back(value):
     assert shape(load(nodes_of(value))) == shape(value)
 
 
+@pytest.mark.slow
 def test_many_nodes_on_many_lines():
     value = {k: [float(k), str(k), (k,)] for k in range(20_000)}
     raw = encode_tree(nodes_of(value))
@@ -287,6 +288,7 @@ MALFORMED = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_text_is_refused(name):
     with pytest.raises(FormatError, match="state") as caught:
@@ -345,6 +347,7 @@ def test_a_long_line_holds_one_node_so_that_no_call_makes_millions():
         parse(text('["list",1]', line))
 
 
+@pytest.mark.slow
 def test_ten_million_nodes_are_refused_while_they_are_read():
     many = b",".join([b'["list",0]'] * 10_000)
     raw = text('["list",10000000]', *[many] * 1000)
@@ -372,6 +375,7 @@ def test_parsing_can_be_ended():
         parse_tree(encode_tree(nodes_of([1] * 10_000)), path="x", limits=Limits(), foreign=foreign, check=check)
 
 
+@pytest.mark.slow
 def test_keys_that_collide_are_refused():
     """Hashes of integers and tuples are known to all; made to be equal they cost as much as there are, each."""
 

@@ -72,6 +72,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "5KB"}], ids=str)
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_save_model(compare: Compare, options: dict[str, Any], is_tied: bool) -> None:
@@ -81,6 +82,7 @@ def test_save_model(compare: Compare, options: dict[str, Any], is_tied: bool) ->
     compare(action, loads=False, saves=True)
 
 
+@pytest.mark.matrix
 def test_save_model_that_is_offloaded(compare: Compare, checkpoint: Path, tmp_path: Path) -> None:
     def action(folder: Path) -> None:
         module = accelerate.load_checkpoint_and_dispatch(empty(), checkpoint, PLACES, offload_folder=tmp_path / "disk")
@@ -89,6 +91,7 @@ def test_save_model_that_is_offloaded(compare: Compare, checkpoint: Path, tmp_pa
     compare(action, saves=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "options",
     [{}, {"device_map": {"": "cpu"}}, {"dtype": torch.bfloat16}, {"device_map": {"": "cpu"}, "dtype": torch.float16}],
@@ -103,6 +106,7 @@ def test_load_checkpoint_in_model(compare: Compare, checkpoint: Path, options: d
     compare(action)
 
 
+@pytest.mark.matrix
 def test_load_checkpoint_in_model_strictly(compare: Compare, checkpoint: Path) -> None:
     def action(folder: Path) -> Any:
         module = nn.ModuleDict({"blocks": network(seed=2).blocks})
@@ -130,6 +134,7 @@ def test_load_checkpoint_and_dispatch(
     compare(action)
 
 
+@pytest.mark.matrix
 def test_offload_reads_the_checkpoint_itself(compare: Compare, checkpoint: Path) -> None:
     """With an index that names safetensors' files, weights are read when a layer runs."""
 
@@ -147,6 +152,7 @@ def test_offload_reads_the_checkpoint_itself(compare: Compare, checkpoint: Path)
     compare(action)
 
 
+@pytest.mark.matrix
 def test_cpu_and_disk_offload(compare: Compare, checkpoint: Path) -> None:
     def action(folder: Path) -> Any:
         weights = {}
@@ -162,6 +168,7 @@ def test_cpu_and_disk_offload(compare: Compare, checkpoint: Path) -> None:
     compare(action)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}, PLACES], ids=["none", "cpu", "places"])
 def test_load_state_dict(compare: Compare, checkpoint: Path, device_map: dict[str, str] | None) -> None:
     def action(folder: Path) -> Any:
@@ -173,6 +180,7 @@ def test_load_state_dict(compare: Compare, checkpoint: Path, device_map: dict[st
     compare(action)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_state_of_training(compare: Compare, is_tied: bool) -> None:
     """`save_state` and `load_state`: weights by safetensors, with what torch saves beside them."""

@@ -58,6 +58,7 @@ def shards(tmp_path: Path) -> Path:
 # Saves.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}, {"variant": "fp16"}], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_save_pretrained(compare: Compare, options: dict[str, Any], tied: bool) -> None:
@@ -67,6 +68,7 @@ def test_save_pretrained(compare: Compare, options: dict[str, Any], tied: bool) 
     compare(action, loads=False, saves=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_save_pretrained_of_a_dtype(compare: Compare, dtype: torch.dtype) -> None:
     compare(lambda folder: model().to(dtype).save_pretrained(folder), loads=False, saves=True)
@@ -146,6 +148,7 @@ def test_sizes_that_differ_are_refused_with_the_same_error(compare: Compare, sou
     compare(action)
 
 
+@pytest.mark.slow
 def test_a_state_dict_of_the_caller_is_saved_and_loaded(compare: Compare) -> None:
     def action(folder: Path) -> Any:
         module = model()
@@ -156,6 +159,7 @@ def test_a_state_dict_of_the_caller_is_saved_and_loaded(compare: Compare) -> Non
     compare(action, saves=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["source", "shards"])
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 def test_weights_offloaded_to_disk(compare: Compare, request: pytest.FixtureRequest, kind: str) -> None:
@@ -174,6 +178,7 @@ def test_weights_offloaded_to_disk(compare: Compare, request: pytest.FixtureRequ
     compare(action, saves=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_offloaded", [False, True])
 def test_weights_that_are_converted_on_loading(compare: Compare, tmp_path: Path, is_offloaded: bool) -> None:
     """A mixture of experts: the file has a tensor for each expert, the module one for all."""
@@ -197,6 +202,7 @@ def test_weights_that_are_converted_on_loading(compare: Compare, tmp_path: Path,
 # Quantised.
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_float8_blocks_is_dequantised(compare: Compare, tmp_path: Path) -> None:
     """The layout of fine-grained FP8, of which transformers makes BF16 where there is no GPU."""
     pytest.importorskip("accelerate")
@@ -292,6 +298,7 @@ def test_adapters_of_a_model(compare: Compare, source: Path) -> None:
     compare(action, saves=True)
 
 
+@pytest.mark.slow
 def test_trainer_saves_and_resumes(compare: Compare, source: Path) -> None:
     pytest.importorskip("accelerate")
 

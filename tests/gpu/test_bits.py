@@ -30,6 +30,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     torch._dynamo.reset()
 
 
+@pytest.mark.matrix
 @pytest.mark.costly("all bit patterns, and torch.compile")
 @gpu
 @pytest.mark.parametrize("name", NAMES)
@@ -38,6 +39,7 @@ def test_c301_no_path_changes_a_bit_on_a_device(name: str, fast_path: Path, devi
         bit_paths.run(name, bit_paths.Case(fast_path, str(device), stack))
 
 
+@pytest.mark.matrix
 @gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_c301_no_path_changes_a_bit_of_a_dtype_alone(name: str, fast_path: Path, device: torch.device) -> None:

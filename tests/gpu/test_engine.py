@@ -101,6 +101,7 @@ def test_files_are_moved_by_the_engine(
 # The ring.
 
 
+@pytest.mark.slow
 def test_loads_share_a_ring_and_give_it_back_when_it_is_idle(
     device: torch.device, path: Path, tensors: Tensors
 ) -> None:
@@ -138,7 +139,7 @@ def test_a_ring_in_use_is_not_given_back(device: torch.device, path: Path, tenso
         native.set_idle(10)
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 def test_loads_at_once_on_their_own_streams(device: torch.device, path: Path, tensors: Tensors) -> None:
     """Each drops what the others take over, while copies are slow."""
     module, barrier = module_of(device), threading.Barrier(4)
@@ -161,6 +162,7 @@ def test_loads_at_once_on_their_own_streams(device: torch.device, path: Path, te
             require_equal(one, tensors)
 
 
+@pytest.mark.slow
 def test_refused_pinning_is_told_once_and_tried_again_by_the_next_ring(
     device: torch.device, path: Path, tensors: Tensors, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,6 +231,7 @@ def test_copies_before_a_refused_one_have_ended(device: torch.device, path: Path
     assert event.query()
 
 
+@pytest.mark.slow
 def test_a_file_that_is_cut_while_copies_are_slow(
     device: torch.device, path: Path, tensors: Tensors, tmp_path: Path
 ) -> None:
@@ -256,6 +259,7 @@ def simdevice_is_idle(device: torch.device) -> bool:
     return eventually(event.query, 0.015)  # of the mark itself; a copy takes 40 ms
 
 
+@pytest.mark.matrix
 @pytest.mark.anyio
 @pytest.mark.parametrize("num_copies", [0, 1, 4, 12])
 async def test_a_cancel_while_copies_are_slow(
@@ -277,6 +281,7 @@ async def test_a_cancel_while_copies_are_slow(
 # Devices.
 
 
+@pytest.mark.slow
 @needs_two_devices
 def test_several_devices(device: torch.device, path: Path, tensors: Tensors) -> None:
     """In one load, and by loads at once; each device has its own ring and stream."""
@@ -335,7 +340,7 @@ def _dedent(code: str) -> str:
     return "\n".join(line[indent:] for line in lines) + "\n"
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 def test_the_caller_s_current_device_stays(torch_zygote: Zygote, device: torch.device, path: Path) -> None:
     """The engine's threads make contexts current, the caller's never do; a load to one device makes no other's."""
     code = """
@@ -354,7 +359,7 @@ def test_the_caller_s_current_device_stays(torch_zygote: Zygote, device: torch.d
     run_on_the_device(torch_zygote, code, path)
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before a load", "during a load"])
 def test_a_forked_child(torch_zygote: Zygote, device: torch.device, path: Path, moment: str) -> None:
     """It loads to the CPU by threads of its own, and is refused the device; its parent goes on."""
@@ -393,7 +398,7 @@ def test_a_forked_child(torch_zygote: Zygote, device: torch.device, path: Path, 
     run_on_the_device(torch_zygote, code, path)
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "how"), [("load", "returns"), ("load", "sys.exit"), ("stream", "returns")])
 def test_an_exit_during_a_load(torch_zygote: Zygote, device: torch.device, path: Path, call: str, how: str) -> None:
     """The process ends, soon and without a crash, though a daemon thread waits for slow copies."""

@@ -134,6 +134,7 @@ def test_fault_2_no_save_copies_on_the_stream_of_loads(device: torch.device) -> 
         promise(not event.query())  # or it waited for a load's copies
 
 
+@pytest.mark.matrix
 @gpu
 @pytest.mark.parametrize("first", ["a load", "a save"])
 def test_fault_2_whichever_stream_is_made_first(torch_zygote: Zygote, device: torch.device, first: str) -> None:

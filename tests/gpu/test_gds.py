@@ -32,6 +32,7 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "resident_fraction", lambda file: 0.0)
 
 
+@pytest.mark.matrix
 @gpu
 @on_device
 @pytest.mark.parametrize("budget_bytes", [2 << 20, 64 << 20])

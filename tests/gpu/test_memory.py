@@ -29,6 +29,7 @@ MIB = 1 << 20
 on_places = pytest.mark.parametrize("place", PLACES, indirect=True)
 
 
+@pytest.mark.matrix
 @on_places
 @pytest.mark.parametrize("budget_bytes", [4 * MIB, 512 * MIB])
 def test_after_a_load(place: Place, checkpoint: Path, tensors: Tensors, budget_bytes: int) -> None:
@@ -110,6 +111,7 @@ async def test_consumers_of_one_stream_hold_one_group_together() -> None:
     assert place.used_bytes() == before - 2 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @on_places
 async def test_after_a_cancel(place: Place, checkpoint: Path) -> None:
@@ -131,6 +133,7 @@ async def test_after_a_cancel(place: Place, checkpoint: Path) -> None:
         place.require_freed()
 
 
+@pytest.mark.matrix
 @on_places
 def test_after_a_file_that_was_cut(place: Place, checkpoint: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(checkpoint, tmp_path / "model")
@@ -142,6 +145,7 @@ def test_after_a_file_that_was_cut(place: Place, checkpoint: Path, tmp_path: Pat
     place.require_freed()
 
 
+@pytest.mark.matrix
 @on_places
 @pytest.mark.parametrize("number", [5, 7, 10, 14])
 def test_after_a_read_that_failed(place: Place, checkpoint: Path, number: int) -> None:
@@ -170,6 +174,7 @@ def little(request: pytest.FixtureRequest) -> Any:
         module.set_per_process_memory_fraction(1.0, place.device)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("little", PLACES, indirect=True)
 @pytest.mark.parametrize("call", ["load", "stream", "cast"])
 def test_c96_after_the_memory_was_out(little: Place, checkpoint: Path, call: str) -> None:
@@ -194,6 +199,7 @@ def test_c96_after_the_memory_was_out(little: Place, checkpoint: Path, call: str
 # Only a real one has these.
 
 
+@pytest.mark.slow
 @gpu
 def test_a_load_takes_over_the_memory_of_the_one_before(checkpoint: Path) -> None:
     """torch keeps freed memory for the stream that it was allocated under: it must be the same one for all loads."""

@@ -151,6 +151,7 @@ def saved_at(path: Path) -> Tensors:
 # What is delivered.
 
 
+@pytest.mark.matrix
 @gpu
 @sources
 @pytest.mark.parametrize("call", ["load", "stream", "into a module", "warm start"])
@@ -228,6 +229,7 @@ def test_copies_are_behind_the_allocation_itself(
         require_equal(found, tensors)
 
 
+@pytest.mark.matrix
 @gpu
 @simulated
 @sources
@@ -256,6 +258,7 @@ def test_a_tensor_is_delivered_behind_the_last_of_its_copies(
     require_equal(seen, tensors)
 
 
+@pytest.mark.matrix
 @gpu
 @sources
 @pytest.mark.parametrize("call", ["load", "load of an open one", "stream", "read", "into a module"])
@@ -295,6 +298,7 @@ def test_memory_is_of_the_stream_that_is_current_in_the_caller_s_thread(
         require_equal({"weight": found}, second)
 
 
+@pytest.mark.matrix
 @gpu
 @pytest.mark.parametrize("own_stream", [False, True], ids=["usual stream", "own stream"])
 @pytest.mark.parametrize("kind", ["large", "small"])
@@ -336,6 +340,7 @@ def test_dropped_memory_of_a_module_stays_until_its_reader_is_through(device: to
         require_equal(again, second)
 
 
+@pytest.mark.matrix
 @gpu
 @pytest.mark.parametrize("own_stream", [False, True], ids=["usual stream", "own stream"])
 @pytest.mark.parametrize("kind", ["parameter", "tied parameter", "buffer"])
@@ -465,6 +470,7 @@ def more_than_all_slots() -> Tensors:
     }
 
 
+@pytest.mark.matrix
 @gpu
 @sources
 @pytest.mark.parametrize("budget_bytes", [MIB, 256 * MIB])
@@ -477,6 +483,7 @@ def test_a_slot_is_filled_again_behind_its_copies(
     require_equal(stio.sync.load(given, device=device, budget_bytes=budget_bytes), tensors)
 
 
+@pytest.mark.slow
 @gpu
 @simulated
 @pytest.mark.parametrize("budget_bytes", [4 * MIB, 256 * MIB])

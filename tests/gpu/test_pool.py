@@ -69,6 +69,7 @@ def make() -> nn.Module:
     return module
 
 
+@pytest.mark.matrix
 @gpu
 @pytest.mark.parametrize("host_bytes", [0, RING_BYTES + 64 * MIB])
 def test_right_weights_and_a_bound_that_the_device_counts(files: list[Path], real: Place, host_bytes: int) -> None:
@@ -106,6 +107,7 @@ def test_an_eviction_frees_the_memory_of_the_device(files: list[Path], real: Pla
     assert real.used_bytes() == before
 
 
+@pytest.mark.matrix
 @gpu
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_memory_is_reused_behind_the_work_that_a_block_has_queued(
@@ -153,6 +155,7 @@ def test_a_load_does_not_wait_for_the_work_of_other_models(files: list[Path], re
         assert float(tensors["w"][0, 0]) == 0.0
 
 
+@pytest.mark.matrix
 @gpu
 @pytest.mark.parametrize("kind", ["dictionary", "module"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -50,6 +50,7 @@ def weights_path(tmp_path_factory: pytest.TempPathFactory, weights: dict[str, to
     return write_checkpoint(tmp_path_factory.mktemp("refresh"), weights, 2)
 
 
+@pytest.mark.matrix
 @gpu
 @own_streams
 def test_addresses_stay_and_values_change_in_the_order_of_the_stream(

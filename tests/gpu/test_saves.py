@@ -66,8 +66,7 @@ def test_layouts(device: torch.device, tmp_path: Path) -> None:
     require_saved(tmp_path / "m.safetensors", plain)
 
 
-@pytest.mark.costly("threads of the simulated streams")
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("budget_bytes", [None, 8 * MIB])
 def test_a_training_step_changes_them_at_once(
     device: torch.device, training: None, tmp_path: Path, budget_bytes: int | None
@@ -90,6 +89,7 @@ def test_a_training_step_changes_them_at_once(
         assert {float(value) for tensor in found.values() for value in tensor.unique()} == {float(step)}
 
 
+@pytest.mark.matrix
 def test_tensors_that_are_dropped_at_once(device: torch.device, training: None, tmp_path: Path) -> None:
     """Their memory may be written to again as soon as the save has returned."""
     with stio.sync.Saver() as saver:

@@ -43,7 +43,7 @@ def consumed(place: Place, checkpoint: Path, budget_bytes: int) -> Tensors:
     return seen
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @on_places
 @pytest.mark.parametrize("own_stream", [False, True])
 @pytest.mark.parametrize("budget_bytes", [2 * MIB, 16 * MIB])
@@ -64,7 +64,7 @@ def test_tensors_that_are_dropped_at_once(
         require_equal(seen, tensors)
 
 
-@pytest.mark.costly("threads of several loads, and of the simulated streams")
+@pytest.mark.slow
 @on_places
 def test_several_loads_at_once(place: Place, checkpoint: Path, tensors: Tensors) -> None:
     """In threads, each on a stream of its own, over memory that the others drop."""
@@ -93,8 +93,7 @@ def test_several_loads_at_once(place: Place, checkpoint: Path, tensors: Tensors)
             require_equal(seen, tensors)
 
 
-@pytest.mark.costly("threads of the simulated streams")
-@pytest.mark.matrix
+@pytest.mark.slow
 @on_places
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_casts_that_are_dropped_at_once(place: Place, checkpoint: Path, tensors: Tensors, dtype: torch.dtype) -> None:
@@ -113,6 +112,7 @@ def test_casts_that_are_dropped_at_once(place: Place, checkpoint: Path, tensors:
         require_equal(seen, expected)
 
 
+@pytest.mark.matrix
 @gpu
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_work_that_is_queued_behind_a_load_is_not_waited_for(
@@ -216,7 +216,7 @@ for call in (load, load_with_a_cache, save, start_warm):
 """
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 @gpu
 @needs_two_devices
 def test_the_default_device_stays_without_a_context(torch_zygote: Zygote, checkpoint: Path, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def use(request: pytest.FixtureRequest, device: torch.device, tensors: Tensors, 
     return load
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("released")
 def test_it_ends_well(use: Use, tensors: Tensors) -> None:
     with simdevice.delayed(DELAY_SECONDS):
@@ -201,7 +202,7 @@ def test_blocks_of_a_save_are_filled_while_others_are_pinned(
     assert num_pinned > 3
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 @pytest.mark.usefixtures("released")
 def test_a_stager_s_copies_stay_within_pinned_pieces(device: torch.device) -> None:
     """A tensor larger than a piece has several pieces, and a driver refuses copies over the end of one."""

@@ -104,6 +104,7 @@ def test_slices(place: Place, tmp_path: Path, index: Any, dtype: torch.dtype) ->
     assert bits_of(part) == bits_of(expected)
 
 
+@pytest.mark.matrix
 @on_places
 def test_ranks_of_tensor_parallelism_read_and_move_their_own_bytes(place: Place, tmp_path: Path) -> None:
     tensors = {f"w{k}": ramp(256, 8192, start=k) for k in range(4)}
@@ -120,6 +121,7 @@ def test_ranks_of_tensor_parallelism_read_and_move_their_own_bytes(place: Place,
     require_equal(columns, {name: tensor[:, :2048].clone() for name, tensor in tensors.items()})
 
 
+@pytest.mark.matrix
 @on_places
 @pytest.mark.parametrize("ask", ["mapping", "callable"])
 def test_a_part_stays_on_the_cpu(place: Place, checkpoint: Path, tensors: Tensors, ask: str) -> None:
@@ -135,6 +137,7 @@ def test_a_part_stays_on_the_cpu(place: Place, checkpoint: Path, tensors: Tensor
     place.require_freed()
 
 
+@pytest.mark.matrix
 @pytest.mark.anyio
 @on_places
 async def test_what_is_promoted_comes_early(place: Place, checkpoint: Path, tensors: Tensors) -> None:
@@ -199,6 +202,7 @@ def test_load_into_a_module_with_a_load_hook(place: Place, tmp_path: Path, assig
 # Files from a cache.
 
 
+@pytest.mark.slow
 @on_places
 def test_a_cache(place: Place, checkpoint: Path, tensors: Tensors, tmp_path: Path) -> None:
     """Twice out of host memory, after an eviction, and when a file has changed."""

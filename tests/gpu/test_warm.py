@@ -96,6 +96,7 @@ def test_a_forward_at_once(place: Place, tmp_path: Path, make: Callable[[], nn.M
     assert all(parameter.device == place.torch_device for parameter in module.parameters())
 
 
+@pytest.mark.matrix
 @on_places
 @own_streams
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
@@ -141,6 +142,7 @@ def test_several_threads_on_their_own_streams(place: Place, tmp_path: Path) -> N
         require_close(running.outcome(), ran(real, x.cpu()))
 
 
+@pytest.mark.matrix
 @on_places
 def test_a_load_that_fails(place: Place, tmp_path: Path) -> None:
     """The forward fails and says why; the device has its memory back."""

@@ -36,14 +36,14 @@ def importers(package: str) -> set[str]:
     }
 
 
-@pytest.mark.costly("imports of torch or of a framework in processes of its own")
+@pytest.mark.slow
 @pytest.mark.parametrize("package", OWNERS)
 def test_one_module_imports_a_framework(package: str) -> None:
     assert importers(package) == {OWNERS[package]}
     assert importers(f"stio.integrations.{package}") == set()
 
 
-@pytest.mark.costly("imports of torch or of a framework in processes of its own")
+@pytest.mark.slow
 @pytest.mark.parametrize("package", OWNERS)
 def test_a_missing_framework_is_named_with_its_extra(package: str, torch_zygote: Any) -> None:
     done = run_python(

@@ -126,6 +126,7 @@ def test_a_directory_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "stays: it is a directory" in caplog.text
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_resumed_training_ends_with_the_same_weights(tmp_path: Path, asynchronous: bool) -> None:
     undisturbed = Small()
@@ -187,7 +188,7 @@ def require_same(found: Any, expected: Any, path: str = "") -> None:
         assert found == expected, path
 
 
-@pytest.mark.costly("processes that are killed")
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path, trainer_zygote: Zygote) -> None:
     """With dropout and a shuffled loader, so that each random generator must be restored."""
     done = run_kills(trainer_zygote, "lightning_case", tmp_path, "--steps", 4, 8, 15)
@@ -229,6 +230,7 @@ def test_a_dict_that_is_no_checkpoint_is_durable_at_once(tmp_path: Path, held: t
     assert names_in(tmp_path) == ["a.ckpt"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fn", ["validate", "predict", "load_from_checkpoint"])
 def test_c242_only_a_training_gets_the_random_generators(tmp_path: Path, fn: str) -> None:
     module = Validated()
@@ -398,6 +400,7 @@ def test_load_from_checkpoint(tmp_path: Path) -> None:
         Small.load_from_checkpoint(tmp_path / "a.ckpt", map_location={"cuda:0": "cpu"})
 
 
+@pytest.mark.slow
 def test_validate_takes_the_best(tmp_path: Path) -> None:
     module = Validated()
     saving = checkpoints(tmp_path / "c", monitor="val", save_top_k=1, save_last=True)

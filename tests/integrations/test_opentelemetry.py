@@ -197,6 +197,7 @@ def test_max_spans_must_be_positive(max_spans: int) -> None:
         export_trace(stio.Trace(), max_spans=max_spans)
 
 
+@pytest.mark.slow
 def test_without_an_sdk_nothing_is_made_and_nothing_fails(directory: Path, torch_zygote: Any) -> None:
     found = run_python(
         """

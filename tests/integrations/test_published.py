@@ -129,6 +129,7 @@ def test_a_release_as_recorded(tmp_path: Path, files: dict[str, str]) -> None:
     assert check(tmp_path / "wheel.whl") == []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("files", "old", "new"), MOVED, ids=[f"{old} -> {new}" for _, old, new in MOVED])
 def test_a_release_that_moved(tmp_path: Path, files: dict[str, str], old: str, new: str) -> None:
     assert sum(text.count(old) for text in files.values()) >= 1
@@ -174,6 +175,7 @@ def test_the_stand_in_is_as_recorded() -> None:
     assert list(inspect.signature(package.get_model_loader).parameters) == ["load_config"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("names", "installs"), [(None, False), ("", False), ("other", False), ("stio", True), ("other, stio", True)]
 )

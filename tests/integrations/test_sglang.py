@@ -65,6 +65,7 @@ def safetensors_files(directory: Path) -> tuple[dict[str, torch.Tensor], list[Pa
     return tensors, sorted(directory.glob("*.safetensors"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("read", [mapped, whole, threaded])
 def test_each_rank_takes_its_part(plugin: None, tmp_path: Path, read: Callable[[list[Path]], Pairs], size: int) -> None:
@@ -80,6 +81,7 @@ def test_each_rank_takes_its_part(plugin: None, tmp_path: Path, read: Callable[[
             assert parameter.any()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("read", [mapped, whole, threaded])
 def test_a_file_that_is_cut_off(plugin: None, tmp_path: Path, read: Callable[[list[Path]], Pairs]) -> None:
     _, files = safetensors_files(tmp_path)
@@ -88,6 +90,7 @@ def test_a_file_that_is_cut_off(plugin: None, tmp_path: Path, read: Callable[[li
         list(read(files))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("read", [mapped, threaded])
 def test_a_load_that_ends_early_leaves_nothing(
     plugin: None, tmp_path: Path, read: Callable[[list[Path]], Pairs]

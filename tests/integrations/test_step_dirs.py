@@ -127,7 +127,7 @@ def test_a_failure_is_logged_and_raised(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 def test_a_script_that_ends_lets_it_be_published(tmp_path: Path, torch_zygote: Any) -> None:
     code = f"""
 from integrations.test_step_dirs import begin

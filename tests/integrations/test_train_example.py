@@ -24,7 +24,7 @@ def run_kills(zygote: Zygote, case: str, directory: Path, *arguments: object) ->
     return subprocess.run([*command, *map(str, arguments)], env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.costly("processes that are killed")
+@pytest.mark.slow
 @pytest.mark.timeout(120 + KILLS)
 def test_killed_at_every_step(tmp_path: Path, trainer_zygote: Zygote) -> None:
     steps = range(1, NUM_STEPS + 1, 1 if KILLS else 8)
@@ -44,13 +44,14 @@ def test_killed_at_every_step(tmp_path: Path, trainer_zygote: Zygote) -> None:
     assert "'kills in a save'" in done.stdout
 
 
-@pytest.mark.costly("trainings")
+@pytest.mark.slow
 def test_a_forgotten_generator_is_noticed(tmp_path: Path, trainer_zygote: Zygote) -> None:
     done = run_kills(trainer_zygote, "forgetful_case", tmp_path, "--steps", 20)
     assert done.returncode == 1, done.stderr
     assert "model.safetensors" in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path, trainer_zygote: Zygote) -> None:
     def train(*arguments: object) -> str:
         command = [trainer_zygote.python, REPOSITORY / "examples" / "train.py", tmp_path / "new" / "out", *arguments]

@@ -66,6 +66,7 @@ def recorded(directory: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "limit"),
     [("steps", None), ("steps", 2), ("steps", 1), ("epoch", 1), ("best", None), ("best", 1), ("best-epoch", None)],
@@ -85,6 +86,7 @@ def test_as_trainers_own(tmp_path: Path, strategy: str, limit: int | None) -> No
             assert torch.equal(theirs[key], ours[key]), (name, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["steps", "best"])
 def test_a_resumed_training_has_the_same_best(tmp_path: Path, strategy: str) -> None:
     arguments = {**STRATEGIES[strategy], "save_total_limit": 2}
@@ -101,6 +103,7 @@ def test_a_resumed_training_has_the_same_best(tmp_path: Path, strategy: str) -> 
     assert recorded(tmp_path / "stopped") == recorded(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_no_checkpoint_newer_than_the_best_replaces_it(tmp_path: Path) -> None:
     """At each step the best checkpoint so far is there, or is not durable yet."""
     missing: list[int] = []
@@ -134,6 +137,7 @@ def test_early_stopping(tmp_path: Path) -> None:
     assert type(trainer.control).__name__ == "TrainerControl"
 
 
+@pytest.mark.slow
 def test_an_evaluation_after_the_training_changes_nothing(tmp_path: Path) -> None:
     trainer = scored(tmp_path, [StioCallback()], **STRATEGIES["best"])
     trainer.train()
@@ -142,6 +146,7 @@ def test_an_evaluation_after_the_training_changes_nothing(tmp_path: Path) -> Non
     assert trainer.control.should_save
 
 
+@pytest.mark.slow
 def test_a_failed_save_is_raised_before_the_best_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def require_nothing_done(directory: Path, first: Trainer, again: Trainer, start:
     assert "get_batch_samples" not in vars(again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -54,6 +55,7 @@ def test_c243_resume_does_nothing(tmp_path: Path, arguments: dict[str, Any]) -> 
     require_nothing_done(tmp_path, first, again, lambda: StioCallback().resume(again))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 2}, BEST], ids=["steps", "some", "best"])
 def test_c243_train_does_nothing(tmp_path: Path, arguments: dict[str, Any]) -> None:
     first, again = (make_trainer(tmp_path, [StioCallback()], **arguments) for _ in range(2))
@@ -61,6 +63,7 @@ def test_c243_train_does_nothing(tmp_path: Path, arguments: dict[str, Any]) -> N
     require_nothing_done(tmp_path, first, again, lambda: again.train(resume_from_checkpoint=True))
 
 
+@pytest.mark.slow
 def test_trainers_own_further_step_is_not_saved(tmp_path: Path) -> None:
     make_trainer(tmp_path, [StioCallback()], max_steps=8).train()
     files = identities(tmp_path)

@@ -113,6 +113,7 @@ def test_every_save(tmp_path: Path, hub: FakeHub) -> None:
     assert hub.unsynced == set()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("strategy", "places"),
     [("checkpoint", ["last-checkpoint"] * 2), ("all_checkpoints", ["checkpoint-5", "checkpoint-10"])],
@@ -133,6 +134,7 @@ def test_checkpoints_too(tmp_path: Path, hub: FakeHub, strategy: str, places: li
     require_equal(again.model.state_dict(), sync.load(tmp_path / "out" / "checkpoint-10"))
 
 
+@pytest.mark.slow
 def test_at_the_end_only(tmp_path: Path, hub: FakeHub) -> None:
     trainer = pushing(tmp_path, [StioCallback()], "end")
     trainer.train()
@@ -145,6 +147,7 @@ def test_at_the_end_only(tmp_path: Path, hub: FakeHub) -> None:
     assert not [name for name in names if name.startswith((".", "checkpoint"))]
 
 
+@pytest.mark.slow
 def test_the_training_goes_on_while_a_checkpoint_is_pushed(tmp_path: Path, hub: FakeHub) -> None:
     """Later checkpoints are not pushed meanwhile, and the one that is pushed is not deleted."""
     hub.go_on.clear()
@@ -171,6 +174,7 @@ def test_the_training_goes_on_while_a_checkpoint_is_pushed(tmp_path: Path, hub: 
     assert [name for name in os.listdir(tmp_path / "out") if name.startswith("checkpoint")] == ["checkpoint-10"]
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_is_pushed_before_trainer_deletes_it(tmp_path: Path, hub: FakeHub) -> None:
     """At the end of a training with `save_total_limit=1` Trainer deletes all but the best one."""
     plain = hub.upload_folder
@@ -200,6 +204,7 @@ def test_the_last_checkpoint_is_pushed_before_trainer_deletes_it(tmp_path: Path,
     assert [name for name in os.listdir(tmp_path / "out") if name.startswith("checkpoint")] == ["checkpoint-5"]
 
 
+@pytest.mark.slow
 def test_a_failed_push_is_logged(tmp_path: Path, hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
     hub.error = OSError("no network")
     trainer = pushing(tmp_path, [StioCallback(keep_last=2)], "every_save")
@@ -209,6 +214,7 @@ def test_a_failed_push_is_logged(tmp_path: Path, hub: FakeHub, caplog: pytest.Lo
     assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-10", "checkpoint-8"]
 
 
+@pytest.mark.slow
 def test_a_failed_start_of_a_push_is_logged(
     tmp_path: Path, hub: FakeHub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

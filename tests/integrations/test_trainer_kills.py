@@ -12,7 +12,7 @@ from integrations.test_train_example import run_kills
 CASES = ["trainer_case", "ddp_case", "fsdp_case"]
 
 
-@pytest.mark.costly("trainings that are killed and go on")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES[:2], pytest.param(CASES[2], marks=pytest.mark.slow)])
 @pytest.mark.timeout(180)
 def test_killed(tmp_path: Path, trainer_zygote: Zygote, case: str) -> None:

@@ -57,6 +57,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return weights_of(trainer)
 
 
+@pytest.mark.slow
 def test_saving_does_not_change_the_training(tmp_path: Path, undisturbed: Weights) -> None:
     trainer = make_trainer(tmp_path, [StioCallback()])
     trainer.train()
@@ -64,6 +65,7 @@ def test_saving_does_not_change_the_training(tmp_path: Path, undisturbed: Weight
     assert names_in(tmp_path) == [f"checkpoint-{step}" for step in (10, 2, 4, 6, 8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step", [pytest.param(step, marks=[] if step % 4 == 1 else pytest.mark.slow) for step in range(1, NUM_STEPS + 1)]
 )
@@ -80,6 +82,7 @@ def test_a_resumed_training_ends_with_the_same_weights(tmp_path: Path, undisturb
     assert names_in(tmp_path) == [f"checkpoint-{NUM_STEPS}"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_that_is_none_keeps_all(tmp_path: Path, limit: int) -> None:
     """As Trainer's own rotation reads it."""
@@ -103,6 +106,7 @@ def test_methods_that_the_caller_has_replaced_are_kept(tmp_path: Path) -> None:
     assert trainer.get_batch_samples is counted
 
 
+@pytest.mark.slow
 def test_forgotten_generators_are_noticed(
     tmp_path: Path, undisturbed: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +120,7 @@ def test_forgotten_generators_are_noticed(
         require_equal(weights_of(again), undisturbed)
 
 
-@pytest.mark.costly("trainings")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -193,6 +197,7 @@ def test_a_checkpoint_is_what_from_pretrained_takes(tmp_path: Path) -> None:
     assert set(training) == {"at_epoch", "global_step", "optimizer", "random", "scaler", "scheduler"}
 
 
+@pytest.mark.slow
 def test_in_shards(tmp_path: Path, undisturbed: Weights) -> None:
     callback = StioCallback(max_shard_size=4096, hash="sha256")
     with pytest.raises(Stop):
@@ -221,6 +226,7 @@ def test_a_module_that_is_no_pretrained_model(tmp_path: Path) -> None:
     require_equal(sync.load(path), weights_of(trainer))
 
 
+@pytest.mark.slow
 def test_the_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, held: threading.Event) -> None:
     """The save of step 2 is held until step 4 has begun; nothing of it is to be seen till then."""
     seen: list[list[str]] = []
@@ -250,6 +256,7 @@ def test_a_snapshot_is_of_its_step(tmp_path: Path, held: threading.Event) -> Non
         require_equal(sync.load(tmp_path / f"checkpoint-{step}"), weights[step])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("by_resume", [True, False])
 def test_an_error_of_a_save_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_resume: bool) -> None:
     def fsync(fd: int) -> None:
@@ -301,6 +308,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keep", "arguments"), [(2, {}), (None, {"save_total_limit": 2}), (2, {"save_total_limit": 1})]
 )
@@ -316,6 +324,7 @@ def test_old_checkpoints_go_those_of_former_processes_too(
     assert names_in(tmp_path) == ["checkpoint-10", "checkpoint-8", "checkpoint-notes"]
 
 
+@pytest.mark.slow
 def test_checkpoints_of_trainers_own_stay_and_can_be_resumed_from(tmp_path: Path, undisturbed: Weights) -> None:
     with pytest.raises(Stop):
         make_trainer(tmp_path, [stop_at(6)]).train()
@@ -326,6 +335,7 @@ def test_checkpoints_of_trainers_own_stay_and_can_be_resumed_from(tmp_path: Path
     assert names_in(tmp_path) == ["checkpoint-10", "checkpoint-2", "checkpoint-4"]
 
 
+@pytest.mark.slow
 def test_without_the_optimizer(tmp_path: Path) -> None:
     for number, trainer in enumerate(
         [
@@ -349,6 +359,7 @@ def test_a_directory_of_its_own(tmp_path: Path, undisturbed: Weights) -> None:
     assert not (tmp_path / "out").exists() or names_in(tmp_path / "out") == []
 
 
+@pytest.mark.slow
 def test_a_training_state_that_is_not_found_is_an_error(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "there", [StioCallback()], save_steps=5)
     trainer.train()
@@ -364,6 +375,7 @@ def test_a_training_state_that_is_not_found_is_an_error(tmp_path: Path) -> None:
         make_trainer(tmp_path / "there", [StioCallback()]).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logs", ["steps", "no"])
 def test_weights_and_optimizer_are_of_one_run(tmp_path: Path, logs: str) -> None:
     """Trainer does not say where it resumes: the step alone would fit a checkpoint of another run."""
@@ -386,6 +398,7 @@ def test_weights_and_optimizer_are_of_one_run(tmp_path: Path, logs: str) -> None
     )
 
 
+@pytest.mark.slow
 def test_resume_from_a_chosen_checkpoint(tmp_path: Path, undisturbed: Weights) -> None:
     make_trainer(tmp_path / "there", [StioCallback()]).train()
     trainer = make_trainer(tmp_path / "here", [])
@@ -394,6 +407,7 @@ def test_resume_from_a_chosen_checkpoint(tmp_path: Path, undisturbed: Weights) -
     assert names_in(tmp_path / "here") == ["checkpoint-10", "checkpoint-8"]
 
 
+@pytest.mark.slow
 def test_training_again_replaces_checkpoints_of_the_same_step(tmp_path: Path, undisturbed: Weights) -> None:
     make_trainer(tmp_path, [StioCallback()], learning_rate=0.5).train()
     (tmp_path / "checkpoint-2" / "note").touch()
@@ -403,6 +417,7 @@ def test_training_again_replaces_checkpoints_of_the_same_step(tmp_path: Path, un
     assert len(names_in(tmp_path)) == 5
 
 
+@pytest.mark.slow
 def test_states_of_other_callbacks(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
         "eval_strategy": "steps",
@@ -425,6 +440,7 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
     assert counters == [4]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_c315_a_callback_that_reads_what_was_saved_finds_it(tmp_path: Path, strategy: str) -> None:
     """Those of Weights & Biases and MLflow upload the checkpoint in this event."""
@@ -442,6 +458,7 @@ def test_c315_a_callback_that_reads_what_was_saved_finds_it(tmp_path: Path, stra
     assert seen == [(step, True, trainer.model) for step in steps]
 
 
+@pytest.mark.slow
 def test_what_another_callback_makes_trainer_save_is_left_to_it(tmp_path: Path) -> None:
     class Insistent(AtStep):
         def on_step_end(self, args: Any, state: Any, control: Any, **now: Any) -> Any:

@@ -149,6 +149,7 @@ def test_without_vllm_it_says_so(monkeypatch):
         vllm.register()
 
 
+@pytest.mark.slow
 def test_importing_it_touches_neither_vllm_nor_cuda(torch_zygote):
     code = """
         import sys, torch
@@ -471,6 +472,7 @@ class Parallel(nn.Module):
         return name
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("memory", ["map", "copy", "lazy"])
 def test_each_rank_takes_its_part(loaders, tmp_path, monkeypatch, size, memory):
@@ -584,6 +586,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_reload_that_cannot_succeed_fails_before_anything_changes(loaders, directory, tmp_path, kind, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", not_on_the_hub)

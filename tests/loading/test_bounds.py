@@ -87,6 +87,7 @@ def images(monkeypatch):
     return held
 
 
+@pytest.mark.matrix
 async def test_p8_stream_of_copies(file, tensors, runs, images):
     before = resident_bytes()
     peak = 0
@@ -105,6 +106,7 @@ async def test_p8_stream_of_copies(file, tensors, runs, images):
     assert peak - before < 8 * MIB
 
 
+@pytest.mark.matrix
 async def test_p8_stream_to_a_device(file, tensors):
     device = FakeDevice()
     with nothing_left():
@@ -120,6 +122,7 @@ async def test_p8_stream_to_a_device(file, tensors):
     assert eventually(lambda: (device.used_bytes, device.staging_bytes, device.num_pending) == (0, 0, 0))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("device", [None, FakeDevice], ids=["copy", "device"])
 async def test_p8_abandoned_streams(file, device):
     """Streams that are dropped halfway give back what they held."""
@@ -139,6 +142,7 @@ async def test_p8_abandoned_streams(file, device):
         assert eventually(lambda: (made.used_bytes, made.staging_bytes, made.num_pending) == (0, 0, 0))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("budget", [1, 4096, 100_000])
 @pytest.mark.parametrize("device", ["cpu", FakeDevice], ids=["copy", "device"])
 async def test_budgets_that_are_smaller_than_a_tensor(file, tensors, budget, device):
@@ -160,7 +164,7 @@ async def test_a_load_into_needs_no_second_copy_of_the_model(file, tensors, imag
 # Nothing grows.
 
 
-@pytest.mark.costly("a leak shows after many cycles")
+@pytest.mark.slow
 @others_are_slow
 async def test_many_cycles(tmp_path):
     num_cycles = count(60, 300)
@@ -235,6 +239,7 @@ def mapped_bytes() -> int:
     return sum(int(stop, 16) - int(start, 16) for start, stop in ranges) + pieces
 
 
+@pytest.mark.matrix
 async def test_json_of_many_names_costs_no_copy_each(tmp_path):
     """A checkpoint of many tensors is opened once; reading one of them does not list all."""
     header, at = {}, 0

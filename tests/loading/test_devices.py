@@ -88,6 +88,7 @@ def by_stage(devices: dict[tuple[int, ...], Any], name: str) -> Any:
     return devices[tuple(expected_stage(name))]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("budget_bytes", [1 << 16, 1 << 20, 512 << 20])
 @pytest.mark.parametrize("ask", ["mapping", "callable"])
 def test_each_tensor_goes_where_its_name_says(
@@ -124,6 +125,7 @@ def test_files_on_disk_to_the_cpu_and_a_device(tmp_path: Path, tensors: Tensors,
         assert bool(where(tensor, device)) == name.startswith("layers.1."), name
 
 
+@pytest.mark.matrix
 @pytest.mark.anyio
 async def test_streams_and_reads_of_an_open_checkpoint(files: dict[str, bytes], tensors: Tensors) -> None:
     first, second = Known(), Known()

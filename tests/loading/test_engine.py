@@ -178,6 +178,7 @@ def test_a_wake_before_the_wait_counts_and_one_in_it(file: LocalFile) -> None:
     executor.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["copy", "direct", "map"])
 def test_p4_nothing_is_written_after_the_end(file: LocalFile, kind: str) -> None:
     for delay in range(20):

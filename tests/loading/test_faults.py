@@ -90,6 +90,7 @@ class FailAt:
             raise self.error
 
 
+@pytest.mark.matrix
 async def test_c89_eio_at_every_read(root, by):
     for n in range(100):
         root.hook = hook = FailAt(n, StorageError("reading failed", errno=errno.EIO, path="x", offset=n))
@@ -106,6 +107,7 @@ async def test_c89_eio_at_every_read(root, by):
     assert not any(file.inside for file in root.files)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("plain_executor")
 async def test_c89_eio_of_a_map(directory, by, monkeypatch):
     for n in range(20):
@@ -322,6 +324,7 @@ async def test_a_path_that_is_not_utf8(tmp_path, tensors):
     str(error).encode()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("keywords", "error"),
     [

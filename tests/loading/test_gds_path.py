@@ -84,6 +84,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [record.getMessage() for record in caplog.records]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("budget_bytes", [64 << 10, BUDGET, 512 << 20])
 def test_large_tensors_are_read_by_cufile_and_small_ones_by_the_ring(
     make, source, tensors, warnings, budget_bytes
@@ -198,6 +199,7 @@ def test_compatibility_mode_is_used_and_named(make, source, tensors, warnings) -
 # Fallback.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
@@ -223,6 +225,7 @@ def test_what_does_not_serve_is_staged(make, source, tensors, warnings, fault, s
     here.require_freed()
 
 
+@pytest.mark.slow
 def test_failing_read_at_every_number(make, source, tensors, warnings) -> None:
     """The ring reads the rest into the same memory, whichever read failed."""
     number = 0

@@ -126,6 +126,7 @@ def test_a_lazy_load_leaves_the_reads_of_its_pages_to_its_own_thread(file, num_m
     assert num_made == [len(SOURCES)]
 
 
+@pytest.mark.slow
 @needs_engine
 @pytest.mark.parametrize("shift", [0, 1000])
 def test_memory_that_overlaps_gets_the_tensors_in_their_order(tmp_path, num_made, shift):

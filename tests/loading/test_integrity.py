@@ -76,6 +76,7 @@ def test_all_is_well(opened):
     assert [(finding.name, finding.error) for finding in judged(opened)] == [(name, None) for name in NAMES]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("cores", [1, 2, 64])
 @pytest.mark.parametrize("budget_bytes", [1, 5000, 64 * KIB, 3 << 20, 1 << 40])
 def test_any_budget_and_any_number_of_cores(opened, root, cores, budget_bytes, monkeypatch):

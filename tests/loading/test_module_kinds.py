@@ -440,6 +440,7 @@ def _is_tied(row: Row) -> bool:
     return row.make in (tied, twice)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("row", CASES)
 def test_a_warm_start_gives_the_same_module(row: Row) -> None:
     tensors = checkpoints(row)[0]
@@ -505,6 +506,7 @@ def fitted(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stio.runtime.memory.available_bytes", lambda enough=0: nbytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hooked", ["", "0", "1", "0 1"])
 def test_what_hooks_get_must_fit_into_memory(hooked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Sequential(nn.Linear(4096, 2048), nn.Linear(2048, 4096))  # 32 MiB each

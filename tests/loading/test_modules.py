@@ -71,6 +71,7 @@ def _clean():
 BOTH = pytest.mark.parametrize("file", ["untied_file", "aliased_file"], indirect=True)
 
 
+@pytest.mark.matrix
 @BOTH
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -159,6 +160,7 @@ async def test_names_that_differ_otherwise_get_no_advice_on_prefixes(tmp_path):
     assert "begin with" not in str(caught.value)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("hooked", [False, True])
 async def test_the_tree_of_a_state_is_not_unexpected(tmp_path, hooked):
     """A long tree is a tensor of stio's own in the file."""
@@ -374,6 +376,7 @@ class Whole(nn.Module):
         self.register_buffer("bias", torch.zeros(2))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("make", "remedy"),
     [

@@ -55,6 +55,7 @@ def load(file: Path, way: str) -> None:
 ways = pytest.mark.parametrize("way", ["device", "copy", "prefetch"])
 
 
+@pytest.mark.matrix
 @ways
 @pytest.mark.parametrize("told", [None, "1", "", "many"])
 def test_one_rank_alone(

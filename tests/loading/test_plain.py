@@ -250,6 +250,7 @@ def is_freed(device: FakeDevice) -> bool:
     return not (device.used_bytes or device.staging_bytes or device.num_pending)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("num_workers", [1, 4, 9])
 def test_a_slot_is_filled_again_behind_its_copies_only(num_workers: int) -> None:
     """The fake device copies late and poisons slots, so each mistake is a wrong byte."""

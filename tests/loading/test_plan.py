@@ -91,7 +91,7 @@ def test_order_is_that_of_the_file() -> None:
     assert all(block.group == group.index for group in plan.groups for block in group.blocks)
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 @pytest.mark.parametrize("block_bytes", [4096, 1 * MIB, 32 * MIB, 1 << 40])
 def test_groups_are_cut_by_size(block_bytes: int) -> None:
     header = header_of(llama(4))
@@ -323,6 +323,7 @@ indices = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=count(75, 300), deadline=None)
 @given(
     st.sampled_from(sorted(DTYPES)),

@@ -155,6 +155,7 @@ def test_what_comes_from_a_disk_is_touched_on_the_way(monkeypatch, made, sparse,
 # Memory that a load will hold.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", ["copy", "map"])
 @pytest.mark.parametrize("dtype", [None, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_c99_too_many_files(zygote, directory):
     assert found.stdout == "done\n"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("first", ["nothing", "a load", "a load under way", "a stream"])
 def test_c100_fork(zygote, directory, first):
     """A child loads whatever its parent did or is doing, and drops what it inherited without a hang."""
@@ -148,6 +149,7 @@ def test_c100_fork_through_multiprocessing(zygote, directory):
     assert found.stdout == "done\n"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("what", ["load", "stream", "daemon", "asyncio", "open"])
 def test_exit_does_not_hang(zygote, directory, what):
     """The interpreter ends while a read is really under way; the gate opens once the exit waits for it."""
@@ -200,6 +202,7 @@ def test_exit_does_not_hang(zygote, directory, what):
     assert "did not end" not in found.stderr
 
 
+@pytest.mark.slow
 def test_an_exit_function_of_the_user_may_wait_for_a_load(torch_zygote, tmp_path):
     """The engine ends when all operations have ended, and not before an exit function that was registered earlier."""
     save_sharded({f"t{k}": ramp(1000, start=k) for k in range(20)}, tmp_path)

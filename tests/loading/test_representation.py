@@ -38,7 +38,7 @@ def test_a_long_path_leaves_room_for_the_counts(tmp_path: Path) -> None:
         assert ": 1 tensor, 8 B>" in repr(checkpoint)
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 def test_100_000_tensors_stay_small(tmp_path: Path) -> None:
     header = {f"{'deep.' * 40}{k}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for k in range(100_000)}
     save_raw(tmp_path / "m.safetensors", header, b"")

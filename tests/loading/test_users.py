@@ -170,6 +170,7 @@ async def test_a_heartbeat_goes_on(directory):
     root.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", ["map", "copy", "lazy"])
 async def test_the_loop_is_never_blocked(directory, memory):
     """No file is opened, read or mapped, and no lock or sleep is waited for, on the loop's own thread."""

@@ -65,6 +65,7 @@ def source(request):
 # Equal bits.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", MEMORY)
 async def test_load(source, memory):
     with nothing_left():
@@ -72,12 +73,14 @@ async def test_load(source, memory):
     require_equal(found, oracle(source))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", MEMORY)
 def test_a_trained_model(memory):
     path = trained_model() / "model.safetensors"
     require_equal(sync.load(path, memory=memory), safetensors.torch.load_file(path))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", MEMORY)
 async def test_stream(source, memory):
     found = {}
@@ -219,6 +222,7 @@ async def test_names(source, memory):
         assert [pair async for pair in checkpoint.stream([])] == []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 async def test_dtype_casts_what_floats(single, memory, dtype):
@@ -247,6 +251,7 @@ async def test_an_unknown_dtype_is_refused_at_the_call(tmp_path):
         stio.open(tmp_path / "absent", dtype=16)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", MEMORY)
 async def test_load_into_every_dtype(source, memory):
     expected = oracle(source)
@@ -284,6 +289,7 @@ async def test_file_without_tensors(tmp_path, memory):
         assert [pair async for pair in checkpoint.stream()] == []
 
 
+@pytest.mark.slow
 async def test_many_small_tensors(tmp_path):
     tensors = {f"t{k}": ramp(3, start=k) for k in range(3000)}
     file = save_file(tensors, tmp_path / "x.safetensors")
@@ -315,6 +321,7 @@ async def test_two_tasks_load_one_path(sharded):
 # Each tensor on its own.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", MEMORY)
 async def test_storages_are_exactly_a_tensor_each(source, memory):
     tensors = await stio.load(source, memory=memory)
@@ -328,6 +335,7 @@ async def test_storages_are_exactly_a_tensor_each(source, memory):
     assert len(set(places)) == len(places)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", MEMORY)
 async def test_the_hubs_splitter_sees_no_sharing(source, memory):
     # Empty tensors have no storage to tell apart: the hub takes those of `torch.empty` for one, too.
@@ -353,6 +361,7 @@ async def test_torch_save_writes_a_tensors_bytes_alone(single, memory):
     assert bits_of(duplicate) == bits_of(tensors["large"])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("assign", [False, True])
 async def test_save_model_of_a_module_loaded_by_stio(tmp_path, memory, assign):
@@ -364,6 +373,7 @@ async def test_save_model_of_a_module_loaded_by_stio(tmp_path, memory, assign):
     require_equal(oracle(tmp_path / "out.safetensors"), oracle(source))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", MEMORY)
 async def test_version_counters_are_separate(source, memory):
     """Autograd refuses a backward through a tensor that was edited, and only that one."""

@@ -165,6 +165,7 @@ def by(request):
 # What is as it should be.
 
 
+@pytest.mark.matrix
 async def test_verified(directory, tensors, by):
     require_equal(await by(directory, verify=True), tensors)
 
@@ -181,6 +182,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", SOURCES)
 async def test_sources(directory, tensors, kind):
     source = SOURCES[kind](directory)
@@ -277,6 +279,7 @@ async def test_an_empty_checkpoint(tmp_path):
     assert await stio.load(tmp_path, verify=True) == {}
 
 
+@pytest.mark.matrix
 async def test_nothing_is_hashed_unasked(root, directory, tensors, by):
     damage(directory / SHARD)
     (directory / MANIFEST).write_text("not a manifest")
@@ -306,6 +309,7 @@ def damage(path, at=-5):
     path.write_bytes(content)
 
 
+@pytest.mark.matrix
 async def test_c102_one_bit(directory, by):
     good = state((directory / SHARD).read_bytes())["digest"]
     damage(directory / SHARD)
@@ -343,6 +347,7 @@ async def test_c102_a_checkpoint_that_failed_can_be_tried_again(directory, tenso
         require_equal(await checkpoint.load(), tensors)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("at", [-1, 9, 100])
 @pytest.mark.parametrize("shard", range(3))
 async def test_c102_any_byte_of_any_shard(tmp_path, at, shard):
@@ -390,6 +395,7 @@ async def test_a_file_that_the_manifest_does_not_name(root, directory):
     assert root.data_bytes_read == 0
 
 
+@pytest.mark.matrix
 async def test_no_manifest(directory, by):
     (directory / MANIFEST).unlink()
     with pytest.raises(IntegrityError, match="no manifest.*a save makes one with hash='sha256'") as caught:
@@ -405,6 +411,7 @@ async def test_no_manifest_beside_a_file(tmp_path, tensors):
     assert (caught.value.path, caught.value.expected) == (str(path), "m.safetensors.manifest.json")
 
 
+@pytest.mark.matrix
 async def test_a_malformed_manifest(directory, by):
     (directory / MANIFEST).write_text("{}")
     with pytest.raises(FormatError, match="incomplete") as caught:
@@ -614,10 +621,12 @@ def make(request, directory):
     return {"load": load, "open": open_only, "load_into": load_into}[request.param]
 
 
+@pytest.mark.matrix
 async def test_cancel_at_every_await(make):
     assert await cancelled_at_every_await(make) > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "anyio_backend", [("asyncio", {"use_uvloop": False}), ("asyncio", {"use_uvloop": True})], ids=["asyncio", "uvloop"]
 )
@@ -626,6 +635,7 @@ async def test_native_cancel_at_every_await(make):
         assert await cancelled_natively_at_every_await(make, at_resume=at_resume) > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", [by_load, by_open, by_load_into], ids=lambda way: way.__name__)
 async def test_a_cancelled_verification_waits_for_reads_under_way(root, way, monkeypatch):
     monkeypatch.setattr("stio.loading.integrity.num_processors", lambda: 3)

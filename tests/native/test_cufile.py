@@ -79,6 +79,7 @@ def load(
 SIZES = [0, 1, 4095, 4096, 4097, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * MIB + 3]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("offset", [0, 4096, 1, 4097, 12345])
 def test_bytes_arrive_and_no_others(make, file: File, device: Device, offset: int) -> None:
     stand_in, handle = make()
@@ -117,6 +118,7 @@ def test_a_short_read_goes_on(make, file: File, device: Device) -> None:
     assert handle.failure is None
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("code", [-5044, errno.EIO, errno.ENODEV, 0])
 @pytest.mark.parametrize("number", [1, 2, 3, 6])
 def test_after_a_failure_the_ring_reads_the_rest(make, file: File, device: Device, code: int, number: int) -> None:
@@ -132,6 +134,7 @@ def test_after_a_failure_the_ring_reads_the_rest(make, file: File, device: Devic
     assert device.num_copies
 
 
+@pytest.mark.slow
 def test_after_a_failure_cufile_is_not_tried_again(make, file: File, device: Device) -> None:
     """By the transfer; the next one tries it."""
     stand_in, handle = make(fail_read=1)

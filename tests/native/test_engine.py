@@ -103,6 +103,7 @@ def add(
         ranges.file_to_host(group, file.fd, direct_fd, offset, nbytes, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_bytes_arrive_and_no_others(way: str, file: File, device: Device) -> None:
     cases = [(offset, nbytes, shift) for nbytes in SIZES for offset in PLACES for shift in (0, 7)]
@@ -283,6 +284,7 @@ def test_a_write_fails(name: str, target: Target) -> None:
         os.close(one)
 
 
+@pytest.mark.slow
 def test_no_write_begins_behind_a_stop(target: Target) -> None:
     source = Memory(16 * MIB)
     for _ in range(20):
@@ -373,6 +375,7 @@ def mapped_bytes(address: int) -> int:
     raise AssertionError("there is no such mapping")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("flags", [native.POPULATE, native.POPULATE | native.TOUCH])
 def test_a_mapping_is_populated(flags: int, file: File) -> None:
     with mmap.mmap(file.fd, FILE_BYTES, access=mmap.ACCESS_COPY) as mapping:
@@ -620,6 +623,7 @@ def test_a_mapping_of_a_file_that_was_cut(tmp_path: Path, broken: Callable[..., 
     file.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("which", ["copy", "event", "creation", "context"])
 @pytest.mark.parametrize("nth", [1, 3])
 def test_a_failure_of_the_driver(
@@ -728,6 +732,7 @@ def test_a_failure_is_reported_behind_the_copies_before_it(file: File, device: D
     assert not device.refers_to(memory)
 
 
+@pytest.mark.slow
 def test_a_slot_is_filled_again_behind_its_copies(file: File, device: Device) -> None:
     memories, transfer = [Memory(FILE_BYTES) for _ in range(10)], Transfer()  # more than all slots of all threads
     device.pause()
@@ -894,6 +899,7 @@ def test_a_ring_is_trimmed_and_released(file: File, device: Device) -> None:
     native.set_idle(10)
 
 
+@pytest.mark.slow
 def test_memory_that_is_being_released_is_not_used_again(file: File, device: Device) -> None:
     def load_all() -> tuple[list[Memory], Transfer]:
         """Fill the slots of all threads that are free, on a paused device."""
@@ -1024,7 +1030,7 @@ for _ in range(5):
 )
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 def test_a_forked_child_uses_the_engine_anew(device_library: Path, tmp_path: Path) -> None:
     done = run_script(FORKS, device_library, tmp_path / "file")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -1053,6 +1059,7 @@ print("now", flush=True)
 )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("what", ["copies", "host memory"])
 def test_a_process_ends_with_a_transfer_under_way(what: str, device_library: Path, tmp_path: Path) -> None:
     # A real interpreter without torch: its end.
@@ -1131,7 +1138,7 @@ def test_signals_are_for_the_programs_threads(file: File) -> None:
         assert not any(blocked >> (number - 1) & 1 for number in raised_by_the_thread)
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 @pytest.mark.parametrize("cancels", [False, True])
 def test_nothing_is_left_of_a_thousand_transfers(cancels: bool, file: File, device: Device) -> None:
     memory = Memory(3 * MIB)
@@ -1177,7 +1184,7 @@ def test_it_can_be_switched_off() -> None:
     assert done.stdout == "False 0\n", done.stderr
 
 
-@pytest.mark.costly("a stress of one second on all cores, and its compilation")
+@pytest.mark.slow
 def test_the_stress_finds_nothing(tmp_path: Path) -> None:
     stress = compiled(tmp_path / "stress", "stress.c", *ENGINE_SOURCES)
     seed = int(time.time())

@@ -198,6 +198,7 @@ print(count)
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", ["direct", "buffered"])
 @pytest.mark.parametrize(
     "mode", ["short", "interrupted", "broken", "full", "nothing", "torn", "refused", "refused unsupported"]
@@ -255,6 +256,7 @@ assert shim.shim_most_writes() == most, shim.shim_most_writes()
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("most", [1, 3])
 def test_so_many_writes_are_under_way_and_copies_pass_them(most: int, preloaded: Path, tmp_path: Path) -> None:
     done = run_script(SLOW, tmp_path, most, LD_PRELOAD=str(preloaded))
@@ -300,6 +302,7 @@ assert time.monotonic() - began < 4
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_stands_still_stops_no_other_transfer(preloaded: Path, tmp_path: Path) -> None:
     """Copies in memory, and files of other disks, move beside it."""
     done = run_script(STANDING, tmp_path, LD_PRELOAD=str(preloaded), SHIM_MODES="standing")
@@ -328,6 +331,7 @@ CASES += [("mapping", mode) for mode in MODES]
 QUICK = [*CASES[4:8], *CASES[12:16], ("mapping", "fault"), ("mapping", "cut")]
 
 
+@pytest.mark.matrix
 @pytest.mark.costly("a fault at each call")
 @pytest.mark.parametrize(
     ("way", "mode"), [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow) for case in CASES]

@@ -46,6 +46,7 @@ def test_memory_is_pinned_and_released(device: Device, before: int, nbytes: int)
     assert eventually(lambda: device.pinned_bytes == of_device)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("before")
 def test_it_is_pinned_in_pieces() -> None:
     """Some systems refuse 2 GiB at once."""
@@ -56,6 +57,7 @@ def test_it_is_pinned_in_pieces() -> None:
     assert eventually(lambda: fake.pinned_bytes == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("before")
 def test_several_threads_touch_it(device: Device) -> None:
     """So the calling thread does not fault in all of its pages."""
@@ -72,6 +74,7 @@ def test_several_threads_touch_it(device: Device) -> None:
     assert eventually(lambda: caller_s_part() < 0.75)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("before")
 def test_memory_is_the_callers_when_it_is_pinned(device: Device) -> None:
     """Nobody touches it any more."""
@@ -94,6 +97,7 @@ def test_each_device_pins_and_unpins_in_its_context(devices: list[Device], devic
     assert eventually(lambda: device.pinned_bytes == of_devices)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_thousand(device: Device, before: int) -> None:
     def once() -> None:
         address, _, free = pin(device.driver, 300_000, None)
@@ -144,6 +148,7 @@ def test_a_release_waits_for_nothing_and_loads_go_on(device: Device, before: int
 # Where it is refused.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_refusal_of_the_driver_leaves_nothing(before: int, number: int) -> None:
     """Where the second piece is refused the first one is unpinned."""
@@ -299,6 +304,7 @@ assert [one.nbytes for one in found] == [64 << 10, 8 << 20, 64 << 10]
 )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "script", [UNPIN_IS_REFUSED, FORK, EXIT, EXIT_WHILE_RELEASED], ids=["unpin is refused", "fork", "exit", "release"]
 )

@@ -57,6 +57,7 @@ def test_an_unsafe_name_is_found(monkeypatch):
 # Leaks and cancels.
 
 
+@pytest.mark.slow
 def test_a_leak_is_found(tmp_path):
     held = []
     assert any("objects" in problem for problem in leaks.run(lambda: held.append([]), 500))
@@ -67,11 +68,13 @@ def test_a_leak_is_found(tmp_path):
         file.close()
 
 
+@pytest.mark.slow
 def test_loads_do_not_leak(tmp_path):
     sync.save({"w": torch.ones(100)}, tmp_path / "model")
     assert leaks.run(lambda: sync.load(tmp_path / "model"), 30) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", cancels.LOOPS)
 def test_random_cancels(tmp_path, loop):
     backend, options = cancels.LOOPS[loop]
@@ -102,7 +105,7 @@ def test_what_a_cancel_leaves_is_found(tmp_path):
 # A shared directory.
 
 
-@pytest.mark.costly("eight processes")
+@pytest.mark.slow
 def test_four_savers_and_four_readers(tmp_path):
     said = run_module("nightly.shared_directory", tmp_path, "--seconds", 0.5, timeout=60)
     assert "0 problems" in said

@@ -113,6 +113,7 @@ class History:
         assert not any(model.calls or model.num_users for model in self.policy.models)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [*range(4), *(pytest.param(k, marks=pytest.mark.slow) for k in range(4, 20))])
 def test_random_histories(part: int) -> None:
     """Bounds, users and the end of every wait, in 500 histories each."""

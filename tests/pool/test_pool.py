@@ -82,6 +82,7 @@ def make() -> nn.Module:
     return network
 
 
+@pytest.mark.matrix
 @on_all
 async def test_each_use_has_the_right_weights_and_the_bound_is_kept(files: list[Path]) -> None:
     async with pool_of(files) as pool:
@@ -106,6 +107,7 @@ async def test_what_is_there_is_not_loaded_again(files: list[Path]) -> None:
         assert (pool.stats().num_loads, pool.stats().num_hits) == (1, 5)
 
 
+@pytest.mark.matrix
 @on_all
 async def test_callers_of_one_model_wait_for_one_load(files: list[Path]) -> None:
     async with pool_of(files) as pool:
@@ -122,6 +124,7 @@ async def test_callers_of_one_model_wait_for_one_load(files: list[Path]) -> None
         assert pool.stats().num_loads == 1
 
 
+@pytest.mark.matrix
 @on_all
 async def test_a_model_in_use_is_not_evicted(files: list[Path]) -> None:
     async with pool_of(files) as pool, pool.use("0") as first:
@@ -143,6 +146,7 @@ async def test_a_model_in_use_is_not_evicted(files: list[Path]) -> None:
                 tasks.cancel_scope.cancel()
 
 
+@pytest.mark.matrix
 @on_all
 async def test_a_pinned_model_stays(files: list[Path]) -> None:
     async with pool_of(files[1:]) as pool:
@@ -156,6 +160,7 @@ async def test_a_pinned_model_stays(files: list[Path]) -> None:
             assert tensors["w"].data_ptr() == address
 
 
+@pytest.mark.matrix
 @on_all
 async def test_a_module_is_made_once_and_is_on_meta_between_two_loads(files: list[Path]) -> None:
     made = []
@@ -197,6 +202,7 @@ async def test_a_tensor_that_is_kept_is_named_and_counts(files: list[Path]) -> N
         assert pool.stats().leftover_bytes == 0
 
 
+@pytest.mark.matrix
 @on_all
 async def test_a_model_that_does_not_fit(files: list[Path], tmp_path: Path) -> None:
     async with pool_of(files) as pool:
@@ -279,6 +285,7 @@ async def test_what_make_raises_is_raised_to_its_callers(files: list[Path]) -> N
                 pass
 
 
+@pytest.mark.matrix
 @on_all
 async def test_files_that_change_are_read_anew(files: list[Path]) -> None:
     async with pool_of(files, room=1, host_bytes="4MB") as pool:
@@ -297,6 +304,7 @@ async def test_files_that_change_are_read_anew(files: list[Path]) -> None:
             assert value_of(tensors) == 8.0 and pool.status("0").nbytes == MODEL_BYTES // 2 + 256
 
 
+@pytest.mark.matrix
 @on_all
 async def test_prefetch_reads_into_host_memory(files: list[Path]) -> None:
     async with pool_of(files, host_bytes="600KB") as pool:
@@ -317,6 +325,7 @@ async def test_prefetch_reads_into_host_memory(files: list[Path]) -> None:
 # Updates.
 
 
+@pytest.mark.matrix
 @on_all
 @pytest.mark.parametrize("kind", ["dictionary", "module"])
 async def test_an_update_of_the_same_shapes_keeps_the_addresses(files: list[Path], tmp_path: Path, kind: str) -> None:
@@ -468,6 +477,7 @@ async def test_without_room_on_the_way_an_update_loads_anew(files: list[Path]) -
 # Callers that leave, and the end.
 
 
+@pytest.mark.matrix
 @on_all
 async def test_a_cancel_at_every_await_leaves_no_user(files: list[Path]) -> None:
     async with pool_of(files) as pool:
@@ -690,7 +700,7 @@ def test_a_trace_shows_swaps(files: list[Path], tmp_path: Path) -> None:
     assert "evict" in text
 
 
-@pytest.mark.costly("eight threads at work")
+@pytest.mark.slow
 def test_threads_share_a_pool(files: list[Path]) -> None:
     wrong: list[float] = []
     with sync.ModelPool(device="cpu", device_bytes=2 * MODEL_BYTES, host_bytes="4MB", max_hold_seconds=0.01) as pool:
@@ -830,6 +840,7 @@ def test_a_forked_child_gets_an_error(files: list[Path]) -> None:
             assert value_of(tensors) == 0.0
 
 
+@pytest.mark.slow
 def test_the_memory_of_evicted_models_is_freed(files: list[Path]) -> None:
     with nothing_left(), sync.ModelPool(device="cpu", device_bytes=2 * MODEL_BYTES) as pool:
         for k, file in enumerate(files):
@@ -875,6 +886,7 @@ async def requests_of(pool: stio.ModelPool, num_callers: int, num_requests: int)
         yield found
 
 
+@pytest.mark.slow
 @on_all
 async def test_many_callers_with_cancels_failures_and_an_update(files: list[Path]) -> None:
     whole = files[4].read_bytes()

@@ -128,6 +128,7 @@ def test_to_a_device(server: HttpServer, cache: stio.DiskCache) -> None:
     assert cache.stats().hits == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 async def test_every_function_on_every_loop(server: HttpServer, cache: stio.DiskCache, anyio_backend: str) -> None:
@@ -147,6 +148,7 @@ async def test_every_function_on_every_loop(server: HttpServer, cache: stio.Disk
         assert cache.stats().misses == 1, k
 
 
+@pytest.mark.slow
 def test_s3(s3: Any, cache: stio.DiskCache, tmp_path: Path) -> None:
     tensors = {f"w{k}": torch.randn(1000) for k in range(6)}
     stio.sync.save(tensors, tmp_path / "m", max_shard_size=9000)
@@ -206,6 +208,7 @@ def test_verify_removes_a_damaged_file(server: HttpServer, cache: stio.DiskCache
     assert file.read_bytes() == data
 
 
+@pytest.mark.slow
 def test_a_file_with_a_damaged_header_is_removed(server: HttpServer, cache: stio.DiskCache) -> None:
     """Damaged behind the bytes that came when the object was opened: a header may be longer than these."""
     tensors = {f"w{k}": torch.full((100,), k) for k in range(4000)}
@@ -237,6 +240,7 @@ def test_an_object_without_a_state_is_not_kept(server: HttpServer, cache: stio.D
     assert suffixes(cache) == []
 
 
+@pytest.mark.slow
 def test_an_object_that_changes_during_the_fetch(server: HttpServer, cache: stio.DiskCache) -> None:
     put(server, nbytes=LARGE_BYTES)
 
@@ -403,7 +407,7 @@ def start(zygote: Any, server: HttpServer, cache: stio.DiskCache) -> Any:
     return zygote.start(CHILD, url(server), cache.path, cache.max_bytes, NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 def test_twenty_processes_read_the_store_once(server: HttpServer, cache: stio.DiskCache, zygote: Any) -> None:
     """Eight in `make test`."""
     num = count(8, 20)
@@ -467,6 +471,7 @@ def kill(child: Any) -> None:
     assert child.wait().returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("done", [1, pytest.param(NUM_BLOCKS, marks=pytest.mark.slow)])
 def test_a_killed_process_is_taken_over(server: HttpServer, cache: stio.DiskCache, zygote: Any, done: int) -> None:
     tensors = put(server, nbytes=LARGE_BYTES)
@@ -540,6 +545,7 @@ for k in range({count(6, 200)}):
     assert cache.leftovers() == []
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize(("anyio_backend", "who"), [("asyncio", "owner"), ("trio", "owner"), ("trio", "waiter")])
 async def test_a_cancel_is_heard_within_a_second(
@@ -637,6 +643,7 @@ def test_a_forked_child_counts_beside_a_thread_of_the_parent(cache: stio.DiskCac
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", ["auto", "map", "copy"])
 @pytest.mark.parametrize("device", ["cpu", "fake"])
 def test_some_files_from_the_disk_and_others_from_the_store(
@@ -699,6 +706,7 @@ def test_a_tuple_of_caches_has_one_of_each_kind(cache: stio.DiskCache) -> None:
             stio.sync.load("m.safetensors", cache=(cache, memory), memory="map")
 
 
+@pytest.mark.slow
 def test_a_pool_reads_a_store_once(server: HttpServer, cache: stio.DiskCache) -> None:
     """A model that is evicted comes back from host memory, and from the disk where that has no room."""
     expected = [put(server, f"m{k}", seed=k) for k in range(3)]

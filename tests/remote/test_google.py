@@ -27,6 +27,7 @@ def gcs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[GcsServer]:
         yield server
 
 
+@pytest.mark.slow
 def test_a_file_that_is_replaced(gcs: GcsServer) -> None:
     stio.sync.save(generation(1, 1 << 20), "gs://bucket/a/x.safetensors")
     root = RemoteRoot("gs://bucket/a")
@@ -43,6 +44,7 @@ def test_a_file_that_is_replaced(gcs: GcsServer) -> None:
         root.open("y.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["gs://bucket/m", "gs://bucket/x.safetensors"])
 def test_a_new_checkpoint_over_an_old_one(gcs: GcsServer, url: str) -> None:
     for number in (1, 2):
@@ -64,6 +66,7 @@ def test_of_two_saves_at_one_time_the_later_commit_is_refused(gcs: GcsServer) ->
     assert same(stio.sync.load("gs://bucket/m"), generation(2))
 
 
+@pytest.mark.slow
 def test_keep_last_deletes_what_is_older(gcs: GcsServer) -> None:
     with stio.sync.Saver(keep_last=2) as saver:
         for step in (1, 2, 3):

@@ -104,6 +104,7 @@ URLS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("url", URLS.values(), ids=URLS.keys())
 def test_what_a_url_names(url: str, repository: Repository, tensors: dict[str, torch.Tensor]) -> None:
     assert same(stio.sync.load(url), tensors)
@@ -131,6 +132,7 @@ def test_a_folder_of_a_commit_that_is_in_the_cache(
     assert hub.requests == []
 
 
+@pytest.mark.matrix
 @pytest.mark.anyio
 @on_all
 async def test_every_function_on_every_loop(repository: Repository, tensors: dict[str, torch.Tensor]) -> None:
@@ -211,6 +213,7 @@ def pulled(url: str, directory: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("linked", [True, False])
 def test_a_pull_copies_the_checkpoint_and_the_files_beside_it(
     hub: FakeHub,
@@ -364,6 +367,7 @@ def test_a_hub_that_does_not_answer(
     assert f"commit {repository.refs['main']} is in the cache, and is used" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_fault_at_each_request(
     hub: FakeHub, repository: Repository, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

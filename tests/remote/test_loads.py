@@ -64,12 +64,14 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 KINDS = ["one.safetensors", "sharded", "sharded/", "sharded/model.safetensors.index.json"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_url(place: str, kind: str, tensors: dict[str, torch.Tensor]) -> None:
     assert same(stio.sync.load(f"{place}/{kind}"), tensors)
     assert same(stio.sync.load(f"{place}/{kind}", verify=True, memory="copy"), tensors)
 
 
+@pytest.mark.matrix
 @pytest.mark.anyio
 @on_all
 async def test_every_function_on_every_loop(place: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -167,6 +169,7 @@ def sent_bytes(server: HttpServer) -> int:
     return total
 
 
+@pytest.mark.slow
 def test_many_small_tensors_are_few_requests(server: HttpServer) -> None:
     tensors = put_large(server, 4 << 20, 20_000)
     root = RemoteRoot(server.url, requests=Requests(256 << 10, 8, 1 << 20))
@@ -176,7 +179,7 @@ def test_many_small_tensors_are_few_requests(server: HttpServer) -> None:
     assert len(server.requests) <= 1.2 * needed + header + 1
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 def test_a_hundred_thousand_small_tensors(server: HttpServer) -> None:
     """At most 1.2 times the requests that the bytes of the file need at 8 MiB, opening and header included."""
     num, nbytes = 100_000, 1000
@@ -203,6 +206,7 @@ def test_gaps_are_read_if_that_is_less_than_a_request(server: HttpServer) -> Non
         assert len(server.requests) - 2 in range(most - 5, most + 1)
 
 
+@pytest.mark.slow
 def test_requests_under_way_and_their_memory_stay_within_the_budget(server: HttpServer) -> None:
     tensors = put_large(server, 8 << 20, 8)
     # The first latency is longer than a busy machine takes to start eight threads.
@@ -272,6 +276,7 @@ def test_every_fault_at_every_request(
         assert "loaded" not in outcomes[:-1]
 
 
+@pytest.mark.matrix
 @pytest.mark.anyio
 @pytest.mark.parametrize("fault", [Fault(hang=True), Fault(hang_after=10), Fault(status=503)], ids=repr)
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -336,6 +341,7 @@ def test_c91_an_object_that_is_replaced_during_a_load(server: HttpServer) -> Non
     assert caught.value.path == f"{server.url}/m.safetensors"
 
 
+@pytest.mark.matrix
 def test_what_is_missing(place: str) -> None:
     with pytest.raises(CheckpointNotFoundError) as caught:
         stio.sync.load(f"{place}/none.safetensors")
@@ -374,6 +380,7 @@ def test_a_url_as_a_path_is_explained() -> None:
         stio.sync.load(Path("s3://bucket/m.safetensors"))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("budget_bytes", "most"), [(512 << 20, 32), (8 << 20, 4)])
 def test_to_a_device(server: HttpServer, budget_bytes: int, most: int) -> None:
     """The slots of staging memory and the answers that the source holds share the budget."""
@@ -390,6 +397,7 @@ def test_to_a_device(server: HttpServer, budget_bytes: int, most: int) -> None:
     assert 2 * largest * server.most_at_once <= budget_bytes
 
 
+@pytest.mark.slow
 def test_a_load_with_a_small_budget_uses_little_memory(server: HttpServer) -> None:
     server.latency_seconds = 0.01
     put_large(server, 400_000, 3)
@@ -411,6 +419,7 @@ def test_shards_are_opened_together(server: HttpServer, tmp_path: Path) -> None:
     assert len(server.requests) == 13  # the index, and one for each shard
 
 
+@pytest.mark.slow
 def test_large_tensors_keep_all_connections_busy(server: HttpServer) -> None:
     """Groups that are returned as they are need no memory beside the result, so they do not wait for the budget."""
     server.latency_seconds = 0.05
@@ -419,6 +428,7 @@ def test_large_tensors_keep_all_connections_busy(server: HttpServer) -> None:
     assert server.most_at_once > 6  # 8 MiB for answers of 1 MiB; both tensors with theirs would not fit beside them
 
 
+@pytest.mark.matrix
 @pytest.mark.anyio
 async def test_many_loads_at_one_time(
     server: HttpServer, files: dict[str, bytes], tensors: dict[str, torch.Tensor]

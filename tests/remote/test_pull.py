@@ -101,6 +101,7 @@ def test_one_file(model: str, server: HttpServer, tmp_path: Path) -> None:
     assert model
 
 
+@pytest.mark.slow
 def test_s3_has_the_files_beside_the_weights(s3: Any, model: str, server: HttpServer, tmp_path: Path) -> None:
     for name, data in server.objects.items():
         s3.put_object(Bucket="bucket", Key=name[1:], Body=data)
@@ -112,6 +113,7 @@ def test_s3_has_the_files_beside_the_weights(s3: Any, model: str, server: HttpSe
     assert same(stio.sync.load(tmp_path / "m"), stio.sync.load(model))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("max_shard_size", [None, 100])
 def test_c338_what_was_saved_to_a_store(s3: Any, max_shard_size: int | None, tmp_path: Path) -> None:
     """The names of its shards hold the id of the save, so they are a checkpoint by their index only."""
@@ -131,6 +133,7 @@ def killed_child(program_zygote: Any, url: str, target: Path, ready: Callable[[]
         assert child.wait().returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_shards", [0, 1, 2])
 def test_it_continues_after_a_kill(
     model: str,
@@ -173,7 +176,7 @@ def before(name: str, num_shards: int) -> bool:
     )
 
 
-@pytest.mark.costly("processes that are killed")
+@pytest.mark.slow
 def test_kills_at_any_time(model: str, tensors: dict[str, torch.Tensor], tmp_path: Path, program_zygote: Any) -> None:
     target = tmp_path / "new" / "m"
     code = f"""
@@ -205,6 +208,7 @@ for k in range({count(15, 200)}):
     assert same(stio.sync.load(target, verify=True), tensors)
 
 
+@pytest.mark.slow
 def test_another_state_is_fetched_again(
     model: str, server: HttpServer, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -231,6 +235,7 @@ def test_another_state_is_fetched_again(
     assert same(stio.sync.load(tmp_path / "m", verify=True), tensors)
 
 
+@pytest.mark.slow
 def test_damage_is_not_published(model: str, server: HttpServer, tmp_path: Path) -> None:
     name = next(name for name in server.objects if name.endswith("-00002-of-00003.safetensors"))
     data = server.objects[name]
@@ -253,7 +258,7 @@ def test_a_change_during_the_pull(model: str, server: HttpServer, tmp_path: Path
     assert not (tmp_path / "m").exists()
 
 
-@pytest.mark.costly("a server that stands for a store, in the same process")
+@pytest.mark.slow
 def test_two_at_one_time(model: str, server: HttpServer, tmp_path: Path) -> None:
     results: list[pulling.PullResult] = []
     server.latency_seconds = 0.02
@@ -266,6 +271,7 @@ def test_two_at_one_time(model: str, server: HttpServer, tmp_path: Path) -> None
     assert sum(result.fetched_bytes for result in results) == results[0].total_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [2, 8, 10])
 def test_a_cancel(model: str, server: HttpServer, tmp_path: Path, after: int) -> None:
     go_on = threading.Event()
@@ -299,6 +305,7 @@ def test_a_link_in_place_of_the_staging_directory(model: str, tmp_path: Path) ->
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.slow
 def test_what_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is no URL" in run("model", tmp_path / "m", status=2)
     assert "looks like the URL hf://a/b, with a slash missing" in run("hf:/a/b", tmp_path / "m", status=2)
@@ -321,6 +328,7 @@ def test_what_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["adapter_model.safetensors", "a.bin.index.json", "a.safetensors.index.json"])
 def test_a_further_file_is_not_taken_for_the_checkpoint(server: HttpServer, tmp_path: Path, other: str) -> None:
     stio.sync.save({"w": torch.ones(8)}, tmp_path / "source", hash="sha256")

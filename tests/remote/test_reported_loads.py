@@ -82,6 +82,7 @@ def loads(url: str, tmp_path: Path) -> Iterator[dict[str, torch.Tensor]]:
     yield sync.load(tmp_path / "converted.safetensors")
 
 
+@pytest.mark.slow
 def test_c306_a_newer_file_beside_the_index(place: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     place.put({**FILES, WHOLE: checkpoint_bytes(NEW)})
     for found in loads(place.url, tmp_path):
@@ -96,6 +97,7 @@ def test_c306_a_newer_file_beside_the_index(place: Any, tmp_path: Path, caplog: 
     assert WHOLE in CliRunner().invoke(main, ["verify", place.url]).stdout
 
 
+@pytest.mark.slow
 def test_c306_a_save_to_a_store(s3: Any, caplog: pytest.LogCaptureFixture) -> None:
     Bucket(s3).put(FILES)
     sync.save({"exp_avg": torch.zeros(2)}, "s3://bucket/m/optimizer.safetensors")
@@ -113,6 +115,7 @@ def test_c306_a_save_to_a_store(s3: Any, caplog: pytest.LogCaptureFixture) -> No
     require_equal(sync.load("s3://bucket/m"), NEW)
 
 
+@pytest.mark.slow
 def test_c307_the_shards_are_gone(place: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     place.put({INDEX: FILES[INDEX], WHOLE: checkpoint_bytes(NEW), "config.json": b"{}"})
     for found in loads(place.url, tmp_path):
@@ -134,6 +137,7 @@ def test_c307_by_http(server: HttpServer, caplog: pytest.LogCaptureFixture) -> N
     assert len(warnings_of(caplog)) == 1
 
 
+@pytest.mark.matrix
 def test_c308_c309_the_index_decides(place: Any) -> None:
     index = json.loads(FILES[INDEX])
     index["weight_map"]["c"] = SHARDS[0]
@@ -145,6 +149,7 @@ def test_c308_c309_the_index_decides(place: Any) -> None:
     require_equal(sync.load(place.url, names=["a", "b"]), OLD)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["X.safetensors.index.fp16.json", "X.fp16.safetensors.index.json"])
 def test_c310_an_index_of_a_variant(name: str, place: Any, tmp_path: Path) -> None:
     files = {**FILES, name: FILES[INDEX]}
@@ -168,6 +173,7 @@ def test_c310_by_http(server: HttpServer) -> None:
     require_equal(sync.load(f"{server.url}/m/model.safetensors.index.fp16.json"), OLD)
 
 
+@pytest.mark.slow
 def test_c338_shards_without_an_index(place: Any, tmp_path: Path) -> None:
     place.put({shard: FILES[shard] for shard in SHARDS})
     for found in loads(place.url, tmp_path):
@@ -185,6 +191,7 @@ def test_c338_an_incomplete_set(place: Any, tmp_path: Path) -> None:
     require_equal(sync.load(f"{place.url}/{SHARDS[1]}"), {"b": OLD["b"]})
 
 
+@pytest.mark.matrix
 def test_c339_names_that_begin_with_a_dot(place: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hidden = {name: checkpoint_bytes(NEW) for name in (".model.safetensors", "._model.safetensors", f"._{INDEX}")}
     place.put(hidden)
@@ -198,6 +205,7 @@ def test_c339_names_that_begin_with_a_dot(place: Any, tmp_path: Path, caplog: py
     assert warnings_of(caplog) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 3])
 def test_c340_a_cache_on_disk_warns_once(
     most: int, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

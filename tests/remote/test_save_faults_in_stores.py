@@ -62,6 +62,7 @@ def before_the_commit(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
 # What readers see before the commit.
 
 
+@pytest.mark.slow
 def test_shards_that_no_index_names_are_no_checkpoint(s3: Any) -> None:
     stio.sync.save(generation(1), "s3://bucket/m", max_shard_size=9000)
     shards = [key for key in keys(s3) if not key.endswith(".json")]
@@ -72,6 +73,7 @@ def test_shards_that_no_index_names_are_no_checkpoint(s3: Any) -> None:
         stio.sync.load("s3://bucket/m")
 
 
+@pytest.mark.slow
 def test_a_save_under_way_beside_a_file_of_another_program(
     s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +86,7 @@ def test_a_save_under_way_beside_a_file_of_another_program(
     assert same(stio.sync.load("s3://bucket/m"), generation(2))
 
 
+@pytest.mark.slow
 def test_the_old_checkpoint_of_one_file_is_not_read(s3: Any, proxy: Proxy) -> None:
     with stio.sync.Saver(keep_last=1) as saver:
         for step in (1, 2, 3):
@@ -108,6 +111,7 @@ def test_what_another_program_puts_during_a_save_stays(s3: Any, monkeypatch: pyt
     assert "m/model-00001-of-00001.safetensors" not in left
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("hash", [None, "sha256"])
 def test_keep_last_leaves_a_manifest_that_it_has_not_written(s3: Any, hash: Any) -> None:
     with stio.sync.Saver(keep_last=1, hash=hash) as saver:
@@ -136,6 +140,7 @@ def test_keep_last_deletes_the_index_before_the_shards(s3: Any, proxy: Proxy, ca
     assert {key.split("/")[0] for key in keys(s3)} == {"step-3"}
 
 
+@pytest.mark.slow
 def test_keep_last_deletes_what_was_committed_without_an_answer(s3: Any, proxy: Proxy) -> None:
     """Also where all attempts of obstore had no answer."""
     proxy.fault = lambda k, method, path: "cut after" if method == "PUT" and "step-1" in path else None
@@ -145,6 +150,7 @@ def test_keep_last_deletes_what_was_committed_without_an_answer(s3: Any, proxy: 
     assert keys(s3) == ["step-2.safetensors"]
 
 
+@pytest.mark.slow
 def test_names_that_begin_alike(s3: Any) -> None:
     with stio.sync.Saver(keep_last=1) as saver:
         for step in (10, 1, 100):
@@ -154,6 +160,7 @@ def test_names_that_begin_alike(s3: Any) -> None:
     assert "no save was interrupted" in gc("s3://bucket/step-100", "--max-age", "0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["", "a b+c%20é#?&=/~{x}", "m's (1)*"])
 def test_names_with_odd_characters_and_none(s3: Any, folder: str) -> None:
     url = f"s3://bucket/{folder}".rstrip("/")
@@ -172,6 +179,7 @@ def test_names_with_odd_characters_and_none(s3: Any, folder: str) -> None:
     assert (keys(s3), uploads(s3)) == (before, [])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("key", ["a//b", "a/../b", "a\tb"])
 def test_names_that_no_object_has(s3: Any, key: str) -> None:
     for act in (stio.sync.load, lambda url: stio.sync.save(generation(1), url)):
@@ -183,6 +191,7 @@ def test_names_that_no_object_has(s3: Any, key: str) -> None:
 # Two saves, and the answer to the commit.
 
 
+@pytest.mark.slow
 def test_the_index_was_deleted_during_a_save(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stio.sync.save(generation(1), "s3://bucket/m")
     before_the_commit(monkeypatch, lambda: s3.delete_object(Bucket="bucket", Key=f"m/{INDEX}"))
@@ -191,6 +200,7 @@ def test_the_index_was_deleted_during_a_save(s3: Any, monkeypatch: pytest.Monkey
     assert len(keys(s3)) == 1  # the shard of the first
 
 
+@pytest.mark.slow
 def test_another_save_replaces_a_commit_without_an_answer(s3: Any, proxy: Proxy) -> None:
     """The checkpoint of the other one stays whole."""
     direct = RemoteRoot("s3://bucket/m", config={"endpoint": f"http://127.0.0.1:{proxy.port}"})
@@ -212,6 +222,7 @@ def test_another_save_replaces_a_commit_without_an_answer(s3: Any, proxy: Proxy)
     assert len(keys(s3)) == 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", ["expired", "conflict"])
 def test_a_commit_that_the_store_has_not_tried_is_repeated(s3: Any, proxy: Proxy, fault: Broken) -> None:
     faults = iter([fault])
@@ -220,6 +231,7 @@ def test_a_commit_that_the_store_has_not_tried_is_repeated(s3: Any, proxy: Proxy
     assert same(stio.sync.load("s3://bucket/m"), generation(1))
 
 
+@pytest.mark.slow
 def test_a_commit_without_an_answer_whose_repetition_is_refused(s3: Any, proxy: Proxy) -> None:
     """The first put may arrive later, so nothing is rolled back."""
     stio.sync.save(generation(1), "s3://bucket/m")
@@ -232,6 +244,7 @@ def test_a_commit_without_an_answer_whose_repetition_is_refused(s3: Any, proxy: 
     assert same(stio.sync.load("s3://bucket/m"), generation(1))
 
 
+@pytest.mark.slow
 def test_a_manifest_without_an_answer_is_no_uncertain_commit(s3: Any, proxy: Proxy) -> None:
     """The index was not put: the save has failed, and is rolled back."""
     stio.sync.save(generation(1), "s3://bucket/m", hash="sha256")
@@ -245,6 +258,7 @@ def test_a_manifest_without_an_answer_is_no_uncertain_commit(s3: Any, proxy: Pro
     assert same(stio.sync.load("s3://bucket/m"), generation(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_worked", [False, True])
 def test_a_completion_without_an_answer_whose_upload_cannot_be_aborted(
     s3: Any, proxy: Proxy, small_parts: int, has_worked: bool
@@ -288,6 +302,7 @@ def child(zygote: Any, code: str, *words: object) -> Any:
     return zygote.start(code, *words, **{name: os.environ[name] for name in NAMES})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3://bucket/m", "s3://bucket/m/x.safetensors"])
 def test_c119_the_upload_of_a_killed_process_is_listed_and_aborted(
     s3: Any, proxy: Proxy, zygote: Any, place: str
@@ -341,6 +356,7 @@ def test_many_uploads_are_listed_in_pages(s3: Any, monkeypatch: pytest.MonkeyPat
     assert queries[1] == {"uploads": "", "prefix": "m/", "key-marker": "m/a", "upload-id-marker": "1"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("page", "message"),
     [
@@ -413,6 +429,7 @@ def test_a_request_with_a_query_is_signed_as_s3_requires(style: str, monkeypatch
     assert given["X-Amz-Signature"] == signer.signature(text, request)
 
 
+@pytest.mark.slow
 def test_gc_beside_an_index_of_another_kind(s3: Any) -> None:
     stio.sync.save(generation(1), "s3://bucket/m")
     before = keys(s3)
@@ -426,11 +443,13 @@ def test_gc_beside_an_index_of_another_kind(s3: Any) -> None:
     assert len(keys(s3)) == len(before) + 1
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_with_a_save_under_way(s3: Any, zygote: Any) -> None:
     assert child(zygote, IN_THE_BACKGROUND).wait().returncode == 0
     assert torch.equal(stio.sync.load("s3://bucket/m")["w"], torch.full((1000,), 7.0))
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_an_upload(s3: Any, proxy: Proxy, zygote: Any) -> None:
     reached, opened = threading.Event(), threading.Event()
 
@@ -452,6 +471,7 @@ def test_an_interrupt_in_an_upload(s3: Any, proxy: Proxy, zygote: Any) -> None:
 # What is missing.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("url", ["s3://nowhere/m", "s3://nowhere/m.safetensors", f"s3://nowhere/m/{INDEX}"])
 def test_a_bucket_that_does_not_exist(s3: Any, url: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match="there is no such bucket or container; check the URL") as loading:

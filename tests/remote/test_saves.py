@@ -35,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("_no_uploads")
 # What is there.
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @on_all
 async def test_every_function_on_every_loop(s3: Any) -> None:
@@ -63,6 +64,7 @@ def test_a_checkpoint_replaces_the_old_one_and_nothing_else(s3: Any) -> None:
     assert same(stio.sync.load("s3://bucket/m"), generation(2))
 
 
+@pytest.mark.slow
 def test_over_a_file_of_another_program(s3: Any, tmp_path: Path) -> None:
     """Readers of a directory prefer an index, so the file is replaced in one step too."""
     stio.sync.save(generation(1), tmp_path / "model.safetensors")
@@ -73,6 +75,7 @@ def test_over_a_file_of_another_program(s3: Any, tmp_path: Path) -> None:
     assert "m/model.safetensors" not in keys(s3)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("hash", [None, "sha256"])
 def test_one_file(s3: Any, hash: Any) -> None:
     for number in (1, 2):
@@ -83,6 +86,7 @@ def test_one_file(s3: Any, hash: Any) -> None:
     assert keys(s3) == ["a/x.safetensors", *manifest]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("place", ["s3://bucket/m", "s3://bucket/x.safetensors"])
 @pytest.mark.parametrize("nbytes", [5 << 20, (5 << 20) + 4096, 17 << 20])
 def test_parts(s3: Any, small_parts: int, place: str, nbytes: int) -> None:
@@ -101,6 +105,7 @@ def test_parts_grow_with_the_object() -> None:
         assert -(-nbytes // part) <= 10_000
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("key", ["endpoint", "endpoint_url", "aws_endpoint_url", "AWS_ENDPOINT_URL_S3"])
 def test_a_root_with_settings_is_a_destination(s3: Any, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The settings go before the environment."""
@@ -111,6 +116,7 @@ def test_a_root_with_settings_is_a_destination(s3: Any, key: str, monkeypatch: p
     assert same(stio.sync.load(root), generation(1))
 
 
+@pytest.mark.slow
 def test_old_steps_are_deleted(s3: Any, caplog: pytest.LogCaptureFixture) -> None:
     with stio.sync.Saver(keep_last=2, hash="sha256") as saver:
         for step in range(4):
@@ -127,6 +133,7 @@ def test_old_steps_are_deleted(s3: Any, caplog: pytest.LogCaptureFixture) -> Non
     assert "files/step-0.safetensors" not in keys(s3)
 
 
+@pytest.mark.slow
 def test_steps_here_and_in_a_store(s3: Any, tmp_path: Path) -> None:
     """Both parts of a step are deleted together."""
     with stio.sync.Saver(keep_last=1) as saver:
@@ -144,6 +151,7 @@ def test_a_conversion_into_a_store(s3: Any, tmp_path: Path) -> None:
     assert same(stio.sync.load("s3://bucket/converted"), generation(1))
 
 
+@pytest.mark.slow
 def test_a_conversion_of_an_object_into_itself_is_refused(s3: Any, tmp_path: Path) -> None:
     url = "s3://bucket/a b/m.safetensors"
     stio.sync.save(generation(1), url)
@@ -157,6 +165,7 @@ def test_a_conversion_of_an_object_into_itself_is_refused(s3: Any, tmp_path: Pat
 # What is refused.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("place", "options", "kind", "words"),
     [
@@ -177,6 +186,7 @@ def test_refused(s3: Any, place: Any, options: dict[str, Any], kind: type[Except
     assert keys(s3) == []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("place", ["s3://bucket/m", "s3://bucket/m.safetensors"])
 def test_two_saves_at_one_time(s3: Any, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that commits first is there; the other one says so, and leaves nothing."""
@@ -195,6 +205,7 @@ def test_two_saves_at_one_time(s3: Any, place: str, monkeypatch: pytest.MonkeyPa
     assert len(keys(s3)) == (1 if place.endswith(".safetensors") else 2)
 
 
+@pytest.mark.slow
 def test_small_files_of_two_saves_at_one_time(s3: Any) -> None:
     """The one that changes them first goes on; the other one ends, and puts back what it has changed."""
 
@@ -233,7 +244,7 @@ CASES: list[tuple[Broken, bool]] = [
 FEW, MANY = {}, {"max_shard_size": 9000, "hash": "sha256"}
 
 
-@pytest.mark.costly("a server that stands for a store, in the same process")
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["one shard", "shards"])
 @pytest.mark.parametrize(("fault", "forever"), CASES)
 def test_a_fault_at_every_request(s3: Any, proxy: Proxy, fault: Broken, forever: bool, options: dict[str, Any]) -> None:
@@ -273,6 +284,7 @@ def test_a_fault_at_every_request(s3: Any, proxy: Proxy, fault: Broken, forever:
     assert uploads(s3) == []
 
 
+@pytest.mark.slow
 def test_c119_an_interrupted_upload_is_aborted(s3: Any, proxy: Proxy, small_parts: int) -> None:
     proxy.fault = lambda k, method, path: "refused" if "partNumber=3" in path else None
     tensors = {"w": torch.zeros(17 << 18)}
@@ -289,6 +301,7 @@ def is_commit(method: str, path: str) -> bool:
     return method == "PUT" and path.endswith(".index.json")
 
 
+@pytest.mark.slow
 def test_c120_the_answer_to_the_commit_is_lost(s3: Any, proxy: Proxy) -> None:
     """The store is asked what it has."""
     for number, fault in enumerate(("cut after", "silent after", "cut before", "refused")):
@@ -299,6 +312,7 @@ def test_c120_the_answer_to_the_commit_is_lost(s3: Any, proxy: Proxy) -> None:
     assert len(keys(s3)) == 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", ["cut before", "cut after"])
 def test_c120_a_store_that_does_not_say_whether_it_has_the_commit(s3: Any, proxy: Proxy, fault: Broken) -> None:
     """Nothing is removed: the checkpoint may be there."""
@@ -320,6 +334,7 @@ def test_c120_a_store_that_does_not_say_whether_it_has_the_commit(s3: Any, proxy
     assert len(keys(s3)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["cut after", "cut before"])
 def test_c120_the_answer_to_the_completion_of_one_file_is_lost(
     s3: Any, proxy: Proxy, small_parts: int, fault: Broken
@@ -340,6 +355,7 @@ def test_c120_the_answer_to_the_completion_of_one_file_is_lost(
 # Cancels.
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("held", ["a part", "the first list", "the commit's parts"])
 async def test_a_cancel_leaves_nothing(s3: Any, proxy: Proxy, small_parts: int, held: str) -> None:
@@ -365,7 +381,7 @@ async def test_a_cancel_leaves_nothing(s3: Any, proxy: Proxy, small_parts: int, 
     assert await anyio.to_thread.run_sync(eventually, lambda: not uploads(s3) and not keys(s3))
 
 
-@pytest.mark.costly("a server that stands for a store, in the same process")
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_cancel_deletes_in_the_background(s3: Any, proxy: Proxy) -> None:
     """Also more objects than are deleted at one time."""
@@ -434,7 +450,7 @@ def killed(s3: Any, zygote: Any, num_kills: int, seed: int) -> None:
     assert same(stio.sync.load("s3://bucket/m"), generation(last))
 
 
-@pytest.mark.costly("processes that are killed")
+@pytest.mark.slow
 def test_kills_at_any_time(s3: Any, zygote: Any) -> None:
     killed(s3, zygote, 6, seed=1)
 
@@ -444,6 +460,7 @@ def test_200_kills(s3: Any, zygote: Any) -> None:
     killed(s3, zygote, 200, seed=2)
 
 
+@pytest.mark.slow
 def test_gc(s3: Any) -> None:
     stio.sync.save(generation(1), "s3://bucket/m")
     stio.sync.save(generation(1), "s3://bucket/m", filename_pattern="ema{suffix}.safetensors")

@@ -129,6 +129,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_c92_c93_c94_one_failure_is_repeated(
@@ -142,6 +143,7 @@ def test_c92_c93_c94_one_failure_is_repeated(
     assert len(server.requests) in (4, 5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_c92_c93_c94_failures_without_end(server: HttpServer, fault: Fault, options: dict[str, Any]) -> None:
     """The last cause is kept."""
@@ -170,6 +172,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("fault", "kind", "words"), REFUSED.values(), ids=REFUSED.keys())
 def test_c91_refusals_are_not_repeated(
     server: HttpServer, fault: Fault, kind: type[StioError], words: str, options: dict[str, Any]
@@ -282,6 +285,7 @@ def test_no_server(server: HttpServer) -> None:
     assert "refused" in str(caught.value)
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("call", ["read", "check"])
 def test_a_forked_process_is_refused(server: HttpServer, call: str) -> None:
@@ -431,6 +435,7 @@ WRONG = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("data", WRONG.values(), ids=WRONG.keys())
 def test_a_wrong_answer_is_refused(data: bytes, options: dict[str, Any]) -> None:
     """None of its bytes reaches the caller's memory."""

@@ -272,6 +272,7 @@ def test_a_redirect_gets_no_password(server: HttpServer) -> None:
         assert not any("authorization" in request.headers for request in other.requests)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["without TLS", "round and round", "to a file"])
 def test_a_redirect_that_is_not_followed(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     authority, certificate = new_certificate(tmp_path)

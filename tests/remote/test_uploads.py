@@ -95,7 +95,7 @@ def test_the_memory_of_parts_is_within_the_budget() -> None:
     assert remote_save.open_destination(root).within(64 * MIB)[0].root is root
 
 
-@pytest.mark.costly("a server that stands for a store, in the same process")
+@pytest.mark.slow
 @pytest.mark.parametrize("budget_mib", [8, 64])
 def test_staging_and_parts_together_fit_the_budget(s3: Any, monkeypatch: pytest.MonkeyPatch, budget_mib: int) -> None:
     pools: list[Any] = []
@@ -128,7 +128,7 @@ def test_an_error_that_is_no_failure_of_a_request(s3: Any, monkeypatch: pytest.M
         stio.sync.save({"w": torch.zeros(10 * MIB)}, place, budget_bytes=16 * MIB)
 
 
-@pytest.mark.costly("a server that stands for a store, in the same process")
+@pytest.mark.slow
 def test_blocks_that_are_staged_late_are_written_first(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All writers took later blocks, and waited for the first one, which no writer was left to take."""
     plain = SaveScheduler._fill

@@ -231,6 +231,7 @@ def test_c121_exit_rolls_back_a_save_that_does_not_end_in_time():
     assert (done.returncode, done.stdout, done.stderr) == (0, "rolled back\n", "")
 
 
+@pytest.mark.slow
 def test_c121_patience_is_counted_together():
     """Two that do not end cost the patience of one."""
     done = run_python(  # a real interpreter without torch: its exit

@@ -231,7 +231,7 @@ def _read_stream(checkpoint: sync.Checkpoint) -> dict[str, torch.Tensor]:
     return dict(stream)
 
 
-@pytest.mark.costly("a load at each line of another one")
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_221_a_handler_at_any_line_of_a_stream_loads_and_closes(checkpoint_file: Path) -> None:
     """It loads by itself, from the same checkpoint, and closes another stream of it."""
@@ -303,6 +303,7 @@ def test_221_a_handler_at_any_line_of_a_cache(checkpoint_file: Path) -> None:
         assert len(lines) > 40
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_221_a_finaliser_that_waits_runs_at_any_collection(checkpoint_file: Path) -> None:
     """A collection, wherever one starts, frees an object whose finaliser loads; workers collect too."""
@@ -330,6 +331,7 @@ def test_221_a_finaliser_that_waits_runs_at_any_collection(checkpoint_file: Path
     assert done == [1] * 40
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no POSIX signals")
 @pytest.mark.timeout(60)
 def test_221_real_signals_while_saves_run(tmp_path: Path) -> None:
@@ -395,6 +397,7 @@ def test_221_a_save_that_waits_for_itself_is_an_error(where: str, max_pending: i
     assert len(found) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_221_a_handler_at_any_line_of_a_save_closes_the_saver() -> None:
     """And waits for what is under way: a save that it has interrupted is refused, or durable."""

@@ -69,6 +69,7 @@ def test_failures_and_cancels(directory, tmp_path, lines):
     assert re.search(r": cancelled after [0-9.]+ s$", lines()[-1])
 
 
+@pytest.mark.slow
 def test_the_number_of_lines_does_not_grow_with_the_load(directory, tmp_path, lines):
     sync.save({f"t{k}": ramp(100) for k in range(3000)}, tmp_path / "many", max_shard_size="100kB")
     lines()

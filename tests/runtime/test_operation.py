@@ -718,6 +718,7 @@ def test_exit_does_not_wait_for_ever():
     assert "stubborn did not end within" in found.stderr
 
 
+@pytest.mark.slow
 def test_c100_a_child_does_not_wait_for_its_parents_threads():
     found = run_python(  # a real interpreter without torch: a fork of it
         """

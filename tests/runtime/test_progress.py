@@ -40,6 +40,7 @@ def require_progress(events, tensors):
     assert (events[-1].done_bytes, events[-1].done_tensors) == (total_bytes, len(tensors))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", ["auto", "map", "lazy", "copy"])
 async def test_progress_of_every_face(directory, memory):
     expected, events = oracle(directory), []

@@ -172,6 +172,7 @@ def test_a_gap_shows_when_nothing_was_done() -> None:
     assert not [x for x, width in runs if x + width > PLOT * 0.26 and x < PLOT * 0.74]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "spans",
     [

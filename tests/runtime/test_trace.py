@@ -171,7 +171,7 @@ async def test_a_notebook_shows_the_picture(directory):
     assert "read" in trace._repr_svg_()
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 async def test_the_picture_of_many_spans_stays_small_and_safe():
     trace, evil = stio.Trace(), "<script>\x1b[2J" * 20
     for k in range(100_000):

@@ -154,6 +154,7 @@ def test_only_empty_tensors() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [0, 8, PAGE_BYTES])
 def test_an_empty_tensor_at_the_end_of_a_block(nbytes: int) -> None:
     """Where header or data end with their block, no block follows; each tensor has its piece."""
@@ -287,7 +288,7 @@ layouts = st.lists(
 )
 
 
-@pytest.mark.costly("random cases")
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(layouts, st.none() | st.integers(1, 20_000), st.sampled_from([4096, 12288]))
 def test_any_plan_brings_every_byte(layout: Layout, maximum: int | None, block_bytes: int) -> None:
@@ -299,6 +300,7 @@ def test_any_plan_brings_every_byte(layout: Layout, maximum: int | None, block_b
         assert maximum is None or shard.data_bytes <= maximum or len(shard.names) == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.costly("large numbers are what it is about")
 @pytest.mark.parametrize(
     ("layout", "options", "error"),
@@ -339,7 +341,7 @@ def test_an_alias_has_a_name_that_can_be_written(name: str) -> None:
         plan_of(bad)
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_100_000_tensors() -> None:
     sources = [
@@ -436,6 +438,7 @@ def random_plan(chance: random.Random) -> tuple[WritePlan, int]:
     return plan_of(sources, max_shard_bytes=shard_bytes, metadata=metadata, block_bytes=block_bytes), block_bytes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(40))
 def test_parts_of_several_processes_make_up_the_files(seed: int) -> None:
     """Each byte is written once, by the plans of 1 to 4 processes; runs in one block lie one after the other."""
@@ -472,6 +475,7 @@ def stream_of(plan: WritePlan, block_bytes: int) -> bytes:
     return bytes(stream)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(40))
 def test_packets_of_several_processes_make_up_the_files(seed: int) -> None:
     """Each byte behind the headers is sent once, by 1 to 4 processes, in the window that it belongs to."""

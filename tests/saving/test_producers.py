@@ -71,6 +71,7 @@ def _clean():
 # What may be given.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("step_bytes", [None, 4, 12, 20, 64, 156])
 @pytest.mark.parametrize(
     "produce",
@@ -160,6 +161,7 @@ WRONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("produce", "found"), WRONG)
 @pytest.mark.parametrize("step_bytes", [None, 64])
 def test_what_is_not_what_was_announced(produce, found, step_bytes):

@@ -37,6 +37,7 @@ def test_a_slash_at_the_end_changes_nothing(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("spelling", ["{}/x/", "{}/./x", "{}/y/../x", "{}/link", "{}/link/"])
 @pytest.mark.parametrize("keywords", [{}, {"max_shard_size": 20, "hash": "sha256"}], ids=["one", "several"])
 def test_one_place_in_two_spellings_is_one_checkpoint(tmp_path, spelling, keywords):

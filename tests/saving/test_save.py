@@ -127,6 +127,7 @@ async def test_layouts_that_are_not_contiguous(tmp_path):
     require_equal(oracle(tmp_path / "x.safetensors"), plain)
 
 
+@pytest.mark.matrix
 async def test_large_tensors_cross_blocks(tmp_path):
     tensors = {"a": torch.randn(3 * MIB + 5), "b": torch.randn(1000, 1001).t(), "c": torch.randn(7)}
     await stio.save(tensors, tmp_path / "x.safetensors", budget_bytes=4 * MIB)
@@ -231,6 +232,7 @@ async def test_c102_a_file_that_was_hashed_and_damaged(tmp_path):
 # Wrong calls, before anything is there.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("tensors", "keywords", "error"),
     [
@@ -317,6 +319,7 @@ async def test_rows_as_they_come(tmp_path):
     require_equal(oracle(tmp_path / "x.safetensors"), {"a": whole, "b": torch.ones(3)})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("produce", "error"),
     [
@@ -353,6 +356,7 @@ async def test_progress_and_trace(tmp_path):
         assert sum(span.num_bytes for span in trace.spans if span.name == name) == result.file_bytes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("hash", [None, "sha256"])
 async def test_the_engine_fills_and_writes(tmp_path, hash):
     """All but a block that has a lazy tensor, or one of another layout."""
@@ -382,7 +386,7 @@ async def test_without_the_engine_threads_fill_and_write(tmp_path):
     require_equal(await stio.load(tmp_path / "x", verify=True), tensors)
 
 
-@pytest.mark.costly("saves of large tensors")
+@pytest.mark.slow
 async def test_a_small_budget_pipelines(tmp_path):
     """A shard is written while the next one is staged: on a busy machine not in each save."""
     tensors = {f"t{k}": ramp(1024, 1024, start=k) for k in range(12)}
@@ -401,6 +405,7 @@ async def test_a_small_budget_pipelines(tmp_path):
     require_equal(await stio.load(tmp_path / "x"), tensors)
 
 
+@pytest.mark.matrix
 async def test_goes_on_while_the_loop_is_blocked(tmp_path):
     tensors = {f"t{k}": torch.randn(1024, 1024) for k in range(8)}
     async with stio.Saver() as saver:

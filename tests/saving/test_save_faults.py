@@ -56,6 +56,7 @@ def require_stands(where, generation):
 # 117: saving over what is being read.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", ["map", "lazy", "copy"])
 def test_c117_over_the_file_that_was_loaded(where, memory):
     """Tensors that were loaded keep their bytes, and may themselves be what is saved."""
@@ -79,6 +80,7 @@ def test_c117_over_the_file_that_others_map(where):
     require_stands(where, 2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", ["map", "lazy", "copy"])
 def test_c117_under_a_checkpoint_that_is_open(where, memory):
     with nothing_left():
@@ -134,7 +136,7 @@ def test_c114_another_save_commits_meanwhile(tmp_path, gate, name, old):
     require_stands(where, 3)
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 def test_c114_two_processes_and_one_directory(where, zygote):
     """Each save wins whole or raises `ConcurrentSaveError`; one at least wins; nothing is left."""
     racer = """
@@ -261,6 +263,7 @@ def test_c116_a_filesystem_that_is_read_only(tmp_path, name):
     require_stands(where, 1)
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user to be")
 @pytest.mark.parametrize("name", NAMES)
 def test_c116_a_directory_of_another_user(tmp_path, zygote, name):
@@ -316,6 +319,7 @@ def test_c118_new_files_go_by_the_umask(tmp_path, umask):
     assert {mode_of(path) for path in (tmp_path / "deep", tmp_path / "deep" / "model")} == {0o750}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("keywords", [MANY, ONE, HASHED], ids=["many", "one", "hashed"])
 @pytest.mark.parametrize("mode", [0o600, 0o644, 0o444, 0o666])
 def test_c118_a_replaced_checkpoint_keeps_its_modes(tmp_path, umask, keywords, mode):

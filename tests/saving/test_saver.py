@@ -150,6 +150,7 @@ async def test_several_are_published_in_the_order_of_their_calls(tmp_path, hold)
     require_equal(await stio.load(tmp_path / "x"), generation(2))
 
 
+@pytest.mark.matrix
 async def test_many_tasks_share_a_saver_with_a_small_budget(tmp_path):
     async with stio.Saver(max_pending=4, budget_bytes=4 * MIB) as saver:
 
@@ -165,7 +166,7 @@ async def test_many_tasks_share_a_saver_with_a_small_budget(tmp_path):
         assert (await stio.load(tmp_path / str(k)))["t0"][0] == k
 
 
-@pytest.mark.costly("saves of large tensors")
+@pytest.mark.slow
 @others_are_slow
 async def test_saves_of_different_sizes_begin_at_once(tmp_path):
     sizes = [1 << 12, 1 << 25]

@@ -58,6 +58,7 @@ async def test_closing_takes_no_further_saves(tmp_path):
     assert not (tmp_path / "late").exists()
 
 
+@pytest.mark.slow
 def test_closing_and_saving_from_two_threads_leaves_no_save_behind(tmp_path):
     for number in range(20):
         saver = stio.sync.Saver(max_pending=4)
@@ -268,6 +269,7 @@ def test_221_a_finaliser_that_closes_its_saver_on_a_thread_of_the_save(tmp_path)
     assert ended
 
 
+@pytest.mark.slow
 def test_206_a_cancel_ends_the_plan_of_many_tensors(tmp_path):
     many = {f"t{k}": tensor for k, tensor in enumerate(torch.zeros(200_000, 1).unbind())}
     saver = stio.sync.Saver()

@@ -171,6 +171,7 @@ def copies_hooked(monkeypatch, hook):
 # What comes out.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage_first", [True, False])
 @pytest.mark.parametrize("blocks", [None, 1, 2, 5])
 def test_the_file_is_the_formats(blocks, stage_first):
@@ -184,6 +185,7 @@ def test_the_file_is_the_formats(blocks, stage_first):
     assert sum(write.nbytes for write in made.destination.writes) == made.plan.shards[0].nbytes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage_first", [True, False])
 @pytest.mark.parametrize("blocks", [None, 1, 3])
 def test_many_shards(blocks, stage_first):
@@ -401,6 +403,7 @@ def test_a_run_does_not_keep_its_error():
 # Failures.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage_first", [True, False])
 @pytest.mark.parametrize("blocks", [None, 1, 3])
 @pytest.mark.parametrize("step", ["write", "finish"])
@@ -522,6 +525,7 @@ class Counting(MemoryDestination):
         return super().start_write(write)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage_first", [True, False])
 @pytest.mark.parametrize("hasher", [None, hashlib.sha256])
 def test_stop_at_every_copy_and_every_write(monkeypatch, stage_first, hasher):
@@ -591,6 +595,7 @@ def producing(tensors, kind):
     return {name: lazy(tensor, make(tensor)) for name, tensor in tensors.items()}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["tensor", "awaitable", "rows"])
 @pytest.mark.parametrize("blocks", [None, 1, 3])
 @pytest.mark.parametrize("stage_first", [True, False])

@@ -81,6 +81,7 @@ def parts(*steps: str) -> list[str]:
     return [f"step-{step[0]}/{part}.safetensors" for step in steps for part in step[1:]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("saves", "left"),
     [

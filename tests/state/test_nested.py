@@ -258,6 +258,7 @@ def test_keys_that_would_not_be_read_are_not_written():
 # In steps, on two threads.
 
 
+@pytest.mark.matrix
 @pytest.mark.anyio
 @pytest.mark.parametrize("size", [10, 12_000])
 async def test_steps_give_what_one_go_gives(size):
@@ -315,6 +316,7 @@ NESTED = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=count(60, 200), deadline=None)
 @given(NESTED)
 def test_no_two_tensors_get_one_name(state):

@@ -80,6 +80,7 @@ async def test_everything_comes_back(tmp_path, name):
     require_same(found["nested"][0][0], state["nested"][0][0])  # a view that only overlaps has bytes of its own
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("root", [3, None, "x", [], (), {}, torch.ones(2), (torch.ones(2), {"a": (torch.ones(1),)})])
 async def test_any_root(tmp_path, root):
     await stio.save_state(root, tmp_path / "s.safetensors")
@@ -103,6 +104,7 @@ async def test_bytes_are_the_same_each_time(tmp_path):
     assert files[0] == files[1]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("length", [10, 30_000])
 async def test_shards(tmp_path, length):
     state = {"layers": [{"w": ramp(50, 50, start=k)} for k in range(8)], "log": list(range(length)), "t": (ramp(3),)}
@@ -118,7 +120,7 @@ async def test_shards(tmp_path, length):
     assert (TREE_TENSOR in await stio.load(tmp_path / "s")) == (length > 10_000)
 
 
-@pytest.mark.costly("large numbers are what it is about")
+@pytest.mark.slow
 @others_are_slow
 async def test_a_hundred_thousand_leaves(tmp_path):
     state = {"state": {k: {"step": float(k), "m": torch.tensor(float(k))} for k in range(50_000)}}
@@ -207,6 +209,7 @@ def steps(model, optimizer, scheduler, count):
             scheduler.step(*[loss] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # of SequentialLR itself, in torch 2.6
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"), [*[(name, None) for name in OPTIMIZERS], *[("adamw", name) for name in SCHEDULERS]]
@@ -328,6 +331,7 @@ async def test_a_savers_metadata_stay(tmp_path):
         assert checkpoint.metadata["run"] == "a"
 
 
+@pytest.mark.matrix
 async def test_states_at_once(tmp_path):
     async def one(k):
         state = {"k": k, "t": torch.full((100,), float(k)), "log": list(range(5000 + k))}

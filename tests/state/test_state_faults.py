@@ -76,6 +76,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_hostile_files(tmp_path, name):
     nodes, tensors, message = HOSTILE[name]
@@ -130,6 +131,7 @@ def digest(directory):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("leaf", "error"),
     [
@@ -181,6 +183,7 @@ async def test_all_is_synced_before_it_is_published(tmp_path, monkeypatch):
     assert "sync_directory" in seen[published:]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("size", [5, 20_000])
 @pytest.mark.parametrize("how", ["scope", "native"])
 @pytest.mark.parametrize("what", ["save", "load", "saver"])

@@ -268,6 +268,7 @@ def checkpoint(request: Any, tmp_path_factory: pytest.TempPathFactory, tensors: 
     return write_checkpoint(tmp_path_factory.mktemp("async"), tensors, request.param)
 
 
+@pytest.mark.matrix
 @linux
 def test_load(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
     with root_of(checkpoint) as root:
@@ -279,6 +280,7 @@ def test_load(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.matrix
 def test_stream_and_slices(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
     with root_of(checkpoint) as root, stio.sync.open(root, budget_bytes=1 << 20) as opened:
         assert torch.equal(opened.read("layer.7", (slice(10, 200, 3), slice(5, 9))), tensors["layer.7"][10:200:3, 5:9])
@@ -288,6 +290,7 @@ def test_stream_and_slices(checkpoint: Path, tensors: dict[str, torch.Tensor]) -
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.matrix
 def test_loads_at_the_same_time(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
     with root_of(checkpoint) as root, stio.sync.open(root) as opened, ThreadPoolExecutor(6) as pool:
         for loaded in pool.map(lambda _: opened.load(), range(6)):

@@ -165,6 +165,7 @@ def test_c88_short_reads(run_faulty: Callable[..., str], tmp_path: Path) -> None
     )
 
 
+@pytest.mark.slow
 def test_c88_interrupted_reads(run_faulty: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "faulty.bin"
     path.write_bytes(DATA)
@@ -199,7 +200,7 @@ def test_c89_disk_error(run_faulty: Callable[..., str], tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.costly("torch in an interpreter with a shim")
+@pytest.mark.slow
 def test_c89_disk_error_in_a_load(run_faulty: Callable[..., str], tmp_path: Path) -> None:
     """Through the whole engine: the error comes out as it is, and every descriptor is back."""
     torch = pytest.importorskip("torch")
@@ -225,7 +226,7 @@ def test_c89_disk_error_in_a_load(run_faulty: Callable[..., str], tmp_path: Path
     )
 
 
-@pytest.mark.costly("torch in an interpreter with a shim")
+@pytest.mark.slow
 def test_c98_direct_io_refused_by_the_read(run_faulty: Callable[..., str], tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from stio.testing import write_checkpoint
@@ -278,6 +279,7 @@ def test_reads_longer_than_a_call_takes(place: Path, monkeypatch: pytest.MonkeyP
     file.close()
 
 
+@pytest.mark.slow
 @linux
 def test_c99_no_descriptors_left(run_script: Callable[..., str], place: Path) -> None:
     run_script(

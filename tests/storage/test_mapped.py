@@ -96,6 +96,7 @@ BY = pytest.mark.parametrize("by", ["plain", pytest.param("engine", marks=needs_
 """Who populates: `MappedFile`, or the engine."""
 
 
+@pytest.mark.slow
 @BY
 def test_c89_disk_error(run_faulty: Callable[..., str], path: Path, by: str) -> None:
     """A fault does not say why; the read that follows it does."""
@@ -112,6 +113,7 @@ def test_c89_disk_error(run_faulty: Callable[..., str], path: Path, by: str) -> 
     )
 
 
+@pytest.mark.slow
 def test_c90_fault_at_a_file_that_was_cut(run_faulty: Callable[..., str], path: Path) -> None:
     run_faulty(
         """
@@ -133,6 +135,7 @@ def test_c90_fault_at_a_file_that_was_cut(run_faulty: Callable[..., str], path: 
     )
 
 
+@pytest.mark.matrix
 @BY
 @pytest.mark.parametrize("modes", ["fault", "oldkernel", "signal"])
 def test_populating_is_advice(run_faulty: Callable[..., str], path: Path, modes: str, by: str) -> None:
@@ -150,6 +153,7 @@ def test_populating_is_advice(run_faulty: Callable[..., str], path: Path, modes:
     )
 
 
+@pytest.mark.matrix
 @BY
 def test_c89_poisoned_page(run_faulty: Callable[..., str], path: Path, by: str) -> None:
     run_faulty(

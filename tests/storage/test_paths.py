@@ -33,6 +33,7 @@ def plant(link: Path, target: str | Path) -> Path:
     return link
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(20))
 def test_as_realpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """In random trees with links of all kinds, chains and links to nothing, but without loops."""

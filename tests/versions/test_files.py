@@ -106,6 +106,7 @@ def place(fast_path: Path) -> Path:
 # Reading, and the command that cleans up.
 
 
+@pytest.mark.matrix
 @scenarios
 def test_every_reader_finds_what_was_saved_and_the_command_recovers_it(scenario: Scenario, place: Path) -> None:
     """The old or the new checkpoint, or a refusal by class; what is cut off is finished or undone once."""
@@ -142,6 +143,7 @@ HASHED = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", HASHED)
 def test_manifests_are_held_against_the_files(name: str, place: Path) -> None:
     """Before and after the recovery all files are as they say, and one changed byte is found."""
@@ -160,6 +162,7 @@ def test_manifests_are_held_against_the_files(name: str, place: Path) -> None:
 # The next save.
 
 
+@pytest.mark.matrix
 @scenarios
 def test_the_next_save_replaces_it(scenario: Scenario, place: Path) -> None:
     """What may go is gone, what is the user's is not, and what is left the command cleans up."""
@@ -309,6 +312,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", flock)
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("without_locks")
 @pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize(
@@ -379,6 +383,7 @@ def test_in_a_sticky_directory_records_of_other_users_are_not_followed(place: Pa
 WRITTEN = [name for name, one in ALL.items() if "rewrite" in one.says and name.startswith(f"{NEWEST}/")]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", WRITTEN)
 def test_this_version_writes_the_same_bytes(name: str, place: Path) -> None:
     """What was saved is loaded and saved again."""

@@ -80,6 +80,7 @@ def test_a_training_goes_on_from_an_older_version(version: str, tmp_path: Path) 
     assert latest_checkpoint(root / "run") == str(root / "run/checkpoint-2")
 
 
+@pytest.mark.matrix
 @versions
 @pytest.mark.parametrize("name", ["trainer-weights", "trainer-staged", "trainer-published", "trainer-replaced"])
 def test_a_training_cleans_up_after_an_older_version(version: str, name: str, tmp_path: Path) -> None:

@@ -189,6 +189,7 @@ class Saving:
 # The other version holds the lock of the directory.
 
 
+@pytest.mark.matrix
 def test_a_save_waits_while_another_version_publishes(place: Place, other: OtherVersion) -> None:
     """It changes nothing that is seen and loses nothing; then it goes on."""
     before = listing(place.root)
@@ -232,6 +233,7 @@ def test_the_command_waits_while_another_version_publishes(tmp_path: Path, other
     assert found == [{"finished": ["model/.stio-b000000001"]}]
 
 
+@pytest.mark.matrix
 def test_what_another_version_is_staging_is_left_alone(place: Place, other: OtherVersion) -> None:
     """By saves, by the command whatever the age; once its owner is dead it goes."""
     staging = Path(other("stage", path=place.home, save_id="0123456789")["staging"])

@@ -119,6 +119,7 @@ def test_any_call_may_fail(
     assert StorageError in outcomes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("old, new", CHANGES)
 def test_the_process_may_end_at_any_call(
@@ -206,6 +207,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
             future.result()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickles"])
 def test_savers_with_patterns_of_their_own(fast_path: Path, safe: bool) -> None:
     suffix = ".safetensors" if safe else ".bin"
@@ -227,6 +229,7 @@ def test_savers_with_patterns_of_their_own(fast_path: Path, safe: bool) -> None:
         assert {float(value) for tensor in read(path).values() for value in tensor} == {7.0}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("most", [ONE, TWO])
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickles"])
 def test_savers_of_the_same_files(fast_path: Path, most: Any, safe: bool) -> None:
@@ -239,7 +242,7 @@ def test_savers_of_the_same_files(fast_path: Path, most: Any, safe: bool) -> Non
     assert only_files_of(fast_path, most, safe=safe)
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 def test_processes_in_one_directory(fast_path: Path, zygote: Any) -> None:
     code = (
         "import sys, torch\n"

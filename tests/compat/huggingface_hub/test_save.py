@@ -155,6 +155,7 @@ STAYS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("most", ["5GB", 16, 32])
 @pytest.mark.parametrize("main", [True, False])
 @pytest.mark.parametrize("old", [OLD, OLD[:1], OLD[1:2], OLD[2:4]], ids=len)
@@ -419,6 +420,7 @@ def test_no_warning_on_a_running_loop(tmp_path: Path) -> None:
     asyncio.run(body())  # warnings are errors
 
 
+@pytest.mark.slow
 def test_huggingface_hub_is_not_needed(torch_zygote: Any) -> None:
     code = (
         "import sys; sys.modules['huggingface_hub'] = sys.modules['safetensors'] = None\n"

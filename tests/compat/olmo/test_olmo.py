@@ -213,6 +213,7 @@ def test_a_key_that_is_nan_is_refused(path: Path, value: Any) -> None:
     assert not path.exists()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize(
     ("key", "most"),

@@ -51,6 +51,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return fake
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spelled", ["cuda", "cuda:0", 0, torch.device("cuda")])
 def test_all_of_a_file(
@@ -181,6 +182,7 @@ def test_leaving_a_file_that_is_being_read(file: Path, tensors: dict[str, torch.
         require_equal(found, tensors)
 
 
+@pytest.mark.slow
 def test_the_cpu_needs_no_engine(file: Path, torch_zygote: Any) -> None:
     code = (
         "import sys; from stio.compat.safetensors import safe_open\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import safetensors
 import safetensors.numpy as their_numpy
 import safetensors.torch as theirs
@@ -111,6 +112,7 @@ ARRAY_DTYPES = [
 ]
 
 
+@pytest.mark.slow
 @QUICK
 @given(st.sampled_from(ARRAY_DTYPES), SHAPES, st.integers(0, 3), st.randoms(use_true_random=False))
 def test_arrays_of_any_layout(kind: str, shape: list[int], layout: int, random: Any) -> None:
@@ -160,6 +162,7 @@ def with_number_file(shape: list[int]) -> tuple[tempfile.TemporaryDirectory[str]
     return folder, whole
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @example([2], slice(1, 0, 2), ("pt", "pread"))
 @example([2], slice(1, 0, 3), ("pt", "pread"))

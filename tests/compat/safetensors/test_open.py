@@ -194,6 +194,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
         safe_open(tmp_path / "fifo", "pt")
 
 
+@pytest.mark.slow
 def test_permission_denied(file: Path) -> None:
     """Better: the original says that there is no such file."""
     file.chmod(0)
@@ -436,6 +437,7 @@ def test_errors_pickle_and_have_a_home() -> None:
     assert sys.modules[SafetensorError.__module__] is package
 
 
+@pytest.mark.slow
 def test_numpy_needs_no_torch(file: Path) -> None:
     code = (
         "import sys\nfrom stio.compat.safetensors import safe_open, serialize\n"

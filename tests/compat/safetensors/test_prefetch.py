@@ -199,6 +199,7 @@ def test_meta(file: Path, tensors: Tensors) -> None:
         opened.get_tensor_meta("w")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
 def test_all_of_a_file(file: Path, tensors: Tensors, device: FakeDevice, backend: str, place: str) -> None:
@@ -300,6 +301,7 @@ def test_a_loader_has_no_more_threads_than_it_may(own_file: Path, monkeypatch: p
 # Parts.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
 def test_parts(file: Path, tensors: Tensors, device: FakeDevice, backend: str, place: str) -> None:
@@ -434,7 +436,7 @@ def test_each_tensor_once(file: Path, tensors: Tensors, backend: str) -> None:
 ORDERS = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.mark.costly("random cases")
+@pytest.mark.slow
 @ORDERS
 @given(
     chance=st.randoms(use_true_random=False),
@@ -497,6 +499,7 @@ def test_any_order_ends_within_the_budget(
     assert eventually(lambda: fake.used_bytes == 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("budget", [40_000, 120_000])
 def test_nothing_is_read_beyond_the_budget(file: Path, tensors: Tensors, device: FakeDevice, budget: int) -> None:
     """And a tensor that is not read for that reason is read when it is asked for, beside the budget."""
@@ -603,6 +606,7 @@ def test_a_loader_outlives_its_file(file: Path, tensors: Tensors, backend: str) 
         require_equal(dict(loader), tensors)
 
 
+@pytest.mark.slow
 def test_several_loaders_of_one_file(file: Path, tensors: Tensors, device: FakeDevice) -> None:
     with safe_open(file, "pt") as opened:
         loaders = [opened.prefetch(device=place, budget_bytes=60_000) for place in ("cpu", "cuda", "cpu")]
@@ -650,6 +654,7 @@ def test_an_interrupt_leaves_the_loader_as_it_was(
             require_equal(dict(loader), {other: tensor for other, tensor in tensors.items() if other != name})
 
 
+@pytest.mark.slow
 def test_fork(file: Path, torch_zygote: Any) -> None:
     """A child's loader is closed, the parent's goes on."""
     code = """
@@ -796,6 +801,7 @@ def test_code_for_the_earlier_state_gets_the_right_tensors(file: Path, tensors: 
             assert torch.equal(opened.get_tensor(name), tensors[name])
 
 
+@pytest.mark.slow
 def test_files_in_turn_with_the_next_one_ahead(file: Path, tensors: Tensors, device: FakeDevice) -> None:
     """The use of an inference server: each file's loader is started while the one before it is consumed."""
     loaders: list[PrefetchLoader] = []
@@ -813,6 +819,7 @@ def test_files_in_turn_with_the_next_one_ahead(file: Path, tensors: Tensors, dev
         require_equal(one, {**tensors, "w": tensors["w"][:30]})
 
 
+@pytest.mark.slow
 def test_numpy_needs_no_torch(file: Path) -> None:
     code = (
         "import sys; from stio.compat import safetensors\n"

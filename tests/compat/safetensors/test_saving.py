@@ -73,6 +73,7 @@ for name in ("float4_e2m1fn_x2", "float8_e8m0fnu"):
         CASES.append(({"x": BYTES.view(getattr(torch, name)), "h": torch.ones(2, dtype=torch.bfloat16)}, None))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("tensors", "metadata"), CASES)
 def test_the_bytes_are_the_original_s(
     save: Save, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None
@@ -242,6 +243,7 @@ def test_arrays(save_arrays: Save, array: np.ndarray[Any, Any]) -> None:
     assert save_arrays({"a": array, "b": A}) == official_numpy.save({"a": array, "b": A})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "array", [case[1] for case in ARRAYS + BETTER_ARRAYS], ids=[case[0] for case in ARRAYS + BETTER_ARRAYS]
 )
@@ -376,6 +378,7 @@ def test_files_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "sync_directory" in log[log.index("rename") :]
 
 
+@pytest.mark.slow
 def test_large_tensors_and_many(tmp_path: Path) -> None:
     tensors = {f"t{k}": torch.full((k % 7,), float(k)) for k in range(500)} | {
         "big": torch.arange(9 << 20, dtype=torch.int32)

@@ -72,6 +72,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("index", BASIC + BETTER, ids=repr)
 def test_torch(file: Path, index: Any, backend: str) -> None:
@@ -91,6 +92,7 @@ def assert_own_storage(found: torch.Tensor, backend: str, whole: torch.Tensor) -
         assert found.untyped_storage().nbytes() == found.nbytes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "index",

@@ -206,6 +206,7 @@ def test_whoever_needs_what_is_coming_waits(end: str) -> None:
                 waiter.result(5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fail", [(), (1,), (2, 3), (1, 2, 3, 4, 5, 6, 7)])
 def test_many_readers_read_each_byte_once(fail: tuple[int, ...]) -> None:
     """Whatever ranges they want, and whoever of them fails: what one leaves the others bring."""

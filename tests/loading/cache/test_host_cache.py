@@ -40,6 +40,7 @@ MIB = 1 << 20
 # What is there is not read.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("budget_bytes", [1 << 18, 512 << 20])
 def test_the_second_load_reads_headers_only(shared: Path, tensors: Tensors, device: Any, budget_bytes: int) -> None:
     cache = stio.HostCache(64 * MIB)
@@ -87,6 +88,7 @@ def test_the_blocking_twin(shared: Path, tensors: Tensors) -> None:
     assert cache.stats().entries == cache.stats().held_bytes == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("is_there", [False, True])
 def test_parts_slices_and_casts(shared: Path, tensors: Tensors, device: Any, is_there: bool) -> None:
     cache = stio.sync.HostCache(64 * MIB)

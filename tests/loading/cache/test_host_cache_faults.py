@@ -82,6 +82,7 @@ def test_staging_is_made_for_what_is_not_lent_only(shared: Path, tensors: Tensor
     assert device.num_staging == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", ["refuse_copy", "fail_copy"])
 def test_failing_copies_spoil_nothing(shared: Path, tensors: Tensors, fault: str) -> None:
     cache = stio.sync.HostCache(64 * MIB)
@@ -178,6 +179,7 @@ def test_closing_ends_a_prefetch(shared: Path) -> None:
 # Memory that is not there.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("refuse", [1, 2, 3])
 def test_no_memory(shared: Path, tensors: Tensors, device: Any, refuse: int, caplog: pytest.LogCaptureFixture) -> None:
     cache = stio.sync.HostCache(64 * MIB)
@@ -212,6 +214,7 @@ def test_a_host_that_is_short_of_memory(
 # Other processes.
 
 
+@pytest.mark.slow
 def test_c100_a_forked_child_begins_afresh(zygote: Zygote, shared: Path) -> None:
     """A lock that another thread holds at that moment, and chunks that it claimed, are not the child's."""
     found = zygote.run(
@@ -288,6 +291,7 @@ async def test_c95_a_cancel_at_every_await(shared: Path, tensors: Tensors, way: 
     assert cache.stats().held_bytes == 0
 
 
+@pytest.mark.slow
 def test_c95_a_cancel_at_every_read(shared: Path, tensors: Tensors) -> None:
     """Whoever comes after it finds what was read, and reads the rest."""
     cache = stio.sync.HostCache(64 * MIB)
@@ -314,6 +318,7 @@ def test_c95_a_cancel_at_every_read(shared: Path, tensors: Tensors) -> None:
 # While it is filled.
 
 
+@pytest.mark.slow
 @needs_engine
 def test_what_is_there_is_loaded_while_the_rest_is_coming(tmp_path: Path) -> None:
     """The rest comes first in the file, on its way from a store that does not answer yet.

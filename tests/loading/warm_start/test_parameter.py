@@ -58,6 +58,7 @@ NAMES = sorted(
 ARGUMENTS = [(), (1,), (2.0,), (0, 1), (torch.ones(4),), (torch.float16,), ("cpu",), ([2, 2],)]
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
 def test_no_attribute_or_method_gives_anything_that_needs_data(name):

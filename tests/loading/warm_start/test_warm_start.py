@@ -14,6 +14,7 @@ import torch
 from counts import count
 from loops import others_are_slow
 from support import (
+    PATIENCE_SECONDS,
     HookedRoot,
     eventually,
     eventually_async,
@@ -91,6 +92,7 @@ async def test_a_forward_inside_the_block(directory):
     assert not any(part._forward_pre_hooks for part in module.modules())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", ["auto", "map", "lazy", "copy"])
 @pytest.mark.parametrize("num_shards", [1, 3])
 async def test_ways_to_memory(tmp_path, memory, num_shards):
@@ -154,21 +156,23 @@ def stack(count=8, width=256):
 
 
 async def test_the_first_submodule_runs_before_a_quarter_is_read(tmp_path):
-    """The storage gives a quarter and no more until the first submodule has run."""
+    """The storage gives the first quarter of the file and no more until the first submodule has run."""
     real, module = made(partial(stack, 16)), on_meta(partial(stack, 16))
     root = HookedRoot(saved(real, tmp_path))
     size = (tmp_path / "model.safetensors").stat().st_size
-    root.hook = dam = Dam(size // 4)
+    opened = threading.Event()
+    root.hook = lambda name, offset, nbytes: offset < size // 4 or opened.wait(PATIENCE_SECONDS)
     x = torch.rand(3, 256)
     async with stio.warm_start(module, root):
         with torch.inference_mode():
             assert torch.equal(module[0](x), real[0](x))
             assert module[15].weight.is_meta
-            dam.open()
+            opened.set()
             assert torch.equal(module(x), real(x))
     root.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("order", ["given", "learned"])
 async def test_execution_order(tmp_path, order):
     """Submodules run from the last to the first, and little more can be read than each of them needs."""
@@ -337,6 +341,7 @@ async def test_f4_cannot_be_cast(tmp_path):
 # Ties.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("with_aliases", [False, True])
 @pytest.mark.parametrize("both", [False, True])
 async def test_tied_weights(tmp_path, with_aliases, both):
@@ -385,6 +390,7 @@ async def test_streams_promote_by_aliases(tmp_path):
 # Devices.
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [None, torch.float16])
 async def test_a_device(directory, dtype):
     """Parameters are filled when the copies are over, not when they are queued."""
@@ -480,7 +486,7 @@ async def test_the_face_after_the_block_holds_no_memory(directory):
     assert await warm.done() == stio.LoadReport((), ())
 
 
-@pytest.mark.costly("thousands of parameters")
+@pytest.mark.slow
 @others_are_slow
 async def test_many_parameters(tmp_path):
     """Of 10,000 of them in `make nightly`, 2,000 here, which wait in any order."""

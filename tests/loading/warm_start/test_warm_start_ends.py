@@ -92,6 +92,7 @@ async def test_a_failed_load_fails_the_forward(tmp_path):
     load.root.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("n", [1, 2, 5, 9, 14])
 async def test_a_read_that_fails(tmp_path, n):
     """Whichever it is: the block is not entered, or its end raises; what came is right, what did not refuses."""
@@ -274,10 +275,12 @@ def make(directory):
     return run
 
 
+@pytest.mark.matrix
 async def test_cancel_at_every_await(make):
     assert await cancelled_at_every_await(make, least=3) > 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("at_resume", [False, True])
 @pytest.mark.parametrize(
     "anyio_backend", [("asyncio", {"use_uvloop": False}), ("asyncio", {"use_uvloop": True})], ids=["asyncio", "uvloop"]
@@ -286,6 +289,7 @@ async def test_native_cancel_at_every_await(make, at_resume):
     assert await cancelled_natively_at_every_await(make, at_resume=at_resume, least=3) > 2
 
 
+@pytest.mark.matrix
 async def test_cancel_after_every_round_of_the_loop(make):
     assert await cancelled_after_every_round(make) > 3
 
@@ -364,7 +368,7 @@ FORKED = """
 """
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 def test_a_forked_child_is_told(zygote, tmp_path):
     """It has no load: what had not come when it was forked raises, what had is there."""
     found = zygote.run(
@@ -408,7 +412,7 @@ def test_a_forked_child_is_told(zygote, tmp_path):
     assert found.stdout == "done\n", found.stderr
 
 
-@pytest.mark.costly("processes of its own")
+@pytest.mark.slow
 def test_exit_inside_the_block(zygote, tmp_path):
     """The interpreter ends though a load is held: it is cancelled, and nobody hangs."""
     found = zygote.run(

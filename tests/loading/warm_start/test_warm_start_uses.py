@@ -256,6 +256,7 @@ ANSWERED = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("question", ANSWERED)
 def test_answers_at_once(tmp_path, question):
     with held(Net, tmp_path) as load:
@@ -439,6 +440,7 @@ def test_first_uses_in_many_threads(tmp_path):
             assert alike(call.outcome(), load.real(TOKENS))
 
 
+@pytest.mark.slow
 def test_uses_while_parameters_arrive(tmp_path):
     """No thread ever computes with what is not there, whenever it comes."""
 
@@ -529,6 +531,7 @@ def without_overrides(module):
         return nn.functional.linear(torch.ones(8), module.first.weight)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("use", BELOW)
 @pytest.mark.filterwarnings("ignore")  # torch warns of torch.jit, by a class of each version
 def test_uses_that_are_refused(tmp_path, use):
@@ -542,7 +545,7 @@ def test_uses_that_are_refused(tmp_path, use):
     BELOW[use](load.module)
 
 
-@pytest.mark.costly("torch compiles")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiling_inside_the_block(tmp_path):
     """It falls back to the plain forward, which waits; when all is there it compiles."""

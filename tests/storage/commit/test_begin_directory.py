@@ -152,6 +152,7 @@ def test_what_has_the_name_of_a_new_file_is_kept(tmp_path: Path, caplog: pytest.
     assert len(caplog.records) == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_killed_at_every_call_nothing_of_others_is_lost(

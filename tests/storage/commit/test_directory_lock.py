@@ -213,6 +213,7 @@ def test_the_file_of_an_owner_with_an_odd_description(tmp_path: Path) -> None:
         assert str(caught.value).isprintable()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["directory", "staging directory"])
 def test_a_forked_child_does_not_hold_the_locks_of_a_dead_parent(tmp_path: Path, kind: str) -> None:
     """Such as a worker of a data loader, forked while a save is under way."""
@@ -477,6 +478,7 @@ def test_a_file_of_another_user_in_a_sticky_directory_is_not_used(shared: Path) 
         )
 
 
+@pytest.mark.slow
 @root
 def test_members_of_the_group_exclude_each_other_and_readers_do_not(shared: Path) -> None:
     os.chown(shared, 0, GROUP)
@@ -528,6 +530,7 @@ def access_list(*entries: tuple[int, int, int]) -> bytes:
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
 
 
+@pytest.mark.slow
 @root
 @pytest.mark.parametrize("inherited", [False, True])
 def test_a_list_of_the_directory_decides(shared: Path, inherited: bool) -> None:

@@ -170,6 +170,7 @@ def test_a_late_writer_changes_nothing_after_a_roll_back(tmp_path: Path) -> None
     assert names_in(tmp_path) == {"a"}
 
 
+@pytest.mark.slow
 def test_the_death_of_the_owner_is_found_in_spite_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has joined keeps no lock: the next save, or `stio gc`, undoes the owner's save."""
     destination = tmp_path / "a"
@@ -238,6 +239,7 @@ def shared_save(destination: Path, tag: str, num_shards: int) -> None:
         owner.roll_back()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("old", "new"), [(0, 2), (2, 2), (1, 1)])
 def test_the_end_of_all_processes_at_any_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: int, new: int

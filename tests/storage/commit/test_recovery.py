@@ -70,6 +70,7 @@ def staged_in(directory: Path) -> list[Path]:
 
 
 # After a call the disk is as before the next one: the second form shows that no step depends on more than the disk.
+@pytest.mark.matrix
 @pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["before", "after"])
 @changes
 def test_c108_killed_at_every_call(
@@ -92,6 +93,7 @@ def test_c108_killed_at_every_call(
     assert set(found[:turn]) == {change.old} and set(found[turn:]) == {"new"}
 
 
+@pytest.mark.matrix
 @pytest.mark.costly("processes that are killed")
 @pytest.mark.parametrize("every", [10, pytest.param(3, marks=pytest.mark.slow)])
 @changes
@@ -122,6 +124,7 @@ def test_c108_recovery_killed_at_every_call(
         assert system.hit is None
 
 
+@pytest.mark.matrix
 @changes
 def test_next_save_cleans_up_by_itself(fast_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     for n in (20, 30, 40, 50):
@@ -330,11 +333,13 @@ CONTROLS = ("fresh_many", "file_over", "one_to_many", "many_to_one", "hub_over_h
 """One change of each kind of commit."""
 
 
+@pytest.mark.matrix
 @changes
 def test_c109_power_cut_after_every_call(fast_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     cut_everywhere(monkeypatch, fast_path, change)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("drop", ["fsync", "sync_directory"])
 @pytest.mark.parametrize(
     "change",
@@ -573,6 +578,7 @@ def records(monkeypatch: pytest.MonkeyPatch, place: Path) -> tuple[Path, Journal
     raise AssertionError
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("key", ["moves", "unlink"])
 @pytest.mark.parametrize("name", ["../mine", "sub/mine", "..", ""])
 def test_record_with_names_that_lead_out_is_void(
@@ -589,6 +595,7 @@ def test_record_with_names_that_lead_out_is_void(
     require_clean_but(fast_path / "c", mine)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("key", ["moves", "unlink"])
 def test_record_with_names_that_are_too_long_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
@@ -607,6 +614,7 @@ def require_clean_but(place: Path, mine: Path) -> None:
     require_clean(place, ["old"])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"moves": 1}', "[" * 100_000])
 def test_record_that_is_none_is_void(fast_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     left, _ = records(monkeypatch, fast_path / "c")
@@ -615,6 +623,7 @@ def test_record_that_is_none_is_void(fast_path: Path, monkeypatch: pytest.Monkey
     require_clean(fast_path / "c", ["old"])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "text", ['{"version": 2, "what": "ever"}', '{"version": "2"}', '{"version": 1, "commit": "other"}']
 )
@@ -643,6 +652,7 @@ def test_files_that_another_program_uses_stay(fast_path: Path, monkeypatch: pyte
     assert moved[0] in names_in(place)
 
 
+@pytest.mark.slow
 def test_replacement_does_not_go_on_over_a_newer_checkpoint(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where locks do not reach, another save may come between the death and the recovery."""
     count = 0

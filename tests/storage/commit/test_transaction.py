@@ -460,6 +460,7 @@ def test_notes_are_right_before_and_after(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "c" / NOTE).read_text() == "new"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("was", [None, b"was"])
 @pytest.mark.parametrize("before", [None, b"was", b"before"])
 @pytest.mark.parametrize("after", [None, b"was", b"before", b"after"])
@@ -513,6 +514,7 @@ def test_large_and_odd_notes_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 # Giving up.
 
 
+@pytest.mark.matrix
 @changes
 @pytest.mark.parametrize("stage", ["begun", "created", "written", "finished"])
 def test_c110_roll_back_leaves_nothing(tmp_path: Path, change: Change, stage: str) -> None:
@@ -586,6 +588,7 @@ def test_fresh_directory_that_appears_is_not_touched(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {"c"} and not names_in(tmp_path / "c")
 
 
+@pytest.mark.matrix
 @changes
 def test_c114_the_first_to_commit_wins_without_locks(
     tmp_path: Path, change: Change, monkeypatch: pytest.MonkeyPatch
