@@ -101,12 +101,23 @@ class Mutant:
     """What pytest is given."""
     delay: float = 0.0
     """Seconds by which the simulated device delays each copy."""
+    stage: str = ""
+    """The stage of the nightly run that has its tests; empty where `make test` has one of them."""
+
+
+SLOW = "slow"
 
 
 def mutant(
-    name: str, broken: str, file: str, *changes: tuple[str, str], tests: str | Sequence[str], delay: float = 0.0
+    name: str,
+    broken: str,
+    file: str,
+    *changes: tuple[str, str],
+    tests: str | Sequence[str],
+    delay: float = 0.0,
+    stage: str = "",
 ) -> Mutant:
-    return Mutant(name, broken, file, changes, (tests,) if isinstance(tests, str) else tuple(tests), delay)
+    return Mutant(name, broken, file, changes, (tests,) if isinstance(tests, str) else tuple(tests), delay, stage)
 
 
 MUTANTS = (
@@ -204,6 +215,7 @@ MUTANTS = (
             "        known = module, of_loads, of_saves\n",
         ),
         tests="tests/device/test_cuda.py::test_all_loads_share_a_copy_stream",
+        stage=SLOW,
     ),
     # Memory of tensors.
     mutant(
@@ -236,6 +248,7 @@ MUTANTS = (
             f"{DROPPED}[root-small-own stream]",
             f"{MEMORY_OF}[load-file]",
         ),
+        stage=SLOW,
     ),
     mutant(
         "the event is before the allocation",
@@ -287,6 +300,7 @@ MUTANTS = (
         PRIVATE,
         ("    integer = INTEGERS.get(dtype.itemsize)\n", "    integer = None\n"),
         tests=f"{BITS}[load_into, turned memory]",
+        stage=SLOW,
     ),
     mutant(
         "strided parts of the drop-in by kernels",
@@ -348,6 +362,7 @@ MUTANTS = (
         RINGS,
         ("            self._has_warned = True\n", ""),
         tests=f"{GPU_ENGINE}test_refused_pinning_is_told_once_and_tried_again_by_the_next_ring",
+        stage=SLOW,
     ),
     mutant(
         "each refusal to pin is tried and told again",
@@ -418,6 +433,7 @@ MUTANTS = (
             "",
         ),
         tests=CUFILE + "test_after_a_failure_cufile_is_not_tried_again",
+        stage=SLOW,
     ),
     mutant(
         "cuFile: a failure is not told",
@@ -474,6 +490,7 @@ MUTANTS = (
             "            yield",
         ),
         tests=CONTEXT,
+        stage=SLOW,
     ),
     mutant(
         "a stream is entered with another current device",
@@ -481,6 +498,7 @@ MUTANTS = (
         CUDA,
         ("    with module.device(device), module.stream(stream):", "    with module.stream(stream):"),
         tests=CONTEXT,
+        stage=SLOW,
     ),
     mutant(
         "memory of dropped tensors",
@@ -562,6 +580,7 @@ MUTANTS = (
         "stio/loading/target.py",
         ("self._is_apart or not self._overlaps(found)", "True"),
         tests=f"{IMAGES}test_memory_that_overlaps_gets_the_tensors_in_their_order",
+        stage=SLOW,
     ),
     mutant(
         "the engine reads pages of a lazy load",
@@ -647,6 +666,7 @@ MUTANTS = (
         WARM,
         ("        record(twins, self._device, self._stream)\n", ""),
         tests=f"{DROPPED_WARM}[tied parameter-own stream]",
+        stage=SLOW,
     ),
     mutant(
         "buffers of a warm start are not recorded",
@@ -789,6 +809,7 @@ MUTANTS = (
         COPYING,
         ("    with ExitStack() as waits:", "    with suppress(DeviceError), ExitStack() as waits:"),
         tests=f"{FAILED_COPY}[root-save-1]",
+        stage=SLOW,
     ),
     mutant(
         "staging memory of a save is given back too early",
@@ -858,6 +879,7 @@ MUTANTS = (
         ("for at in range(0, one.nbytes, PINNED_BYTES)", "for at in range(0, one.nbytes, one.nbytes or 1)"),
         ("min(PINNED_BYTES, one.nbytes - at)", "one.nbytes"),
         tests=f"{UNPINNING}test_a_stager_s_copies_stay_within_pinned_pieces[first device]",
+        stage=SLOW,
     ),
     mutant(
         "a cache reads when all memory is pinned",
@@ -896,6 +918,7 @@ MUTANTS = (
             "            unlink_copied_from(oldest);\n            oldest->state = SLOT_FREE;\n        } else {",
         ),
         tests=ENGINE + "test_a_slot_is_filled_again_behind_its_copies",
+        stage=SLOW,
     ),
     mutant(
         "engine: an event is not waited for",
@@ -1000,6 +1023,7 @@ MUTANTS = (
             "    ring->is_releasing = false;\n}",
         ),
         tests=ENGINE + "test_memory_that_is_being_released_is_not_used_again",
+        stage=SLOW,
     ),
     mutant(
         "engine: memory stays pinned",
@@ -1024,6 +1048,7 @@ MUTANTS = (
         PINNED_C,
         ("at < one->pinned_bytes && code == 0; at +=", "at < 1 && code == 0; at +="),
         tests=PINNED_TESTS + "test_it_is_pinned_in_pieces",
+        stage=SLOW,
     ),
     mutant(
         "engine: memory that stays pinned is unmapped",
@@ -1031,6 +1056,7 @@ MUTANTS = (
         PINNED_C,
         ("    if (code == 0) stio_pages_unmap(", "    stio_pages_unmap("),
         tests=PINNED_TESTS + "test_processes[unpin is refused]",
+        stage=SLOW,
     ),
     mutant(
         "engine: what was pinned before a refusal stays",
@@ -1038,6 +1064,7 @@ MUTANTS = (
         PINNED_C,
         ("        release(made);\n        return NULL;\n", "        return NULL;\n"),
         tests=PINNED_TESTS + "test_a_refusal_of_the_driver_leaves_nothing[2]",
+        stage=SLOW,
     ),
     mutant(
         "engine: a child unpins its parent's memory",
@@ -1059,6 +1086,7 @@ MUTANTS = (
         PINNED_C,
         ("        if (touch_part(one)) return true;\n", "        (void)one;\n"),
         tests=PINNED_TESTS + "test_several_threads_touch_it",
+        stage=SLOW,
     ),
     mutant(
         "engine: pinned while it is touched",
@@ -1072,6 +1100,7 @@ MUTANTS = (
         ("bool stio_pinned_work(void) {\n", "bool stio_pinned_work(void) {\n    this_is_engine = true;\n"),
         ("struct stio_pinned {\n", "static _Thread_local bool this_is_engine;\nstruct stio_pinned {\n"),
         tests=PINNED_TESTS + "test_memory_is_the_callers_when_it_is_pinned",
+        stage=SLOW,
     ),
     mutant(
         "engine: all threads unpin",
@@ -1096,6 +1125,7 @@ MUTANTS = (
         RING,
         ("range->target + (uint64_t)(low - range->offset);", "range->target;"),
         tests=ENGINE + "test_bytes_arrive_and_no_others[file to device]",
+        stage=SLOW,
     ),
     mutant(
         "engine: wrong place in memory",
@@ -1106,6 +1136,7 @@ MUTANTS = (
             "(range->target);\n    if (range->fd < 0) {",
         ),
         tests=ENGINE + "test_bytes_arrive_and_no_others[file to host]",
+        stage=SLOW,
     ),
     mutant(
         "engine: gaps go into tensors",
@@ -1130,6 +1161,7 @@ MUTANTS = (
             "whole = (nbytes + (size_t)PAGE - 1) / (size_t)PAGE * (size_t)PAGE;",
         ),
         tests=ENGINE + "test_bytes_arrive_and_no_others[direct to host]",
+        stage=SLOW,
     ),
     mutant(
         "engine: a truncated read is taken as whole",
@@ -1147,6 +1179,7 @@ MUTANTS = (
         ENGINE_C,
         ("        offset += count;\n        left -=", "        left -="),
         tests="tests/native/test_faults.py::test_each_fault_at_each_call[direct-short]",
+        stage=SLOW,
     ),
     mutant(
         "engine: no limit of writes",
@@ -1178,6 +1211,7 @@ MUTANTS = (
         ENGINE_C,
         ("        if (count < 0 && (errno == EINVAL || errno == EOPNOTSUPP)) {", "        if (false) {"),
         tests="tests/native/test_faults.py::test_each_fault_at_each_write[refused-direct]",
+        stage=SLOW,
     ),
     mutant(
         "engine: a failed direct write is made through the page cache",
@@ -1196,6 +1230,7 @@ MUTANTS = (
             "            done = nbytes;\n        }\n    }\n    return done;",
         ),
         tests="tests/native/test_faults.py::test_each_fault_at_each_write[torn-direct]",
+        stage=SLOW,
     ),
     mutant(
         "engine: a short write is whole",
@@ -1206,6 +1241,7 @@ MUTANTS = (
             "        nbytes = 0;\n        (void)offset;\n",
         ),
         tests="tests/native/test_faults.py::test_each_fault_at_each_write[short-buffered]",
+        stage=SLOW,
     ),
     mutant(
         "engine: the rest of a short write begins again",
@@ -1216,6 +1252,7 @@ MUTANTS = (
             "        offset += count;\n        nbytes",
         ),
         tests="tests/native/test_faults.py::test_each_fault_at_each_write[short-buffered]",
+        stage=SLOW,
     ),
     mutant(
         "engine: a signal ends a write",
@@ -1236,6 +1273,7 @@ MUTANTS = (
             "offset + (int64_t)done);\n        if (count < 0 && (errno == EINVAL",
         ),
         tests="tests/native/test_faults.py::test_each_fault_at_each_write[interrupted-direct]",
+        stage=SLOW,
     ),
     mutant(
         "engine: the bytes before the first page are not written",
@@ -1243,6 +1281,7 @@ MUTANTS = (
         ENGINE_C,
         ("        if (!write_all(range->fd, memory, head, one->begin, failure)) return false;\n", ""),
         tests=ENGINE + "test_bytes_are_written_and_no_others[0-True]",
+        stage=SLOW,
     ),
     mutant(
         "engine: a chunk of a write is written at the begin of its range",
@@ -1345,6 +1384,7 @@ MUTANTS = (
         ENGINE_C,
         ("    if (next_transfer(false) != NULL) start_threads(", "    if (false) start_threads("),
         tests="tests/native/test_faults.py::test_a_disk_that_stands_still_stops_no_other_transfer",
+        stage=SLOW,
     ),
     mutant(
         "engine: one transfer has all threads",
@@ -1355,6 +1395,7 @@ MUTANTS = (
             "    return true;\n",
         ),
         tests="tests/native/test_faults.py::test_a_disk_that_stands_still_stops_no_other_transfer",
+        stage=SLOW,
     ),
     mutant(
         "engine: time without work is made up for",
@@ -1387,6 +1428,7 @@ MUTANTS = (
         ENGINE_C,
         ("    if (!is_own(transfer) && !transfer->has_failed) {", "    if (false) {"),
         tests=ENGINE + "test_a_forked_child_uses_the_engine_anew",
+        stage=SLOW,
     ),
     mutant(
         "engine: a forked child waits at the end",
@@ -1397,6 +1439,7 @@ MUTANTS = (
             "    while (transfer->under_way > 0)",
         ),
         tests=ENGINE + "test_a_forked_child_uses_the_engine_anew",
+        stage=SLOW,
     ),
     mutant(
         "engine: threads take signals",
@@ -1449,6 +1492,7 @@ MUTANTS = (
         POLICY,
         ("if not one.num_users and (is_due or not one.calls)]", "if is_due or not one.calls]"),
         tests=POLICY_TESTS + "test_random_histories[0]",
+        stage=SLOW,
     ),
     mutant(
         "pool: evictions do not wait",

@@ -109,7 +109,7 @@ def checkpoint(folder: Path) -> str:
     return str(write_checkpoint(folder / "checkpoint", whole(), 2))
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("way", PLACED)
 @pytest.mark.parametrize("move", [loads, saves], ids=lambda move: move.__name__)
 def test_c301_no_path_of_ranks_changes_a_bit(move: Callable[..., None], way: str, fast_path: Path) -> None:

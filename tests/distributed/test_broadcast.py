@@ -419,7 +419,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield run_ranks(everything, 4, folder, str(folder), server.url), server, len(data)
 
 
-@pytest.mark.slow
 def test_all_kinds_of_tensors(found: Any) -> None:
     """The processes compare all values; here the comparisons are counted."""
     assert {one["kinds"] for one in found[0]} == {len(Mixed().state_dict())}
@@ -489,6 +488,7 @@ def test_no_descriptor_and_no_thread_is_left(found: Any) -> None:
 
 
 @gpu
+@pytest.mark.slow
 def test_rows_are_copied_to_a_device() -> None:
     """On a thread that is not the caller's, so not in the order of its stream: what is queued there comes first."""
     expected = torch.randn(64, 32)

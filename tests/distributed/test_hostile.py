@@ -37,6 +37,8 @@ from stio.loading import body
 from stio.runtime.blocking import run_blocking
 from stio.storage.commit.transaction import LocalTransaction
 
+pytestmark = pytest.mark.slow  # its ranks do all that it looks at for any of its tests
+
 NUM_RANKS = 3
 
 
@@ -442,7 +444,6 @@ def kinds(found: list[dict[str, Any]], group: str, name: str) -> list[str]:
     return [one[group][name][0] for one in found]
 
 
-@pytest.mark.slow
 def test_wrong_arguments_of_one_rank(found: list[dict[str, Any]]) -> None:
     for name, kind in [
         ("timeout of save", "TypeError"),

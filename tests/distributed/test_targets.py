@@ -25,6 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from stio import sync
 
+pytestmark = pytest.mark.slow  # its ranks do all that it looks at for any of its tests
+
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -372,7 +374,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(everything, 4, folder, str(folder))
 
 
-@pytest.mark.slow
 def test_modules(found: list[dict[str, Any]]) -> None:
     """After a forward, tied, on several meshes, with hooks, with buffers that are DTensors."""
     assert all(one["modules"]["unfilled"] for one in found)

@@ -118,7 +118,9 @@ async def test_a_load_under_way_and_cancelled(directory):
     async def load():
         with scope:
             # Tensors that are cast: what the caller keeps as it was read needs no budget.
-            await stio.load(HookedRoot(directory, first_two_tensors), memory="copy", budget_bytes=MIB, dtype=torch.bfloat16)
+            await stio.load(
+                HookedRoot(directory, first_two_tensors), memory="copy", budget_bytes=MIB, dtype=torch.bfloat16
+            )
 
     async with anyio.create_task_group() as group:
         group.start_soon(load)
