@@ -217,6 +217,11 @@ def mutants(run: Run, place: Path, keep: Path) -> list[Command]:
     return [Command([sys.executable, "tests/mutants.py", *some])]
 
 
+def suites(run: Run, place: Path, keep: Path) -> list[Command]:
+    """STIO_SUITES names the directory with the checkouts."""
+    return [Command([sys.executable, "tests/suites.py", os.environ.get("STIO_SUITES", os.devnull)])]
+
+
 def rehearse(run: Run, place: Path, keep: Path) -> list[Command]:
     out = run.out / "gpu-rehearsal"
     return [module("benchmarks.gpu", "--device", "sim", "--quick", "--again", "--out", out)]
@@ -237,7 +242,7 @@ STAGES = (
     ),
     Stage("long-counts", "tests with random or repeated work, more of it", 300, long_counts, on_disk=True),
     Stage("plain", "loads, faults and the simulated device without the engine", 300, plain, on_disk=True),
-    Stage("slow", "tests with the mark slow, and the rest of each matrix", 900, slow, on_disk=True),
+    Stage("slow", "tests with the mark slow, and the rest of each matrix", 1500, slow, on_disk=True),
     Stage("lightning", "files of trainings of Lightning, compared with those without stio", 60, lightning_files),
     Stage("cancels-asyncio", "random cancels on asyncio", 120, cancels("asyncio")),
     Stage("cancels-uvloop", "random cancels on uvloop", 120, cancels("uvloop")),
@@ -246,6 +251,7 @@ STAGES = (
     Stage("memory", "targets without memory, between pages without access: all that fills and saves", 125, memory),
     Stage("engine", "the stress of the engine in C, with sanitizers", 260, engine, on_disk=True),
     Stage("rehearse-gpu", "the stages of the GPU's benchmark on the simulated device", 130, rehearse),
+    Stage("suites", "the suites of safetensors and huggingface_hub over the drop-in modules (STIO_SUITES)", 60, suites),
     Stage("shared-directory", "four savers and four readers on one directory", 65, shared_directory),
     Stage("mutants", "each mutant of the device path must be caught in each run", 1700, mutants, alone=True),
 )

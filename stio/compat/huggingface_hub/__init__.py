@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from stio.compat.huggingface_hub.load import (
     MapLocation,
     OpenFile,
+    PathNotFoundError,
     fill,
     load_safetensors,
     missing_and_unexpected,
@@ -51,7 +52,7 @@ from stio.compat.huggingface_hub.split import (
 )
 from stio.conversion.sources import files_of_index
 from stio.device.tensor_memory import require_data_of, require_values
-from stio.errors import CheckpointNotFoundError, printable
+from stio.errors import printable
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.loading.module_tree import require_memory_of
 from stio.storage.open import open_directory
@@ -156,7 +157,7 @@ def save_torch_state_dict(
         save_directory: The directory.
         filename_pattern: Pattern of the files' names; `model{suffix}.safetensors` or `pytorch_model{suffix}.bin`.
         force_contiguous: Whether tensors in another layout are saved contiguously, or refused.
-        max_shard_size: Most bytes in one file; see `parse_size_to_int`.
+        max_shard_size: Most bytes in one file: a number, or text with a unit (`"5GB"`, `"4GiB"`).
         metadata: Text for the header, or for the index. Of names that share memory one is saved; each dropped name is
             recorded here with the saved one, `dropped: saved`.
         safe_serialization: Whether to write safetensors; else pickles.
@@ -243,19 +244,15 @@ def load_torch_model(
     """
     path = Path(checkpoint_path)
     if not path.exists():
-        raise CheckpointNotFoundError(f"Checkpoint path {printable(str(path))} does not exist")
+        raise PathNotFoundError(f"Checkpoint path {printable(str(path))} does not exist")
 
-    load: Callable[..., Any] = partial(
-        load_state_dict_from_file, map_location=map_location, weights_only=weights_only, mmap=mmap, safe=safe
-    )
+    how: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only, "mmap": mmap, "safe": safe}
     if not path.is_file():
         pattern = _choose_pattern(path, filename_pattern, safe=safe)
         if os.path.lexists(path / (pattern.format(suffix="") + INDEX_SUFFIX)):
-            where = "cpu" if map_location is None else map_location
-            load = partial(load, map_location=where)
-            return _load_sharded_checkpoint(model, path, load, filename_pattern=pattern, strict=strict, safe=safe)
+            return _load_sharded_checkpoint(model, path, strict=strict, filename_pattern=pattern, **how)
     with _opened(path, safe=safe) as file:
-        state_dict = load(checkpoint_file=file)
+        state_dict = load_state_dict_from_file(checkpoint_file=file, **how)
     return fill(model, state_dict, strict=strict, path=str(path))
 
 
@@ -283,9 +280,25 @@ def _choose_pattern(path: Path, pattern: str | None, *, safe: bool) -> str:
 
 
 def _load_sharded_checkpoint(
-    model: nn.Module, directory: Path, load: Callable[..., Any], *, filename_pattern: str, strict: bool, safe: bool
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    *,
+    strict: bool = False,
+    weights_only: bool = True,
+    safe: bool = True,
+    filename_pattern: str = SAFETENSORS_WEIGHTS_FILE_PATTERN,
+    map_location: MapLocation = None,
+    mmap: bool = False,
 ) -> _IncompatibleKeys:
     """Load a sharded checkpoint into a model, one shard at a time; see `load_torch_model`."""
+    directory = Path(save_directory)
+    load = partial(
+        load_state_dict_from_file,
+        map_location="cpu" if map_location is None else map_location,
+        weights_only=weights_only,
+        mmap=mmap,
+        safe=safe,
+    )
     whole = filename_pattern.format(suffix="")
     loaded: dict[str, None] = {}
     with open_directory(directory, follow_symlinks=False) as root:

@@ -108,6 +108,10 @@ def open_files(root: Root, names: Sequence[str], *, safe: bool) -> Iterator[list
         yield files
 
 
+class PathNotFoundError(CheckpointNotFoundError, ValueError):
+    """There is nothing at the path of a load: FileNotFoundError in huggingface_hub 2.4, ValueError in 1.28."""
+
+
 def not_found(path: str) -> CheckpointNotFoundError:
     """Return the error for a file that is not there."""
     return CheckpointNotFoundError(
@@ -260,7 +264,17 @@ def read_index(root: Root, name: str, suffix: str) -> ShardIndex:
     try:
         return parse_index(raw, path=path, suffix=suffix)
     except (UnsafePathError, IndexFormatError) as error:
-        raise type(error)(f"Invalid {where}: {without_path(error)}") from error
+        shard = str(error.found or "")
+        if not error.message.startswith("shard name") or (
+            isinstance(error, IndexFormatError) and shard.endswith(suffix)
+        ):
+            raise type(error)(f"Invalid {where}: {without_path(error)}") from error
+        if isinstance(error, UnsafePathError):
+            rule = "Shard filenames must be relative paths without '..' components"
+        else:
+            rule = f"Expected '{suffix}' extension, as that of the index"
+        message = f"Invalid shard filename '{printable(shard)}' in {where}: {error.message}. {rule}"
+        raise type(error)(message) from error
 
 
 def missing_and_unexpected(model: nn.Module, loaded: Iterable[str]) -> tuple[list[str], list[str]]:

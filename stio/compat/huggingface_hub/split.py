@@ -52,19 +52,31 @@ class StateDictSplit:
 
 
 def parse_size_to_int(size_as_str: str) -> int:
-    """Return a size in bytes.
+    """Return a size in bytes, by the rules of the original. `max_shard_size` takes more; see `stio.save`.
 
     Args:
-        size_as_str: A number and a unit, in any case: KB, MB, GB, TB are powers of ten, KiB, MiB, GiB, TiB of two.
-            Digits alone are bytes.
+        size_as_str: A number and a unit, in any case: KB, MB, GB or TB, which are powers of ten.
 
     Raises:
-        ValueError: No such unit, no number, or not a positive, finite size.
+        ValueError: Another unit, no number, or not a positive, finite size.
     """
+    text = size_as_str.strip()
+    if text[-2:].upper() not in _UNITS:
+        units = ", ".join(_UNITS)
+        raise ValueError(
+            f"Unit '{printable(text[-2:].upper())}' not supported: {printable(text)!r} has none of {units}"
+        )
+    return _size_of(text)
+
+
+_UNITS = ("KB", "MB", "GB", "TB")
+
+
+def _size_of(size: str) -> int:
     try:
-        return parse_size(size_as_str)
+        return parse_size(size)
     except ValueError as error:
-        raise ValueError(f"Could not parse the size value from {printable(size_as_str)!r}: {error}") from None
+        raise ValueError(f"Could not parse the size value from {printable(size)!r}: {error}") from None
 
 
 def split_state_dict_into_shards_factory(
@@ -85,7 +97,7 @@ def split_state_dict_into_shards_factory(
         get_storage_size: Returns the bytes that a tensor takes.
         filename_pattern: Pattern of the files' names; `{suffix}` becomes empty or `-00001-of-00003`.
         get_storage_id: Returns a key that is equal for tensors on one storage, None for a storage of its own.
-        max_shard_size: Most bytes in one file; see `parse_size_to_int`.
+        max_shard_size: Most bytes in one file: a number, or text with a unit (`"5GB"`, `"4GiB"`).
 
     Raises:
         ValueError: A pattern without `{suffix}` (files would overwrite each other), or a malformed size.
@@ -122,7 +134,7 @@ def split_state_dict_into_shards_factory(
 
 def _max_bytes(size: int | str) -> int:
     if isinstance(size, str):
-        return parse_size_to_int(size)
+        return _size_of(size)
     if not 0 <= size < inf:
         raise ValueError(f"max_shard_size must be zero or more bytes, and finite, not {size}")
     return int(size)

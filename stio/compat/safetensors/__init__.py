@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from stio.compat.safetensors._errors import SafetensorError
-from stio.compat.safetensors._open import PySafeSlice, TensorMeta, safe_open
+from stio.compat.safetensors._open import PySafeSlice, TensorMeta, _safe_open_handle, safe_open
 from stio.compat.safetensors._serialize import deserialize, serialize, serialize_file
 from stio.compat.safetensors._specs import TensorSpec
 
@@ -37,6 +37,8 @@ __all__ = [
 __version__ = "0.8.0"
 """The release of the original with this behaviour; libraries compare it. `prefetch` and `get_tensor_meta` are those of
 0.9.0rc1, which is no release."""
+
+_safe_open_handle = _safe_open_handle  # not in `__all__`, as there
 
 if not TYPE_CHECKING:
 

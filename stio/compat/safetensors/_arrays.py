@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeError, reading
-from stio.compat.safetensors._file import DropInFile, Framework, offsets_in
+from stio.compat.safetensors._file import DropInFile, Framework, checked, offsets_in
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import Header
 from stio.format.slicing import select
@@ -65,6 +65,7 @@ class Arrays(Framework):
     def make_part(self, file: DropInFile, row: int, index: Any) -> Array:
         header = file.header
         shape, kind = header.shapes[row], numpy_dtype(header.dtypes[row])
+        index = checked(index, shape, negative_steps=True)
         if file.is_mapped:
             rows = slice(row, row + 1)
             return np.asarray(self.make(file.region_of(rows), header, rows)[header.names[row]][index], order="C")

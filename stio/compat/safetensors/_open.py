@@ -272,6 +272,27 @@ class safe_open:  # noqa: N801 -- the original's name
         self._file = None  # closed when the last slice, or read on another thread, has released it
 
 
+class _safe_open_handle(safe_open):  # noqa: N801 -- the original's name, which its own tests use
+    """Like `safe_open`, for an open file that has a name.
+
+    Args:
+        f: The file object; the file is opened again by its `name`.
+        framework: See `safe_open`.
+        device: See `safe_open`.
+        backend: See `safe_open`.
+
+    Raises:
+        AttributeError: It is no file, or has no name.
+    """
+
+    __module__ = "stio.compat.safetensors"
+    __slots__ = ()
+
+    def __init__(self, f: Any, framework: str, device: str | int | None = "cpu", *, backend: str = "mmap") -> None:
+        _ = f.fileno  # an object that is no file raises its own error
+        super().__init__(f.name, framework, device, backend=backend)
+
+
 def _row(file: DropInFile, name: str) -> int:
     if not isinstance(name, str):
         raise wrong_type("name", name, "str")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stio.compat.safetensors._errors import SafetensorError, UnsupportedDtypeError, reading
-from stio.compat.safetensors._file import DropInFile, Framework, offsets_in
+from stio.compat.safetensors._file import DropInFile, Framework, checked, offsets_in
 from stio.device.tensors import TORCH_DTYPES, select_and_cast, tensors_in, torch_shape, typed
 from stio.device.torch_private import INTEGERS, moved
 from stio.format.header import Header
@@ -95,6 +95,7 @@ def _view(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> t
 
 def _read(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
     sizes, item = torch_shape(dtype, shape), TORCH_DTYPES[dtype].itemsize
+    index = checked(index, shape, negative_steps=False)
     with reading(file.path):
         if dtype == "F4":
             require_whole_pairs(shape, partial(selected_shape, index))

@@ -23,14 +23,18 @@ from stio.compat import huggingface_hub as hub
         ("1.5GB", 1_500_000_000),
         ("2Tb", 2 * 10**12),
         ("1e3KB", 10**6),
-        ("1KiB", 1024),
-        ("1.5gib", 3 << 29),
-        ("17", 17),
-        (" 17 ", 17),
     ],
 )
 def test_sizes(text: str, expected: int) -> None:
     assert hub.parse_size_to_int(text) == expected
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("1KiB", 1024), ("1.5gib", 3 << 29), ("17", 17), (" 17 ", 17)])
+def test_max_shard_size_takes_units_that_the_hub_refuses(text: str, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="Unit '.*' not supported"):
+        hub.parse_size_to_int(text)
+    assert not split({"a": nbytes - 1, "b": 1}, text).is_sharded
+    assert split({"a": nbytes, "b": 1}, text).is_sharded
 
 
 @pytest.mark.parametrize(
@@ -56,8 +60,10 @@ def test_sizes(text: str, expected: int) -> None:
     ],
 )
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match="Could not parse the size value"):
+    with pytest.raises(ValueError, match="Could not parse the size value|Unit '.*' not supported"):
         hub.parse_size_to_int(text)
+    with pytest.raises(ValueError, match="Could not parse the size value"):
+        split({"a": 1}, text)
 
 
 def sizes(**kinds: int) -> dict[str, int]:

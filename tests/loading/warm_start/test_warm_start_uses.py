@@ -496,7 +496,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind.startswith("compiled") else ()) for kind in REFUSED]
+)
 @pytest.mark.filterwarnings("ignore")  # torch warns of lazy modules and of torch.jit, by a class of each version
 def test_modules_that_are_refused(kind):
     make, match = REFUSED[kind]
