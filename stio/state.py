@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from stio.device.base import LoadedGroup
-from stio.device.tensors import DtypeLike
+from stio.device.tensors import DtypesLike
 from stio.errors import FormatError, printable
 from stio.format.shared import SharedPolicy
 from stio.format.state_tree import HOST_KINDS, Reference, Tree
@@ -90,7 +90,7 @@ async def load_state(
     source: SourceLike,
     *,
     device: DevicesLike = "cpu",
-    dtype: DtypeLike | None = None,
+    dtype: DtypesLike | None = None,
     memory: Memory = "copy",
     budget_bytes: int | str | None = None,
     strict: bool = True,

@@ -23,7 +23,7 @@ from torch import nn
 
 from stio.conversion.torch_files import Key, is_safetensors, kind_of_file, read_pickle, read_start, tensors_in, value_at
 from stio.device.describe import LazyTensor, describe_tensors
-from stio.device.tensors import TORCH_DTYPES, cast, require_dtypes, torch_shape
+from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, cast, cast_dtype, require_dtypes, torch_shape
 from stio.errors import (
     AmbiguousCheckpointError,
     CheckpointNotFoundError,
@@ -42,6 +42,7 @@ from stio.format.other_sources import PICKLE_SUFFIXES, is_pickle_of_weights
 from stio.format.safe_pickle import PickleRefused, PlainPickles, decode_name, looks_encoded, shown
 from stio.format.shared import UNDECLARED, TiedNames, resolve_shared
 from stio.loading.body import collect
+from stio.loading.casts import AS_STORED, planned_casts
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.runtime.limits import Limits
@@ -253,7 +254,7 @@ def open_source(
         file_of |= dict.fromkeys(part, file)
     if key is None:  # otherwise the names may be others than those of the index
         found.require_named(file_of)
-    return OpenSource(**_cast(tensors, dtype, tied), files=pickles, tied=tied)
+    return OpenSource(**_cast(tensors, dtype, tied, path), files=pickles, tied=tied)
 
 
 # Which files a path means.
@@ -396,17 +397,21 @@ def _require_inside(directory: str, names: Sequence[str]) -> list[str]:
 # The tensors in them.
 
 
-def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, tied: TiedNames) -> dict[str, Any]:
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, tied: TiedNames, path: str) -> dict[str, Any]:
     """Return lazy tensors for those to be cast, and the ties that their memory does not show."""
     if dtype is None:
         return {"tensors": tensors}
     _, ties = resolve_shared(describe_tensors(tensors), "dedupe", tied)
-    lazy = {
-        name: LazyTensor(dtype, tensor.shape, partial(_rows, name, tensor.detach(), dtype))
-        if tensor.is_floating_point() and tensor.dtype != dtype
-        else tensor
-        for name, tensor in tensors.items()
-    }
+    kinds = {name: FORMAT_DTYPES.get(tensor.dtype, "") for name, tensor in tensors.items()}
+    casts = planned_casts(kinds, dtype, path=path, remedy=AS_STORED)
+    lazy = {}
+    for name, tensor in tensors.items():
+        wanted = tensor.dtype if casts is None else cast_dtype(name, tensor.dtype, casts)
+        lazy[name] = (
+            tensor
+            if wanted == tensor.dtype
+            else LazyTensor(wanted, tensor.shape, partial(_rows, name, tensor.detach(), wanted))
+        )
     return {
         "tensors": lazy,
         "ties": {alias: name for alias, name in ties.items() if isinstance(lazy[name], LazyTensor)},
@@ -429,9 +434,12 @@ def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, c
         require_dtypes([info.dtype for info in infos.values()], path=opened.path)
         reader = ReadAhead(opened, names, dtype=dtype, window_bytes=window_bytes)
         tensors: dict[str, torch.Tensor | LazyTensor] = {}
+        casts = planned_casts(
+            {name: dtype for name, (dtype, _) in opened.dtypes_and_shapes().items()}, dtype, path=path
+        )
         for name, info in infos.items():
-            stored = TORCH_DTYPES[info.dtype]
-            target = dtype if dtype is not None and stored.is_floating_point else stored
+            own = TORCH_DTYPES[info.dtype]
+            target = own if casts is None else cast_dtype(names[name], own, casts)
             shape = torch_shape(info.dtype, info.shape)
             tensors[name] = LazyTensor(target, shape, partial(reader.take, name))
         return OpenSource(

@@ -15,7 +15,7 @@ import ctypes
 import difflib
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
@@ -61,6 +61,13 @@ FORMAT_DTYPES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DT
 DtypeLike: TypeAlias = torch.dtype | str
 """A dtype of torch, or a name of one, as torch spells it ("bfloat16") or the format does ("BF16")."""
 
+DtypeOf: TypeAlias = Callable[[str], torch.dtype | None]
+"""Returns the dtype that a tensor of this name is cast to; None: as stored."""
+
+DtypesLike: TypeAlias = DtypeLike | Mapping[str, DtypeLike | None] | Callable[[str], DtypeLike | None]
+"""What floating tensors are cast to: one dtype; or one for each name, by a mapping from names, whose other names are as
+stored, or by a function of the name, which is called on a thread of the load. None as a value: as stored."""
+
 _DLTENSOR_DTYPE_AT = 20  # void* data, int32 device type and id, int32 ndim, then the dtype's four bytes
 
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
@@ -105,6 +112,23 @@ def checked_cast(dtype: object) -> torch.dtype:
             "values: give a floating dtype, such as 'bfloat16', or none, and cast the loaded tensors yourself"
         )
     return found
+
+
+def checked_casts(dtype: object) -> torch.dtype | DtypeOf | None:
+    """Return what an argument `dtype=` casts, see `DtypesLike`; values of a function are checked when it is called.
+
+    Raises:
+        TypeError, ValueError: See `checked_cast`; or a key of a mapping is no name.
+    """
+    if dtype is None or isinstance(dtype, str | torch.dtype):
+        return None if dtype is None else checked_cast(dtype)
+    if isinstance(dtype, Mapping):
+        if wrong := next((name for name in dtype if not isinstance(name, str)), None):
+            raise TypeError(f"dtype= takes a mapping from names, not from {printable(wrong)}")
+        return {name: None if one is None else checked_cast(one) for name, one in dtype.items()}.get
+    if callable(dtype):
+        return lambda name: None if (one := dtype(name)) is None else checked_cast(one)
+    return checked_cast(dtype)
 
 
 def _rank(dtype: torch.dtype) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from stio.device.tensors import DtypeLike, device_storages
+from stio.device.tensors import DtypesLike, device_storages
 from stio.errors import ClosedError, printable
 from stio.format.header import TensorInfo
 from stio.loading.body import (
@@ -53,7 +53,7 @@ async def load(
     slices: Mapping[str, object] | None = None,
     placements: PlacementsLike | None = None,
     device: DevicesLike = "cpu",
-    dtype: DtypeLike | None = None,
+    dtype: DtypesLike | None = None,
     memory: Memory = "auto",
     budget_bytes: int | str | None = None,
     strict: bool = True,
@@ -87,7 +87,9 @@ async def load(
             mapping from names, and from prefixes of names that end at a dot (the longest one counts, `""` means all
             others), or a callable that gets a name.
         dtype: Cast floating tensors to it: a dtype of torch, or its name in torch or in the format (`"bfloat16"` or
-            `"BF16"`). A dtype that would lose their values, such as `"int8"`, is refused. None: as stored.
+            `"BF16"`). Scales of quantized weights are not cast; quantized weights that have scales are refused, and so
+            is a dtype that would lose the values, such as `"int8"`. Or a mapping from names, or a function of the name,
+            that casts these tensors only, whatever they are. None: as stored.
         memory: How tensors on the CPU get their memory: `"map"` maps the files and reads them now, `"lazy"` maps
             them and reads at the first use, `"copy"` reads into memory of their own, `"auto"` chooses between `"map"`
             and `"copy"` by the filesystem. A file that the system refuses to map is copied, with a line in the log.
@@ -136,7 +138,7 @@ async def load_into(
     *,
     assign: bool = False,
     device: DevicesLike = "cpu",
-    dtype: DtypeLike | None = None,
+    dtype: DtypesLike | None = None,
     memory: Memory = "auto",
     budget_bytes: int | str | None = None,
     strict: bool = True,
@@ -226,7 +228,7 @@ def open(
     source: SourceLike,
     *,
     device: DevicesLike = "cpu",
-    dtype: DtypeLike | None = None,
+    dtype: DtypesLike | None = None,
     memory: Memory = "auto",
     budget_bytes: int | str | None = None,
     strict: bool = True,

@@ -6,6 +6,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any, TypeVar, overload
 
 from stio.errors import (
     AmbiguousCheckpointError,
@@ -36,9 +37,20 @@ _DATED = "its name has a date, whose numbers are no step; load it by its path, o
 _UNFINISHED = "its name is one that programs give to a checkpoint until it is complete; if it is, rename it"
 _DEEPEST = 3
 """Most directories inside each other in the one of a step: `step-3/model/`."""
+_NO_DEFAULT: Any = object()
+
+T = TypeVar("T")
 
 
-def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False) -> str:
+@overload
+def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False) -> str: ...
+
+
+@overload
+def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False, default: T) -> str | T: ...
+
+
+def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False, default: T = _NO_DEFAULT) -> str | T:
     """Return the path of the newest complete checkpoint in a directory of a training's steps; blocks for a moment.
 
     The newest one has the highest step: the number in the name of its file or directory, as for `keep_last=` of a
@@ -47,15 +59,19 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False) 
     files of torch.save, or a name such as `step-3.tmp`, is left out, and a warning names it. Names that begin with a
     dot, and what holds no checkpoint, are left out too.
 
-        state = await stio.load_state(stio.latest("checkpoints"))
+        if (path := stio.latest("checkpoints", default=None)) is not None:  # None at the first start
+            state = await stio.load_state(path)
 
     Args:
         directory: Holds `step-100`, `step-200` or files such as `step-100.safetensors`. The directory of a step may
             hold several checkpoints; then its path is returned if all of them are complete.
         follow_symlinks: See `stio.load`, which needs it then too.
+        default: Returned if there is no such directory, or no complete checkpoint of a step in it; a warning names what
+            is left out. Without it that is an error.
 
     Raises:
-        CheckpointNotFoundError: There is no such directory, or no complete checkpoint of a step in it.
+        CheckpointNotFoundError: There is no such directory, or no complete checkpoint of a step in it, and no
+            `default`.
         AmbiguousCheckpointError: Several files or directories are checkpoints of the newest step.
         UnsafePathError: A file of a newer step is a link that leads out of its directory.
         StorageError: The operating system reported an error.
@@ -64,6 +80,8 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False) 
     """
     local_directory(directory, "stio.latest")
     path = os.fsdecode(directory)
+    if default is not _NO_DEFAULT and not os.path.lexists(path):
+        return default
     by_step: dict[int, list[str]] = defaultdict(list)
     dated: list[str] = []
     for name in _names_in(path):
@@ -88,7 +106,11 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False) 
             for reason in [*left_out, *dated][:1]:
                 log(logging.WARNING, "%s is the newest complete checkpoint; left out: %s", complete[0], reason)
             return complete[0]
-    raise _none(path, [*left_out, *dated], follow_symlinks)
+    if default is _NO_DEFAULT:
+        raise _none(path, [*left_out, *dated], follow_symlinks)
+    for reason in [*left_out, *dated][:1]:
+        log(logging.WARNING, "%s has no complete checkpoint of a step; left out: %s", path, reason)
+    return default
 
 
 def _names_in(path: str) -> list[str]:

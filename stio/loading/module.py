@@ -22,6 +22,7 @@ from stio.device.tensor_memory import copy_all, has_memory, require_memory
 from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
 from stio.format.state_tree import STATE_KEY, TREE_TENSOR
+from stio.loading.casts import require_together
 from stio.loading.module_tree import (
     ModuleTree,
     is_on_meta,
@@ -193,6 +194,22 @@ class ModuleTarget(LoadTarget):
                 path=path,
             )
         self._report = LoadReport(missing, unexpected, tuple(self._tree.never_stored), path)
+        sources = {name: self._source_of(name) for name in present if not self._tree.is_hooked(name)}
+        require_together(
+            {name: dtype for name, (dtype, _) in stored.items()},
+            self._targets,
+            {name: source for name, source in sources.items() if source in stored},
+            assigns=self.assigns,
+            path=path,
+        )
+        if stored and not present and not self._tree.hooked:
+            log(
+                logging.WARNING,
+                "%s: no tensor has a name of the module, so nothing is loaded: missing %s; unexpected %s",
+                path,
+                listed(missing),
+                listed(unexpected),
+            )
         if self._leaves_all_to_torch():
             self._tree.hook([""])
         if self._parts and (found := [name for name in self._parts if self._tree.is_hooked(name)]):

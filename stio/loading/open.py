@@ -111,6 +111,8 @@ class OpenCheckpoint:
     """Names that share another tensor's data, to that tensor's name."""
     index: str | None = None
     """Name of its index; None: it has none."""
+    unopened_names: Collection[str] = ()
+    """If some shards are not open, all names of the index."""
     manifest: ManifestText | None = None
     """The manifest of the checkpoint, if it was opened `with_manifest`."""
     openers: Sequence[Callable[[], Source]] = ()
@@ -367,6 +369,8 @@ class _Opening:
         shards = partial(self._shards, root.path, openers, index)
         opened = _with_manifest(root, found.whole, shards) if self.with_manifest else shards()
         opened.index = found.index
+        if whole_index is not None and index is not whole_index:
+            opened.unopened_names = whole_index.weight_map.keys()
         try:
             if (pickle := pickle_of_another(names, found.stem)) is not None:
                 self.warn(warning_of_pickle(root.path, found, pickle))

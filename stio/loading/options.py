@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from stio.device.base import Accelerator, current_device, current_streams, with_current_index
-from stio.device.tensors import DtypeLike, checked_cast
+from stio.device.tensors import DtypeOf, DtypesLike, checked_casts
 from stio.loading.cache.entries import FileCache, ObjectCache
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.process import check_switch_interval
@@ -52,8 +52,8 @@ class LoadOptions:
 
     device: DevicesLike = "cpu"
     """Device of the tensors. Tied names on two devices are one tensor on each, read twice."""
-    dtype: DtypeLike | None = None
-    """Cast floating tensors to it."""
+    dtype: DtypesLike | None = None
+    """Cast floating tensors to it, or those of some names."""
     memory: Memory = "auto"
     """How tensors on the CPU get their memory. `"gds"`: a file of which at most half is in the page cache is read from
     the disk to a GPU by GPUDirect Storage (NVIDIA's cuFile); if that fails it is staged, with a warning."""
@@ -102,8 +102,11 @@ class LoadOptions:
             raise TypeError(f"limits= takes a stio.Limits, not {self.limits!r}")
         if self.trace is not None and not isinstance(self.trace, Trace):
             raise TypeError(f"trace= takes a stio.Trace, not {self.trace!r}")
-        if self.dtype is not None:
-            object.__setattr__(self, "dtype", checked_cast(self.dtype))
+        if isinstance(self.dtype, Mapping):  # a copy: the caller may change the mapping before it is used
+            object.__setattr__(self, "dtype", dict(self.dtype))
+        casts = checked_casts(self.dtype)
+        if isinstance(casts, torch.dtype):
+            object.__setattr__(self, "dtype", casts)
         if self.budget_bytes is not None:
             checked_size(self.budget_bytes)
 
@@ -113,9 +116,9 @@ class LoadOptions:
         return None if self.budget_bytes is None else checked_size(self.budget_bytes)
 
     @property
-    def cast_dtype(self) -> torch.dtype | None:
-        """The dtype to cast to."""
-        return None if self.dtype is None else checked_cast(self.dtype)
+    def casts(self) -> torch.dtype | DtypeOf | None:
+        """The dtype to cast to, or a function that returns that of a name."""
+        return checked_casts(self.dtype)
 
     @property
     def _caches(self) -> tuple[FileCache | ObjectCache, ...]:

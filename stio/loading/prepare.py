@@ -30,6 +30,7 @@ from stio.device.tensors import Casts, require_dtypes
 from stio.errors import DeviceError, TensorNotFoundError, printable
 from stio.format.header import Header
 from stio.loading.cache.entries import CachedFile, FileCache
+from stio.loading.casts import planned_casts
 from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.open import OpenCheckpoint
@@ -52,6 +53,7 @@ from stio.loading.select import (
     Selected,
     checked_slices,
     placed_parts,
+    require_keys,
     reusable_names,
     select_by_device,
 )
@@ -112,7 +114,7 @@ def prepare(
         on_blocked: See `LoadScheduler`.
 
     Raises:
-        TensorNotFoundError: The checkpoint does not have a name.
+        TensorNotFoundError: The checkpoint does not have a name, or one that is a key of a mapping.
         DeviceError: There is no such device, or a name has no device.
         HostMemoryError: The tensors do not fit into memory.
         SliceError: A slice does not fit its tensor.
@@ -121,6 +123,10 @@ def prepare(
     names, slices = reusable_names(names), checked_slices(slices)
     with traced(options.trace, "plan", detail=opened.path):
         device = resolve_devices(options.device)
+        if isinstance(options.device, Mapping):
+            require_keys(opened, "device", options.device, prefixes=True)
+        if isinstance(options.dtype, Mapping):
+            require_keys(opened, "dtype", options.dtype, prefixes=False)
         if placements is not None:
             placed = placed_parts(opened, names, slices, placements, device, strict=options.strict)
             slices, deliver = placed.slices, partial(_deliver_made, deliver, placed)
@@ -138,7 +144,7 @@ def prepare(
                 with traced(options.trace, "fetch"):
                     budget_bytes = options.budget or DEFAULT_BUDGET_BYTES
                     files = options.disk_cache.fetch(files, nbytes, budget_bytes=budget_bytes, owned=owned)
-            casts = casts or options.cast_dtype
+            casts = casts or _casts(opened, selections, options)
             delivery = Delivery(casts, views, kept is None and not hold, copied if casts is None else frozenset())
             loads = _device_loads(opened, files, selections, options, delivery, prompt=prompt)
             for load in loads:
@@ -167,6 +173,20 @@ def prepare(
             )
             undo.pop_all()  # the scheduler closes them
             return scheduler
+
+
+def _casts(opened: OpenCheckpoint, selections: Sequence[Selected], options: LoadOptions) -> Casts | None:
+    """Return what is cast of the selected tensors."""
+    if (casts := options.casts) is None:
+        return None
+    dtypes = {name: dtype for header in opened.headers for name, dtype in zip(header.names, header.dtypes, strict=True)}
+    selected = [
+        header.names[k]
+        for _, chosen, _ in selections
+        for header, positions in zip(opened.headers, chosen, strict=True)
+        for k in positions
+    ]
+    return planned_casts(dtypes, casts, path=opened.path, selected=selected, further=opened.unopened_names)
 
 
 def _deliver_made(

@@ -10,6 +10,7 @@ how the result is made from it.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -68,6 +69,36 @@ def select_by_device(opened: OpenCheckpoint, names: Names | None, device: AnyDev
                 if selected:
                     my_names.setdefault(name, []).append(selected_name)
     return list(found.values())
+
+
+def require_keys(opened: OpenCheckpoint, argument: str, keys: Iterable[str], *, prefixes: bool) -> None:
+    """Require that each key of a mapping stands for a tensor of the checkpoint, selected or not.
+
+    Args:
+        opened: The checkpoint.
+        argument: Name of the argument.
+        keys: The keys.
+        prefixes: Whether a key may be a prefix that ends at a dot, or empty for all others.
+
+    Raises:
+        TensorNotFoundError: A key stands for none; it names the nearest.
+    """
+    known = dict.fromkeys([*(name for header in opened.headers for name in header.names), *opened.aliases])
+    known |= dict.fromkeys(opened.unopened_names)
+    missing = [key for key in keys if key not in known and (key or not prefixes)]
+    if missing and prefixes:
+        every = {name[:end] for name in known for end, character in enumerate(name) if character == "."}
+        known |= dict.fromkeys(every)
+        missing = [key for key in missing if key not in every]
+    if missing:
+        close = difflib.get_close_matches(missing[0], known, n=1) if len(known) <= _MOST_COMPARED else []
+        nearest = f"; did you mean {printable(close[0])!r}?" if close else ""
+        message = f"{argument}= has an entry for a tensor that the checkpoint does not have{nearest}"
+        raise TensorNotFoundError(message, path=opened.path, requested=missing[0])
+
+
+_MOST_COMPARED = 20_000
+"""The time of a comparison with all names grows with their number."""
 
 
 def shards_of(

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from stio.device.base import current_device, with_current_index
-from stio.device.tensors import DtypeLike
+from stio.device.tensors import DtypesLike
 from stio.errors import listed, printable
 from stio.loading.api import load
 from stio.loading.cache.disk_cache import DiskCache
@@ -149,7 +149,7 @@ class ModelPool:
         *,
         make: Make | None = None,
         pin: bool = False,
-        dtype: DtypeLike | None = None,
+        dtype: DtypesLike | None = None,
         strict: bool = True,
         limits: Limits | None = None,
         verify: bool = False,

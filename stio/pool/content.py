@@ -18,12 +18,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
+from stio.device.tensors import TORCH_DTYPES, cast_dtype, require_dtypes, torch_shape
 from stio.errors import listed, with_article
 from stio.format.dtypes import tensor_nbytes
 from stio.format.state_tree import STATE_KEY
 from stio.loading.api import fill_from
 from stio.loading.body import collect, open_with_options, verify
+from stio.loading.casts import planned_casts
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import ModuleTree
 from stio.loading.nested import StateTarget
@@ -206,12 +207,13 @@ class Content:
     def _contents_of(self, opened: OpenCheckpoint) -> Contents:
         found = opened.dtypes_and_shapes()
         require_dtypes([dtype for dtype, _ in found.values()], path=opened.path)
-        wanted = self.options.cast_dtype
+        casts = planned_casts({name: dtype for name, (dtype, _) in found.items()}, self.options.casts, path=opened.path)
         stored = [tensor_nbytes(*pair) for pair in found.values()]
         made, cast = [], [0]
-        for (dtype, shape), nbytes in zip(found.values(), stored, strict=True):
-            is_cast = TORCH_DTYPES[dtype].is_floating_point and TORCH_DTYPES[dtype] != wanted
-            if wanted is not None and is_cast:
+        for (name, (dtype, shape)), nbytes in zip(found.items(), stored, strict=True):
+            own = TORCH_DTYPES[dtype]
+            wanted = own if casts is None else cast_dtype(name, own, casts)
+            if wanted != own:
                 cast.append(nbytes)
                 made.append(wanted.itemsize * torch.Size(torch_shape(dtype, shape)).numel())
             else:

@@ -311,7 +311,7 @@ def names_of_threads() -> list[str]:
     for task in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has ended
             names.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
-    return sorted(name for name in names if not re.fullmatch(r"gloo_tcp_loop|stio-\d+", name))
+    return sorted(name for name in names if not re.fullmatch(r"gloo_tcp_loop|pt_gloo_runloop|stio-\d+", name))
 
 
 threads.least = 0  # type: ignore[attr-defined]

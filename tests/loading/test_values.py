@@ -229,7 +229,8 @@ async def test_dtype_casts_what_floats(single, memory, dtype):
     expected = oracle(single)
     found = await stio.load(single, dtype=dtype, memory=memory)
     for name, tensor in expected.items():
-        wanted = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        is_scale = "float8_e8m0fnu" in str(tensor.dtype)  # 401: never cast
+        wanted = tensor.to(dtype) if tensor.is_floating_point() and not is_scale else tensor
         assert found[name].dtype == wanted.dtype
         assert bits_of(found[name]) == bits_of(wanted), name
         assert found[name].untyped_storage().nbytes() == found[name].nbytes

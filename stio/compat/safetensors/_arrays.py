@@ -7,6 +7,7 @@ the file. numpy itself has no bfloat16 and no float8: these work once `ml_dtypes
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,11 @@ _IN_NUMPY = ("F64", "F32", "F16", "I64", "U64", "I32", "U32", "I16", "U16", "I8"
 NUMPY_TYPES: dict[str, Any] = {name: getattr(np, LIBRARY_NAMES[name]) for name in _IN_NUMPY} | {"BOOL": bool}
 """Types that numpy has by itself. It finds the others by name once `ml_dtypes` has registered them."""
 
-_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(kind).newbyteorder("<") for name, kind in NUMPY_TYPES.items()}
+# On a little-endian machine `newbyteorder("<")` would be another object, with "<f4" for memoryview, which it refuses.
+_DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(kind) if sys.byteorder == "little" else np.dtype(kind).newbyteorder("<")
+    for name, kind in NUMPY_TYPES.items()
+}
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:

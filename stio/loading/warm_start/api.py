@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from stio.device.base import DeviceMap, LoadedGroup, resolve_devices
-from stio.device.tensors import DtypeLike
+from stio.device.tensors import DtypesLike
 from stio.errors import ClosedError
 from stio.loading.api import load
 from stio.loading.body import gather, open_with_options, verify
@@ -48,7 +48,7 @@ def warm_start(
     *,
     order: Iterable[str] | None = None,
     device: DevicesLike = "cpu",
-    dtype: DtypeLike | None = None,
+    dtype: DtypesLike | None = None,
     memory: Memory = "auto",
     budget_bytes: int | str | None = None,
     strict: bool = True,
@@ -81,8 +81,7 @@ def warm_start(
             buffers are real and on the device, so the checkpoint must hold those that are on `meta`.
         order: Names of parameters or submodules in the order in which a forward uses them. None: the module's order.
         device: Device of the parameters, a single one: an argument of `torch.device`, or `"auto"`.
-        dtype: Cast floating parameters to it: a dtype of torch, or its name in torch or in the format. None: the
-            module's dtypes.
+        dtype: Cast floating parameters to it, see `stio.load`. None: the module's dtypes.
         strict: Module and checkpoint must hold the same names. With False, parameters that the checkpoint lacks may
             not be used before `done()`, and are on `meta` after it.
         ...: The other arguments are those of `stio.load`.
@@ -195,7 +194,7 @@ class WarmStart:
             raise ValueError("a warm start has one device; place a module on several by load_into(..., assign=True)")
         opened = open_with_options(operation, self._source, settings, strict=False)
         try:
-            match = Match.of(module, into, names, opened, dtype=settings.cast_dtype, strict=settings.strict)
+            match = Match.of(module, into, names, opened, dtype=settings.casts, strict=settings.strict)
             verify(operation, opened, settings)
             options = replace(settings, dtype=None, streams="copy")  # `casts` has the dtype of each tensor that is cast
             buffers: list[LoadedGroup] = []

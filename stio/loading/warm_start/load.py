@@ -28,10 +28,11 @@ from torch.utils.hooks import RemovableHandle
 from stio.device.base import LoadedGroup, current_streams
 from stio.device.cuda import TorchAccelerator, default_stream
 from stio.device.tensor_memory import TargetMemory, copy_all
-from stio.device.tensors import TORCH_DTYPES, cast, loses_values, require_dtypes
+from stio.device.tensors import TORCH_DTYPES, DtypeOf, cast, loses_values, require_dtypes
 from stio.device.torch_private import copy_of, moved
 from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
 from stio.format.state_tree import STATE_KEY
+from stio.loading.casts import planned_casts
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import is_from
 from stio.loading.open import OpenCheckpoint
@@ -70,7 +71,7 @@ class Match:
         names: Sequence[str],
         opened: OpenCheckpoint,
         *,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | DtypeOf | None,
         strict: bool,
     ) -> Match:
         """Compare a module with a checkpoint; reads nothing.
@@ -80,7 +81,8 @@ class Match:
             into: Its tensors.
             names: Their names in the order in which they are read.
             opened: The checkpoint.
-            dtype: Cast floating tensors to it. Others are cast to the module's dtype. None: all are.
+            dtype: Cast floating tensors to it, or those of some names. Others are cast to the module's dtype, as all
+                are with None.
             strict: Missing or unexpected names are an error.
 
         Raises:
@@ -95,12 +97,16 @@ class Match:
         casts: dict[str, torch.dtype] = {}
         seen: set[int] = set()
         sources = into.sources
+        kinds = {name: kind for name, (kind, _) in stored.items()}
+        chosen = [source for source, _ in sources.values() if source in kinds]
+        wanted = planned_casts(kinds, dtype, path=opened.path, selected=chosen)
         for name in names:
             source, target = sources[name]
             if source not in stored or id(target) in seen:
                 continue
             seen.add(id(target))
-            final = _final_dtype(name, stored[source][0], target, dtype, opened.path)
+            own = wanted if isinstance(wanted, torch.dtype) else (wanted or {}).get(source)
+            final = _final_dtype(name, stored[source][0], target, own, opened.path)
             casts.setdefault(source, final)
             if isinstance(target, nn.Parameter):
                 parameters.append(MatchedParameter(target, name, source, final))
