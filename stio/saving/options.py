@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkabl
 from stio.errors import StorageError, printable
 from stio.format.naming import advice_for_destination, check_pattern
 from stio.format.other_sources import NO_HOME, advice_for_slash
-from stio.format.shared import MADE_ANEW, SharedPolicy
+from stio.format.shared import SharedPolicy, may_be_copied
 from stio.runtime.hashing import HashName, new_hasher
 from stio.runtime.limits import checked_size, parse_size
 from stio.runtime.locks import require_unlocked
@@ -191,7 +191,7 @@ class SaveOptions:
         if self.metadata is not None:
             if not isinstance(self.metadata, Mapping):
                 raise TypeError(f"metadata= takes a mapping from text to text, not {printable(self.metadata)}")
-            passed_on = {key: text for key, text in self.metadata.items() if key not in MADE_ANEW}
+            passed_on = {key: text for key, text in self.metadata.items() if may_be_copied(key)}
             object.__setattr__(self, "metadata", passed_on)
         if self.max_shard_size is not None:
             checked_size(self.max_shard_size, "max_shard_size")

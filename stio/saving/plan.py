@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from stio.format.header import build_header
 from stio.format.sharding import TensorSource, build_index, split_into_shards
-from stio.format.shared import ALIASES_KEY, UNDECLARED, SharedPolicy, TiedNames, aliases_json, resolve_shared
+from stio.format.shared import (
+    ALIASES_KEY,
+    UNDECLARED,
+    SharedPolicy,
+    TiedNames,
+    aliases_json,
+    is_of_a_shard,
+    resolve_shared,
+)
 from stio.runtime.limits import PAGE_BYTES
 
 _FORMAT = {"format": "pt"}
@@ -139,9 +147,10 @@ def plan_writes(
 ) -> WritePlan:
     """Turn tensors into files and writes.
 
-    If there is one file, its header has the caller's metadata, beside `format`. If there are several, each header has
-    only `format`, and the index has the metadata. Every tensor counts with its own bytes, also where several share a
-    storage: no two share bytes in a file, so no shard gets larger than the maximum says.
+    The header of each file has the caller's metadata, beside `format`: some readers look at the shards alone. If there
+    are several files, the index has the metadata too, and alone what only stio reads. Every tensor counts with its own
+    bytes, also where several share a storage: no two share bytes in a file, so no shard gets larger than the maximum
+    says.
 
     Args:
         sources: The tensors, no name twice.
@@ -172,7 +181,9 @@ def plan_writes(
         split = [[source.name for source in saved]]
     else:
         split = split_into_shards(((source.name, source.nbytes, None) for source in saved), max_shard_bytes) or [[]]
-    in_header = {**_FORMAT, **text, **_alias_metadata(aliases)} if len(split) == 1 else _FORMAT
+    in_header = {**_FORMAT, **text, **_alias_metadata(aliases)}
+    if len(split) > 1:
+        in_header = {key: value for key, value in in_header.items() if is_of_a_shard(key)}
     files = [(names, in_header) for names in split]
     return replace(plan_files(saved, block_bytes, files=files), aliases=aliases, metadata=text)
 

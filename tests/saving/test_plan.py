@@ -197,7 +197,7 @@ def test_shards_and_their_index() -> None:
     assert [sorted(shard.names) for shard in plan.shards] == [
         ["wte"], ["empty", "h.0", "h.1", "scale"], ["mask"], ["count", "packed"],
     ]  # fmt: skip
-    assert all(header.metadata == {"format": "pt"} for header in headers)
+    assert all(header.metadata == {"step": "7", "format": "x"} for header in headers)  # 403
     names = [f"{k}.safetensors" for k in range(4)]
     index = parse_index(plan.index(names), path="x")
     assert index.metadata == {"total_size": plan.total_bytes, "format": "x", "step": "7"}

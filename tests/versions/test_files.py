@@ -380,6 +380,11 @@ def test_in_a_sticky_directory_records_of_other_users_are_not_followed(place: Pa
 
 # The same bytes.
 
+CHANGED = {
+    "0.1.0.dev0/sharded": "each shard has the metadata of the save; versions before read them from there too (403)"
+}
+"""Scenarios whose bytes this version writes otherwise, with the reason. No version was released before."""
+
 WRITTEN = [name for name, one in ALL.items() if "rewrite" in one.says and name.startswith(f"{NEWEST}/")]
 
 
@@ -419,7 +424,10 @@ def test_this_version_writes_the_same_bytes(name: str, place: Path) -> None:
     else:
         assert way == "save_file", way
         save_file(stio.sync.load(source), target, **keywords)
-    assert masked(here) == masked(there), f"{name}: {HOW_TO_CHANGE}"
+    if name in CHANGED:
+        assert masked(here) != masked(there), f"{name} has the same bytes again: take it out of CHANGED"
+    else:
+        assert masked(here) == masked(there), f"{name}: {HOW_TO_CHANGE}"
 
 
 def masked(root: Path) -> dict[str, bytes]:
