@@ -42,6 +42,8 @@ from stio.runtime.operation import Operation
 from stio.storage.open import open_directory
 from stio.testing import FaultyRoot
 
+pytestmark = pytest.mark.slow  # its ranks do all that it looks at for any of its tests
+
 HEADER_READ = (0, (128 << 10) - 1)
 """The range that each rank reads when it opens a file."""
 

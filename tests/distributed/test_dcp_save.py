@@ -514,12 +514,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[float]], 
     return run_ranks(everything, 4, folder, str(folder / "saved")), folder / "saved"
 
 
+@pytest.mark.slow
 def test_files_are_those_of_one_process(found: tuple[list[list[float]], Path]) -> None:
     """Run `everything`: its asserts are in the ranks. No file of DCP's own format is left."""
     names = {path.name for path in found[1].rglob("*") if path.is_file()}
     assert names and not [name for name in names if name.endswith(".distcp") or name == ".metadata"]
 
 
+@pytest.mark.slow
 def test_one_failure_is_raised_on_all(found: tuple[list[list[float]], Path]) -> None:
     assert max(max(seconds) for seconds in found[0]) < 15, "no rank waits for a deadline (30 s)"
 

@@ -90,6 +90,7 @@ CASTS: dict[str, Callable[[Path, Any], Any]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", CASTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "F16"])
 def test_401_a_cast_leaves_quantized_storage_or_refuses(path: Path, layout: str, way: str, dtype: Any) -> None:
