@@ -7,7 +7,7 @@ quantized module: both are refused. A name that the caller casts by itself, by a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -125,14 +125,7 @@ def require_together(
             continue
         if stored[source] != own[name] and not (assigns and beside[0]):
             where = "in the checkpoint" if beside[0] else "in the module"
-            raise MismatchError(
-                f"{printable(name)} is quantized {where} and means nothing without its scales, so a copy into another "
-                "dtype would change its values; load into a module of the same quantization, or let the library that "
-                "quantized it load it (from_pretrained of transformers)",
-                path=path,
-                expected=f"{own[name] or targets[name].dtype} as in the module",
-                found=f"{stored[source]} beside {listed(beside[0] or beside[1])}",
-            )
+            raise _not_copied(name, where, own[name] or str(targets[name].dtype), stored[source], *beside, path=path)
         left = [one for one in beside[0] if one not in filled] or [one for one in beside[1] if one not in sources]
         if left:
             raise MismatchError(
@@ -143,3 +136,35 @@ def require_together(
                 expected="all or none of them",
                 found=f"none for {listed(left)}",
             )
+
+
+def require_as_stored(stored: Mapping[str, str], copies: Iterable[tuple[str, torch.Tensor]], *, path: str) -> None:
+    """Require that no quantized tensor is copied into memory of another dtype.
+
+    Args:
+        stored: Dtypes of the checkpoint's tensors by name, as in the format.
+        copies: Names of tensors, each with the memory that it is copied into.
+        path: For messages.
+
+    Raises:
+        MismatchError: One would be.
+    """
+    companions = find_companions(stored)
+    for name, memory in copies if companions.of else ():
+        if name in companions.of and TORCH_DTYPES.get(stored[name]) != memory.dtype:
+            wanted = FORMAT_DTYPES.get(memory.dtype, str(memory.dtype))
+            raise _not_copied(name, "in the checkpoint", wanted, stored[name], companions.of[name], path=path)
+
+
+def _not_copied(
+    name: str, where: str, expected: str, found: str, *companions: Sequence[str], path: str
+) -> MismatchError:
+    beside = next(filter(None, companions), ())
+    return MismatchError(
+        f"{printable(name)} is quantized {where} and means nothing without its scales, so a copy into another dtype "
+        "would change its values; load into a module of the same quantization, or let the library that quantized it "
+        "load it (from_pretrained of transformers)",
+        path=path,
+        expected=f"{expected}, the dtype of its target",
+        found=f"{found} beside {listed(beside)}",
+    )

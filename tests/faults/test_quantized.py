@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from support import HAVE_E8, needs_f4
 from torch import nn
 
 import stio
 from stio import sync
+from stio.distributed import StioStorageReader
 from stio.errors import MismatchError, UnsupportedDtypeError
 
 F8 = torch.float8_e4m3fn
@@ -244,6 +246,21 @@ def test_401_a_module_of_the_same_quantization_is_filled(tmp_path: Path, assign:
     module = linear(F8, weight_scale=stored["l.weight_scale"])
     sync.load_into(module, tmp_path / "m.safetensors", assign=assign)
     require_as_stored(dict(module.state_dict()), "fp8 by tensor")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_401_the_reader_of_torch_s_distributed_checkpoint(tmp_path: Path, kind: str) -> None:
+    save_file(LAYOUTS[kind], tmp_path / "m.safetensors")
+    scales = {name: torch.zeros_like(tensor) for name, tensor in LAYOUTS[kind].items()}
+    reader = StioStorageReader(str(tmp_path / "m.safetensors"))
+    state = {**scales, "l.weight": torch.zeros(4, 8, dtype=torch.bfloat16)}
+    with pytest.raises(BaseException, match="means nothing without its scales"):  # CheckpointException is no Exception
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    assert not state["l.weight"].any()
+    state = {**scales, "l.weight": torch.zeros(4, 8, dtype=F8)}
+    dcp.load(state, storage_reader=StioStorageReader(str(tmp_path / "m.safetensors")), no_dist=True)
+    require_as_stored(state, kind)
 
 
 def test_401_pickles_too(tmp_path: Path) -> None:
