@@ -28,7 +28,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 import costs
 from costs import Cost
@@ -160,9 +159,7 @@ def place_for_tests() -> Iterator[dict[str, str]]:
         yield {"PYTEST_DEBUG_TEMPROOT": folder}
 
 
-def run(
-    lane: Lane, folder: Path, variables: Mapping[str, str] = MappingProxyType({})
-) -> tuple[bool, str, dict[str, float]]:
+def run(lane: Lane, folder: Path, variables: Mapping[str, str]) -> tuple[bool, str, dict[str, float]]:
     """Run a lane, with these variables in the environment; return whether all is well, what was printed, and what each command took."""
     passed, output, seconds = True, "", {}
     for name, (arguments, environment) in lane.commands().items():

@@ -49,7 +49,13 @@ SUITES = {
         tuple(
             f"test_{name}.py"
             for name in (
-                *("handle", "multithreaded", "pread_backend", "pt_comparison", "pt_model", "simple", "threadable"),
+                "handle",
+                "multithreaded",
+                "pread_backend",
+                "pt_comparison",
+                "pt_model",
+                "simple",
+                "threadable",
             )
         ),
         66,

@@ -29,7 +29,7 @@ from benchmarks import bar_chart, overview, report
 
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 WITH_CODE = [page for page in PAGES if pages.blocks_of(DOCS / page)]
-LONG = {"howto/command-line.md", "howto/distributed-saves.md", "howto/distributed.md", "reference/commands.md"}
+SLOW_PAGES = {"howto/command-line.md", "howto/distributed-saves.md", "howto/distributed.md", "reference/commands.md"}
 """Pages whose code starts many processes or ranks, for 3 to 10 seconds of processor time."""
 SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
@@ -44,7 +44,7 @@ def page_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow if page in LONG else ()) for page in WITH_CODE]
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW_PAGES else ()) for page in WITH_CODE]
 )
 @pytest.mark.filterwarnings(
     "ignore:stio.sync blocks the running event loop:RuntimeWarning"

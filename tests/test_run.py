@@ -170,7 +170,7 @@ def test_a_failure_of_any_command_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         [sys.executable, "-I", "-S", "-c", code] for code in ("print('why'); raise SystemExit(3)", "print('next')")
     )
     monkeypatch.setattr(Lane, "commands", lambda self: {"one": (first, {}), "two": (second, {})})
-    passed, output, seconds = run.run(Lane(), tmp_path)
+    passed, output, seconds = run.run(Lane(), tmp_path, {})
     assert (passed, output) == (False, "one: 0 s\nwhy\ntwo: 0 s\nnext\n")
     assert seconds.keys() == {"one", "two"}
 

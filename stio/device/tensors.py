@@ -123,8 +123,9 @@ def checked_casts(dtype: object) -> torch.dtype | DtypeOf | None:
     if dtype is None or isinstance(dtype, str | torch.dtype):
         return None if dtype is None else checked_cast(dtype)
     if isinstance(dtype, Mapping):
-        if wrong := next((name for name in dtype if not isinstance(name, str)), None):
-            raise TypeError(f"dtype= takes a mapping from names, not from {printable(wrong)}")
+        for name in dtype:
+            if not isinstance(name, str):
+                raise TypeError(f"dtype= takes a mapping from names, not from {name!r}")
         return {name: None if one is None else checked_cast(one) for name, one in dtype.items()}.get
     if callable(dtype):
         return lambda name: None if (one := dtype(name)) is None else checked_cast(one)

@@ -113,8 +113,8 @@ class OpenCheckpoint:
     """Name of its index; None: it has none."""
     differing_metadata: frozenset[str] = frozenset()
     """Keys of the metadata with other values in one shard than in another; `metadata` has one of them."""
-    unopened_names: Collection[str] = ()
-    """If some shards are not open, all names of the index."""
+    index_names: Collection[str] = ()
+    """Names of the tensors in the index, those of other shards too; empty if all shards are open."""
     manifest: ManifestText | None = None
     """The manifest of the checkpoint, if it was opened `with_manifest`."""
     openers: Sequence[Callable[[], Source]] = ()
@@ -372,7 +372,7 @@ class _Opening:
         opened = _with_manifest(root, found.whole, shards) if self.with_manifest else shards()
         opened.index = found.index
         if whole_index is not None and index is not whole_index:
-            opened.unopened_names = whole_index.weight_map.keys()
+            opened.index_names = whole_index.weight_map.keys()
         try:
             if (pickle := pickle_of_another(names, found.stem)) is not None:
                 self.warn(warning_of_pickle(root.path, found, pickle))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -146,11 +146,16 @@ def select_names(headers: Sequence[Header], names: Names | None, *, path: str) -
 
 def _not_found(name: str, headers: Sequence[Header], path: str) -> TensorNotFoundError:
     every = [known for header in headers for known in header.names]
-    close = difflib.get_close_matches(name, every, n=3) if len(every) <= 20_000 else []
+    close = similar_names(name, every)
     hint = f"; did you mean {', '.join(map(repr, close))}?" if close else f"; it has {len(every):,} others"
     if "*" in name:
         hint = "; names are whole: for a pattern pass a function, such as lambda name: fnmatch.fnmatch(name, PATTERN)"
     return TensorNotFoundError(f"the checkpoint has no such tensor{hint}", path=path, requested=name)
+
+
+def similar_names(name: str, known: Collection[str], num: int = 3) -> list[str]:
+    """Return the names that are most like another one; none if there are so many that the comparison takes long."""
+    return difflib.get_close_matches(name, known, n=num) if len(known) <= 20_000 else []
 
 
 def plan_reads(selections: Sequence[FileSelection], slices: Mapping[str, object]) -> ReadPlan:

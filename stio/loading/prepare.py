@@ -186,7 +186,7 @@ def _casts(opened: OpenCheckpoint, selections: Sequence[Selected], options: Load
         for header, positions in zip(opened.headers, chosen, strict=True)
         for k in positions
     ]
-    return planned_casts(dtypes, casts, path=opened.path, selected=selected, further=opened.unopened_names)
+    return planned_casts(dtypes, casts, path=opened.path, selected=selected, further=opened.index_names)
 
 
 def _deliver_made(

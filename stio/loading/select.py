@@ -10,7 +10,6 @@ how the result is made from it.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,7 +23,7 @@ from stio.errors import MismatchError, TensorNotFoundError, listed, printable
 from stio.format.index import ShardIndex
 from stio.format.shared import ALIASES_KEY
 from stio.loading.open import OpenCheckpoint
-from stio.loading.plan import Names, select_names
+from stio.loading.plan import Names, select_names, similar_names
 
 Selected = tuple[AnyDevice, Sequence[Sequence[int]], Mapping[str, Sequence[str]]]
 """A device; for each shard, the positions of its tensors; see `select_by_device`."""
@@ -84,21 +83,17 @@ def require_keys(opened: OpenCheckpoint, argument: str, keys: Iterable[str], *, 
         TensorNotFoundError: A key stands for none; it names the nearest.
     """
     known = dict.fromkeys([*(name for header in opened.headers for name in header.names), *opened.aliases])
-    known |= dict.fromkeys(opened.unopened_names)
+    known |= dict.fromkeys(opened.index_names)
     missing = [key for key in keys if key not in known and (key or not prefixes)]
     if missing and prefixes:
         every = {name[:end] for name in known for end, character in enumerate(name) if character == "."}
         known |= dict.fromkeys(every)
         missing = [key for key in missing if key not in every]
     if missing:
-        close = difflib.get_close_matches(missing[0], known, n=1) if len(known) <= _MOST_COMPARED else []
+        close = similar_names(missing[0], known, 1)
         nearest = f"; did you mean {printable(close[0])!r}?" if close else ""
         message = f"{argument}= has an entry for a tensor that the checkpoint does not have{nearest}"
         raise TensorNotFoundError(message, path=opened.path, requested=missing[0])
-
-
-_MOST_COMPARED = 20_000
-"""The time of a comparison with all names grows with their number."""
 
 
 def shards_of(

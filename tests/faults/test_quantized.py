@@ -161,7 +161,7 @@ def test_401_shards_on_their_own(tmp_path: Path) -> None:
         sync.load(tmp_path / "model", names=["l.weight"], dtype="BF16")
 
 
-@pytest.mark.parametrize("wrong", [{"norm": "int8"}, {3: "bfloat16"}, {"norm": "bfloat61"}])
+@pytest.mark.parametrize("wrong", [{"norm": "int8"}, {3: "bfloat16"}, {0: "bfloat16"}, {"norm": "bfloat61"}])
 def test_401_wrong_values_of_a_mapping(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="dtype="):
         sync.load(tmp_path / "none", dtype=wrong)

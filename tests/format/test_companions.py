@@ -53,8 +53,3 @@ def test_401_a_tensor_that_is_named_like_a_scale_is_none() -> None:
 def test_401_e8m0_is_a_scale_under_any_name() -> None:
     assert find_companions({"a": "F8_E8M0", "b": "F32"}).scales == {"a"}
     assert not is_quantized("F8_E8M0")
-
-
-def test_many_plain_names_take_little_time() -> None:
-    dtypes = {f"model.layers.{k}.mlp.weight": "BF16" for k in range(20_000)} | {"mask": "U8"}
-    assert find_companions(dtypes) == find_companions({})

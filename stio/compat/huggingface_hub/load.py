@@ -109,7 +109,7 @@ def open_files(root: Root, names: Sequence[str], *, safe: bool) -> Iterator[list
 
 
 class PathNotFoundError(CheckpointNotFoundError, ValueError):
-    """There is nothing at the path of a load: FileNotFoundError in huggingface_hub 2.4, ValueError in 1.28."""
+    """There is nothing at the path of a load: FileNotFoundError in huggingface_hub 2.4, ValueError in 1.29."""
 
 
 def not_found(path: str) -> CheckpointNotFoundError:
