@@ -157,7 +157,8 @@ class PublishedSave(JoinedSave):
                 except OSError as error:  # the new checkpoint is durable
                     log(logging.WARNING, "old checkpoints could not be deleted: %s", error)
 
-        operation = Operation(publish, name="publish", exit_patience=EXIT_PATIENCE_SECONDS)
+        about = os.path.join(self._all, f"checkpoint-{self._step}")
+        operation = Operation(publish, name="publish", about=about, exit_patience=EXIT_PATIENCE_SECONDS)
         try:
             self._operation = operation.start()
         except BaseException:  # no thread publishes it

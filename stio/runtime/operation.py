@@ -76,6 +76,15 @@ EXIT_PATIENCE_SECONDS = 10.0
 """Seconds that the interpreter's exit waits for cancelled operations to release their buffers."""
 
 
+_progressed = 0.0  # time of the last `mark_progress`
+
+
+def mark_progress() -> None:
+    """Note that work goes on (for bodies and their threads): the interpreter's exit waits as long as it does."""
+    global _progressed
+    _progressed = clock.monotonic()
+
+
 class Cancelled(BaseException):
     """Raised inside the body of a cancelled operation. A caller that still waits gets `ClosedError`."""
 
@@ -127,7 +136,7 @@ class Operation(Generic[T]):
         notifier: Notified when the body has ended. A caller that also waits for other events of the body passes its
             own.
         discard: Called with the value of the body if the operation was cancelled before a caller took the value.
-        exit_patience: Seconds that the interpreter's exit waits for its end before it is cancelled.
+        exit_patience: Seconds without progress (`mark_progress`) after which the interpreter's exit cancels it.
     """
 
     def __init__(
@@ -494,14 +503,37 @@ def end_all_at_exit() -> None:
     """
     operations: list[Operation[Any]] = list(stats.running)
     begin = clock.monotonic()
+    given_up: set[Operation[Any]] = set()
     for operation in sorted(operations, key=lambda operation: operation.exit_patience):
-        operation.join(max(0.0, begin + operation.exit_patience - clock.monotonic()))
+        with suppress(KeyboardInterrupt):
+            _wait_while_it_progresses(operation, begin)
+        if operation.exit_patience and not (operation.done or operation.cancelled):
+            given_up.add(operation)
         operation.cancel()
     deadline = clock.monotonic() + EXIT_PATIENCE_SECONDS
     for operation in operations:
         operation.close(max(0.0, deadline - clock.monotonic()))
+        what = f"{operation._name} {printable(operation.about)}".rstrip()
         if not operation.done:
-            log(logging.WARNING, "%s did not end within %.0f s of exit", operation._name, EXIT_PATIENCE_SECONDS)
+            level = logging.ERROR if operation in given_up else logging.WARNING
+            log(level, "%s did not end within %.0f s of exit", what, EXIT_PATIENCE_SECONDS)
+        elif operation in given_up and isinstance(operation._error, Cancelled):
+            log(
+                logging.ERROR,
+                "%s was rolled back at the program's end (Ctrl-C, or %.0f s without progress); wait for its result, or "
+                "close its saver, before the program ends",
+                what,
+                operation.exit_patience,
+            )
+
+
+def _wait_while_it_progresses(operation: Operation[Any], begin: float) -> None:
+    """Wait until an operation has ended, or nothing has made progress for as long as its patience lasts."""
+    while not operation.done:
+        last = max(begin, _progressed)
+        operation.join(max(0.0, last + operation.exit_patience - clock.monotonic()))
+        if last == max(begin, _progressed) or not operation.exit_patience:
+            return
 
 
 @after_fork_in_child

@@ -7,6 +7,7 @@ the caller's code runs.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections import deque
@@ -27,7 +28,7 @@ from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Operation, close_all, current_operation
+from stio.runtime.operation import Operation, close_all, current_operation, end_all_at_exit
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
@@ -432,8 +433,9 @@ class Saver:
             try:
                 save.outcome()
             except BaseException as error:
-                if save.cancelled and not isinstance(error, CommitUncertainError):
-                    continue  # rolled back, as intended
+                is_uncertain = isinstance(error, CommitUncertainError)
+                if (save.cancelled and not is_uncertain) or save.operation.failure is None:
+                    continue  # rolled back, as intended; or at the exit, which logs it
                 self._failures.append(error)
                 log(logging.ERROR, "saving failed, and was not awaited: %s", error)
 
@@ -485,6 +487,14 @@ def _require_count(keyword: str, value: int) -> None:
 
 
 _savers: WeakSet[Saver] = WeakSet()
+
+
+@atexit.register
+def _report_at_exit() -> None:
+    """Log failures of saves that nobody has awaited; there is no later call of the saver that raises them."""
+    end_all_at_exit()
+    for saver in list(_savers):
+        saver._collect()
 
 
 @after_fork_in_child

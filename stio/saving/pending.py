@@ -59,7 +59,7 @@ from stio.storage.commit.transaction import begin_local
 from stio.storage.open import open_directory
 
 EXIT_PATIENCE_SECONDS = 60.0
-"""Longest time that the interpreter's exit waits for a save before it is rolled back."""
+"""Longest time that the interpreter's exit waits for saves that make no progress, before they are rolled back."""
 
 Planner: TypeAlias = Callable[[Sequence[TensorSource], int], WritePlan]
 """Assigns each tensor to a file, and makes the headers; called with the tensors and the block size in bytes."""

@@ -23,7 +23,7 @@ from stio.runtime import memory
 from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled, is_interrupted
+from stio.runtime.operation import Cancelled, is_interrupted, mark_progress
 from stio.runtime.workers import WorkerPool
 from stio.storage.remote.failures import RequestFailure, failure_of
 from stio.storage.remote.source import RemoteRoot
@@ -445,6 +445,7 @@ class Upload:
                 part = self._ready.popleft()
                 self._changed.notify_all()
             yield part
+            mark_progress()
             del part
 
 
