@@ -14,12 +14,14 @@ import os
 import re
 import stat
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
+from stio.format.naming import FILE_SUFFIXES, is_dated, is_hidden, step_named
 from stio.format.other_sources import NO_HOME
 from stio.runtime.urls import without_secrets
 from stio.storage.base import Identity
@@ -29,6 +31,9 @@ if sys.platform != "win32":
 
 # O_NONBLOCK: opening a FIFO must not wait for its writer.
 OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+CHECKPOINT_SUFFIXES = (*FILE_SUFFIXES, ".ckpt")
+"""Ends of the names of files that are checkpoints: those of safetensors, and of Lightning by stio."""
 
 _HUB_CACHE_PREFIXES = ("models--", "datasets--", "spaces--")
 
@@ -205,6 +210,28 @@ def local_directory(path: object, keyword: str) -> str:
     if _SCHEME.fullmatch(first) and not os.path.isdir(first):
         raise ValueError(f"{keyword} takes a directory of this machine, not the URL {printable(without_secrets(text))}")
     return os.path.abspath(text)
+
+
+def steps_in(directory: str) -> dict[int | None, list[str]]:
+    """Return the paths in a directory that may be checkpoints of a training, by the steps in their names.
+
+    Under None are those whose names hold a date instead. Hidden names and files of other kinds are left out.
+
+    Raises:
+        OSError: The operating system reported an error.
+    """
+    by_step: dict[int | None, list[str]] = defaultdict(list)
+    for name in sorted(os.listdir(directory)):
+        step, path = step_named(name), os.path.join(directory, name)
+        if (step is not None or (is_dated(name) and not is_hidden(name))) and _may_be_checkpoint(path):
+            by_step[step].append(path)
+    return by_step
+
+
+def _may_be_checkpoint(path: str) -> bool:
+    if os.path.islink(path) and not os.path.exists(path):
+        return path.endswith(CHECKPOINT_SUFFIXES) or not os.path.splitext(path)[1]
+    return os.path.isdir(path) or (path.endswith(CHECKPOINT_SUFFIXES) and os.path.isfile(path))
 
 
 def resolve_links(path: str) -> str:
