@@ -133,6 +133,8 @@ class Saver(api.Saver):
         self,
         *,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        drop_higher: bool = False,
         adopt: str | os.PathLike[str] | None = None,
         max_pending: int = 1,
         when_full: WhenFull = "wait",

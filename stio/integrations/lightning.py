@@ -372,6 +372,8 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             if written.files and not _is_checkpoint(file):
                 logger.warning("%s stays: it is no checkpoint that StioCheckpointIO saved", file)
                 return
+        if written.files:
+            logger.info("%s is deleted, as Lightning requests", file)
         remove_checkpoint(written)
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, NoReturn, Self, TypeAlias
 from weakref import WeakSet
 
 from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StorageError, printable
@@ -144,8 +144,11 @@ class Saver:
             same number are one step, whatever their names and folders (`model/step-3`, `optim-3.safetensors`). It is
             the last number in the name after `step`, `epoch`, `iter`, `iteration`, `checkpoint` or `ckpt`; else that of
             the nearest folder such as `step-3`; else the parent folder, if its name is a number; else the last number
-            in the name. A destination without any is a step of its own. What another program has replaced, changed or
-            added stays, and a warning names it.
+            in the name. A destination without any, such as `best`, is never deleted. What another program has replaced,
+            changed or added stays, and a warning names it. Each deletion is a line of the logger `stio`, level INFO.
+        keep_every: Steps that this number divides stay, beside those of `keep_last`; None: there are no such steps.
+        drop_higher: Delete steps with a higher number once a step that is saved after them is complete, for a run that
+            went back. Of an earlier run those of `adopt` are deleted.
         adopt: Directory of the steps of an earlier run that this run goes on from: its complete checkpoints count as
             steps of this saver, in the order of their numbers, so `keep_last` deletes them too. Of them only files of
             tensors, indexes and manifests are deleted. A directory that does not exist is no error. None: what earlier
@@ -163,6 +166,8 @@ class Saver:
         self,
         *,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        drop_higher: bool = False,
         adopt: str | os.PathLike[str] | None = None,
         max_pending: int = 1,
         when_full: WhenFull = "wait",
@@ -180,20 +185,24 @@ class Saver:
         trace: Trace | None = None,
         switch_interval: float | None = None,
     ) -> None:
-        if keep_last is not None:
-            _require_count("keep_last", keep_last)
-        adopted = adopted_directory(adopt, keep_last)
+        for keyword, count in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if count is not None:
+                _require_count(keyword, count)
+        for keyword, value in (("adopt", adopt), ("keep_every", keep_every), ("drop_higher", drop_higher or None)):
+            if value is not None and keep_last is None:
+                raise ValueError(f"{keyword}= needs keep_last=: without it no step is deleted")
+        adopted = None if adopt is None else adopted_directory(adopt)
         _require_count("max_pending", max_pending)
         if when_full not in ("wait", "error"):
             raise ValueError(f"when_full= takes 'wait' or 'error', not {when_full!r}")
         self._options = SaveOptions(**keywords_for(SaveOptions, locals()))
-        self._keep_last = keep_last
+        self._new_retention = partial(Retention, keep_last, keep_every=keep_every, drop_higher=drop_higher)
         self._max_pending = max_pending
         self._when_full = when_full
         self._budget_bytes = budget_bytes
         self._closed = False
         self._start_afresh()
-        self._retention = Retention(keep_last, adopted)
+        self._retention = self._new_retention(adopt=adopted)
         _savers.add(self)
 
     def _start_afresh(self) -> None:
@@ -203,7 +212,18 @@ class Saver:
         self._lock = new_lock(of_callers=True)
         self._saves: list[PendingSave] = []  # in their order; ended ones leave in `_collect`
         self._failures: deque[BaseException] = deque()
-        self._retention = Retention(self._keep_last)
+        self._retention = self._new_retention()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies and pickles.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "a Saver cannot be pickled or copied: its threads and its staging memory belong to this process; make a "
+            "Saver where it is used"
+        )
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:

@@ -120,20 +120,16 @@ def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
         raise ValueError(f"the destination {printable(path)!r} {advice}")
 
 
-def adopted_directory(adopt: str | os.PathLike[str] | None, keep_last: int | None) -> str | None:
+def adopted_directory(adopt: str | os.PathLike[str]) -> str:
     """Return the directory whose steps a saver takes over, as an absolute path.
 
     Raises:
-        TypeError: `adopt` is no path.
-        ValueError: It is a URL, empty or a file, or nothing is ever deleted.
+        TypeError: It is no path.
+        ValueError: It is a URL, empty or a file.
     """
-    if adopt is None:
-        return None
     path = local_directory(adopt, "adopt=")
     if os.path.exists(path) and not os.path.isdir(path):
         raise ValueError(f"adopt= takes a directory, not {printable(os.fsdecode(adopt))!r}")
-    if keep_last is None:
-        raise ValueError("adopt= needs keep_last=: without it no step is deleted")
     return path
 
 
