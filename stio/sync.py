@@ -265,6 +265,7 @@ class Saver(_Twin):
 
     save = _blocking_method(saving.Saver.save)
     save_state = _blocking_method(saving.Saver.save_state)
+    __reduce__ = saving.Saver.__reduce__  # raises
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:

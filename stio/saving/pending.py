@@ -27,7 +27,15 @@ from stio.format.directory import INDEX_NAME, NamedCheckpoint, choose, of_index,
 from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
 from stio.format.index import ShardIndex, parse_index
 from stio.format.manifest import FileState, manifest_change
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, index_name, manifest_name, shard_number
+from stio.format.naming import (
+    FILE_SUFFIX,
+    INDEX_SUFFIX,
+    MANIFEST_SUFFIX,
+    index_name,
+    manifest_name,
+    shard_number,
+    step_of,
+)
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
 from stio.runtime.hashing import Hasher, new_hasher
@@ -270,6 +278,8 @@ class PendingSave:
             durability=options.durability,
         )
         try:
+            if isinstance(self.destination, str | os.PathLike) and isinstance(where, str):
+                warn_of_link_to_step(where, transaction.path)
             if options.hash is not None:
                 transaction.require_names(self._manifest_name(transaction.shard_names))
             if transaction.is_recorded and self._retention is not None:
@@ -450,6 +460,25 @@ class PendingSave:
         error = operation.failure if operation is not None else None
         if error is not None and not self.delivered:
             log(logging.ERROR, "saving to %s failed, and was not awaited: %s", self.destination, error)
+
+
+def warn_of_link_to_step(path: str, resolved: str) -> None:
+    """Log that a destination leads by a link to a step, which the save replaces.
+
+    Args:
+        path: The destination, absolute.
+        resolved: The same without links.
+    """
+    named, reached = step_of(os.path.normpath(path)), step_of(resolved)
+    if reached is not None and (named is None or named[0] != reached[0]) and os.path.lexists(reached[1]):
+        log(
+            logging.WARNING,
+            "%s leads by a link to %s, so the save replaces step %d; save to a path of its own, and change the link "
+            "when that save is durable",
+            printable(path),
+            printable(resolved),
+            reached[0],
+        )
 
 
 def hiding_index(root: Root, index: str | None, files: Collection[str], tensors: Iterable[str]) -> str | None:
