@@ -156,14 +156,17 @@ def test_c411_other_steps_before_do_no_harm(tmp_path: Path, caplog: pytest.LogCa
 # 415: what `keep_last` deletes.
 
 
-@pytest.mark.parametrize("folder", ["run", "from-step-500", "step-500", "500"])
+@pytest.mark.parametrize(
+    ("folder", "drop_higher"),
+    [("run", False), ("from-step-500", False), ("step-500", False), ("step-500", True), ("500", True)],
+)
 @pytest.mark.parametrize("best", ["best", "best.safetensors", "last/model", "2024-05-01", "20240501-235959"])
 def test_c415_names_without_a_step_stay(
-    tmp_path: Path, folder: str, best: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, folder: str, best: str, drop_higher: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "stio")
     tmp_path /= folder
-    with sync.Saver(durability="none", keep_last=2) as saver:
+    with sync.Saver(durability="none", keep_last=2, drop_higher=drop_higher) as saver:
         for step in range(1, 6):
             saver.save({"a": torch.full((3,), float(step))}, tmp_path / f"step-{step}").result()
             if step == 2:
