@@ -25,6 +25,7 @@ from stio.errors import (
     StioError,
     StorageError,
     TensorNotFoundError,
+    listed,
     printable,
 )
 from stio.format.directory import (
@@ -61,7 +62,7 @@ from stio.runtime.operation import start_thread
 from stio.runtime.process import collection_paused
 from stio.runtime.urls import is_url
 from stio.storage.base import ParallelRoot, RequestedSource, Root, Source
-from stio.storage.checks import broken_link
+from stio.storage.checks import advice_for_hub_cache, broken_link, commits_in
 from stio.storage.open import ReopenedFile, SingleFileRoot, is_hub, most_open_files, open_directory, open_file, open_url
 
 logger = logging.getLogger("stio")
@@ -272,30 +273,33 @@ class _Opening:
         path = os.fsdecode(source)
         if not path:
             raise CheckpointNotFoundError("the path is empty; give a file, a directory or a URL")
-        if is_url(path):
-            return self._at_url(path)
         try:
-            return self._at_path(path)
+            return self._at_url(path) if is_url(path) else self._at_path(path)
         except CheckpointNotFoundError as error:
-            if not os.path.lexists(path):
+            if is_url(path):
+                raise
+            if commits := commits_in(path):
+                _advise(
+                    error, f"; this is a repository in the hub's cache: give one of its snapshots/{listed(commits)}"
+                )
+            elif not os.path.lexists(path):
                 _advise(error, advice_for_missing(path, parent_exists=os.path.isdir(path.partition("/")[0])))
             raise
-        except IndexFormatError as error:
-            _advise(error, advice_for_index(path))
+        except (FormatError, IndexFormatError) as error:
+            if isinstance(error, IndexFormatError):
+                _advise(error, advice_for_index(path))
+            if error.path and not isinstance(error, LimitError):
+                _advise(error, advice_for_hub_cache(error.path))
             raise
 
     def _at_url(self, url: str) -> OpenCheckpoint:
         refuse_pickle_at_url(url)
         root, name = open_url(url)
-        try:
-            if name and not is_index(name):
-                root = SingleFileRoot(root, name)
-            opened = self._in_root(root, name if is_index(name) else None)
-            opened.path = f"{root.path.rstrip('/')}/{name}" if name else root.path
-            return opened
-        except IndexFormatError as error:
-            _advise(error, advice_for_index(name))
-            raise
+        if name and not is_index(name):
+            root = SingleFileRoot(root, name)
+        opened = self._in_root(root, name if is_index(name) else None)
+        opened.path = f"{root.path.rstrip('/')}/{name}" if name else root.path
+        return opened
 
     def _at_path(self, path: str) -> OpenCheckpoint:
         if os.path.isdir(path):  # also one that is named like a file or an index

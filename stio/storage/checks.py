@@ -18,12 +18,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
 from stio.format.naming import FILE_SUFFIXES, is_dated, is_hidden, step_named
 from stio.format.other_sources import NO_HOME
-from stio.runtime.urls import without_secrets
+from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Identity
 
 if sys.platform != "win32":
@@ -165,6 +166,48 @@ def require_inside(real: str, root: str, path: str) -> None:
         expected=f"a file below {root}",
         found=real,
     )
+
+
+_BLOB = re.compile(r"[0-9a-f]{64}")
+_IN_HUB_CACHE = re.compile(
+    r"(?:(?P<cache>.*)/(?P<kind>model|dataset|space)s--(?P<id>[^/]+)/snapshots/|hf://(?P<url_id>[^/@]+/[^/@]+)@)"
+    r"(?P<commit>[^/]+)/(?P<file>.+)"
+)
+
+
+def digest_in_name(path: str) -> str:
+    """Return the SHA-256 that is the name of a file in `blobs`, as in the cache of the hub; "" for other names.
+
+    Args:
+        path: Path of the file, or of a link to it.
+    """
+    folder, name = os.path.split("" if is_url(path) else os.path.realpath(path))
+    return name if os.path.basename(folder) == "blobs" and _BLOB.fullmatch(name) else ""
+
+
+def commits_in(repository: str) -> list[str]:
+    """Return the commits that a repository's directory in the hub's cache has, [] for other directories."""
+    with suppress(OSError):
+        if os.path.basename(os.path.realpath(repository)).startswith(_HUB_CACHE_PREFIXES):
+            return sorted(os.listdir(os.path.join(repository, "snapshots")))
+    return []
+
+
+def advice_for_hub_cache(path: str) -> str:
+    """Return a clause with the command that fetches a damaged file of the hub's cache again, "" for other files.
+
+    Args:
+        path: Path of the file, or its URL with the commit.
+    """
+    folder, name = os.path.split(path)
+    found = _IN_HUB_CACHE.fullmatch(path if is_url(path) else os.path.join(os.path.realpath(folder), name))
+    if found is None:
+        return f"; delete {os.path.realpath(path)} and download it again" if digest_in_name(path) else ""
+    kind = f" --type {found['kind']}" if found["kind"] not in (None, "model") else ""
+    cache = f" --cache-dir {quote(found['cache'])}" if found["cache"] else ""
+    repository = found["url_id"] or found["id"].replace("--", "/", 1)
+    command = f"hf download {quote(repository)} {quote(found['file'])} --revision {quote(found['commit'])}"
+    return f"; if the copy in the hub's cache is damaged, fetch it again: {command}{kind}{cache} --force-download"
 
 
 def stat_of(fd: int, path: str) -> os.stat_result:
