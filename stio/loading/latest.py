@@ -82,9 +82,12 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False, 
     """
     local_directory(directory, "stio.latest")
     path = os.fsdecode(directory)
-    if default is not _NO_DEFAULT and not os.path.lexists(path):
+    try:
+        by_step = _listed(path, steps_in)
+    except CheckpointNotFoundError:  # and not for a mount that is gone: a run would begin anew
+        if default is _NO_DEFAULT or os.path.islink(path):
+            raise
         return default
-    by_step = _listed(path, steps_in)
     dated = [f"{entry}: {_DATED}" for entry in by_step.pop(None, [])]
     steps = sorted((step for step in by_step if step is not None), reverse=True)
     examined = cache(lambda step: _examine(by_step[step], follow_symlinks))

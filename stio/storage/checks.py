@@ -36,15 +36,25 @@ OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK
 CHECKPOINT_SUFFIXES = (*FILE_SUFFIXES, ".ckpt")
 """Ends of the names of files that are checkpoints: those of safetensors, and of Lightning by stio."""
 
+UNSUPPORTED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM})
+"""Error numbers of a call that the kernel, the filesystem or a sandbox (seccomp, gVisor) does not support."""
+
+_USUAL_OPEN_FILES = 1024
 _HUB_CACHE_PREFIXES = ("models--", "datasets--", "spaces--")
 
 
-def refused(action: str, path: str, error: OSError | ValueError, *, offset: int | None = None) -> StorageError:
+def refused(
+    action: str, path: str, error: OSError | ValueError, *, offset: int | None = None, again: str = "load"
+) -> StorageError:
     """Return the error to raise for an error of the operating system, or for a path that it does not accept."""
     number = getattr(error, "errno", None)
     reason = os.strerror(number) if number else str(error)
     if number in (errno.EMFILE, errno.ENFILE):
         reason += f"; raise the limit of {open_files_limit():,} open files (ulimit -n) or load fewer shards at once"
+    if number == errno.ESTALE:
+        reason += f"; the file was replaced on the server: {again} again"
+    if number == errno.ENOTCONN:
+        reason += f"; the mount is gone: mount it, and {again} again"
     return StorageError(f"{action} failed: {reason}", path=path, errno=number, offset=offset)
 
 
@@ -75,7 +85,10 @@ def open_files_limit() -> int:
     """Return how many files this process may open at one time."""
     if sys.platform == "win32":
         return sys.maxsize
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    except OSError:  # a sandbox refuses it
+        limit = _USUAL_OPEN_FILES
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
