@@ -100,7 +100,8 @@ async def load(
         strict: Index and shards must hold the same names. With False, and for `names`, the index decides where they
             differ, with a warning.
         limits: Bounds on the numbers in a file, as a `stio.Limits`.
-        verify: Compare every file with the checkpoint's manifest before any tensor is returned.
+        verify: Compare every file with the checkpoint's manifest before any tensor is returned. Without a manifest,
+            files in the hub's cache are compared with their names there.
         follow_symlinks: Allow shards that are links to a place outside the checkpoint's directory.
         progress: A callable that gets a `stio.ProgressEvent`, `True` for a tqdm bar, or a tqdm class.
         cache: A `stio.HostCache`: files in it are not read again, and files that are read may be added to it. Tensors
@@ -117,7 +118,7 @@ async def load(
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: An argument has a wrong value, or two of them contradict each other.
-        IntegrityError: With `verify=True`: a file differs from the checkpoint's manifest, or there is no manifest.
+        IntegrityError: With `verify=True`: a file differs from the checkpoint's manifest, or there is none.
         StioError: See `stio.errors`.
     """
     options = LoadOptions(**keywords_for(LoadOptions, locals()))

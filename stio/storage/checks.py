@@ -216,7 +216,7 @@ def advice_for_hub_cache(path: str) -> str:
     found = _IN_HUB_CACHE.fullmatch(path if is_url(path) else os.path.join(os.path.realpath(folder), name))
     if found is None:
         return f"; delete {os.path.realpath(path)} and download it again" if digest_in_name(path) else ""
-    kind = f" --type {found['kind']}" if found["kind"] not in (None, "model") else ""
+    kind = f" --repo-type {found['kind']}" if found["kind"] not in (None, "model") else ""
     cache = f" --cache-dir {quote(found['cache'])}" if found["cache"] else ""
     repository = found["url_id"] or found["id"].replace("--", "/", 1)
     command = f"hf download {quote(repository)} {quote(found['file'])} --revision {quote(found['commit'])}"

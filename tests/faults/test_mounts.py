@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from pathlib import Path
@@ -9,12 +10,125 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from faults.sandbox import CALLS, is_possible
 
 import stio
 from stio import sync
+from stio.cli.main import main
 from stio.errors import StorageError
 from stio.storage.commit import syscalls as calls
+
+TENSORS = {"w": torch.arange(1000.0), "v": torch.ones(5)}
+
+# 441. Mounts without rename: mount-s3 answers ENOSYS, others EPERM.
+
+
+@pytest.fixture(params=[errno.ENOSYS, errno.EPERM], ids=errno.errorcode.get)
+def no_rename(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    refuse_renames(monkeypatch, request.param)
+    number: int = request.param
+    return number
+
+
+def refuse_renames(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Refuse all renames and hard links, and all changes of modes."""
+
+    def refuses(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def refuses_in_c(*_: object) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    for name in ("rename", "replace", "link", "chmod", "fchmod"):
+        monkeypatch.setattr(os, name, refuses)
+    monkeypatch.setattr(calls, "_renameat2", refuses_in_c)
+
+
+def leftovers(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.rglob("*"))
+
+
+DESTINATIONS = ("new", "a/b/new", "new.safetensors", "a/new.safetensors")
+
+
+@pytest.mark.parametrize("destination", DESTINATIONS)
+def test_c441_a_save_is_refused_before_its_first_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_rename: int, destination: str
+) -> None:
+    monkeypatch.setattr(calls, "reserve", lambda *_: pytest.fail("space was reserved"))
+    with pytest.raises(StorageError, match=r"by a rename.*s3://") as caught:
+        sync.save(TENSORS, tmp_path / destination)
+    assert caught.value.errno == no_rename
+    assert leftovers(tmp_path) == []
+
+
+def test_c441_what_was_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync.save(TENSORS, tmp_path / "model")
+    before = leftovers(tmp_path)
+    refuse_renames(monkeypatch, errno.ENOSYS)
+    with pytest.raises(StorageError, match="by a rename"):
+        sync.save({"w": torch.zeros(3)}, tmp_path / "model")
+    with pytest.raises(StorageError, match="by a rename"), sync.Saver() as saver:
+        saver.save(TENSORS, tmp_path / "step-1").result()
+    assert leftovers(tmp_path) == before
+    assert torch.equal(sync.load(tmp_path / "model")["w"], TENSORS["w"])
+
+
+def test_c441_modes_that_cannot_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    for name in ("chmod", "fchmod", "chown", "fchown", "utime"):
+        monkeypatch.setattr(os, name, refuses)
+    for _ in range(2):
+        sync.save(TENSORS, tmp_path / "model")
+    assert torch.equal(sync.load(tmp_path / "model")["w"], TENSORS["w"])
+
+
+def staged(directory: Path) -> Path:
+    """Make what a killed save leaves; return its path."""
+    left = directory / ".stio-0123456789"
+    (left / "new").mkdir(parents=True)
+    (left / "lock").touch()
+    (left / "new" / "model.safetensors").write_bytes(b"part")
+    return left
+
+
+def test_c441_gc_removes_what_an_interrupted_save_left(tmp_path: Path, no_rename: int) -> None:
+    left = staged(tmp_path)
+    result = CliRunner().invoke(main, ["gc", str(tmp_path / "model")])
+    assert result.exit_code == 0, result.output
+    assert "rolled back" in result.output
+    assert not left.exists()
+    assert leftovers(tmp_path) == []
+
+
+def test_c441_gc_fails_where_it_cannot_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_rename: int) -> None:
+    left = staged(tmp_path)
+
+    def refuses(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "unlink", refuses)
+    monkeypatch.setattr(os, "rmdir", refuses)
+    result = CliRunner().invoke(main, ["gc", str(tmp_path / "model")])
+    assert result.exit_code == 1, result.output
+    assert f"{left}: left alone, the system does not let this process remove it" in result.output
+    assert left.exists()
+
+
+def test_c441_gc_of_a_save_under_way_is_no_failure(tmp_path: Path) -> None:
+    left = staged(tmp_path)
+    with (left / "lock").open("wb") as file:
+        assert calls.try_lock(file.fileno())
+        result = CliRunner().invoke(main, ["gc", str(tmp_path / "model")])
+        calls.unlock(file.fileno())
+    assert (result.exit_code, left.exists()) == (0, True), result.output
+
+
+# 442. System calls that sandboxes refuse.
 
 IN_SANDBOX = """
 import os, sys, tempfile, warnings
@@ -66,7 +180,8 @@ def test_c442_a_call_that_the_sandbox_refuses(zygote: Any, tmp_path: Path, call:
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
-TENSORS = {"w": torch.arange(1000.0), "v": torch.ones(5)}
+# 443. A file that the server has replaced, and a mount that is gone.
+
 WORDS = {
     errno.ESTALE: "the file was replaced on the server: {} again",
     errno.ENOTCONN: "the mount is gone: mount it, and {} again",

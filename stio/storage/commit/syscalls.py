@@ -121,7 +121,7 @@ def unlink(name: str, *, dir_fd: int) -> None:
     os.unlink(name, dir_fd=dir_fd)
 
 
-def remove_directory(name: str, *, dir_fd: int) -> None:
+def remove_directory(name: str, *, dir_fd: int | None = None) -> None:
     """Remove an empty directory."""
     os.rmdir(name, dir_fd=dir_fd)
 
