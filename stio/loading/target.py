@@ -18,7 +18,7 @@ import torch
 
 from stio.device.base import LoadedGroup
 from stio.device.tensor_memory import TargetMemory, copy_all, copy_from_image, has_plain_bytes
-from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
+from stio.device.tensors import TORCH_DTYPES, Lost, loses_values, torch_shape
 from stio.errors import MismatchError, listed, printable
 from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
 from stio.loading.open import OpenCheckpoint
@@ -94,6 +94,8 @@ class LoadTarget(ABC):
         self._path = ""
         self._memory = TargetMemory("")
         self._places: dict[str, list[Place]] = {}  # by the name that has the data
+        self.lost: Lost = {}
+        """Values that copies into memory of another dtype have lost."""
         self.slices: dict[str, tuple[object, ...]] = {}
         """Which part of a tensor of the checkpoint to read, by its name there, after `select`."""
         self.kept_names: Collection[str] | None = ()
@@ -226,6 +228,7 @@ class LoadTarget(ABC):
                 [tensor if place.box is None else tensor[place.box] for place, tensor in pairs],
                 [place.name for place, _ in pairs],
                 path=self._path,
+                lost=self.lost,
             )
 
     def complete(self) -> LoadReport:

@@ -32,7 +32,7 @@ from stio.device.tensors import TORCH_DTYPES, DtypeOf, cast, loses_values, requi
 from stio.device.torch_private import copy_of, moved
 from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
 from stio.format.state_tree import STATE_KEY
-from stio.loading.casts import planned_casts
+from stio.loading.casts import planned_casts, report_lost
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import is_from
 from stio.loading.open import OpenCheckpoint
@@ -285,6 +285,7 @@ class WarmStartLoad:
                 self._reorder()  # for uses that started to wait before there was a scheduler
                 operation.on_cancel(scheduler.stop)
                 scheduler.run()
+                report_lost(self._options.lost or {}, self._path)
         finally:
             self._release_all()
 

@@ -1,0 +1,152 @@
+"""402, 412, 439. Values that the dtype of a target cannot hold: counted in a cast, refused in a state."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from torch import nn
+
+import stio
+from stio import sync
+from stio.cli.main import main
+from stio.device.tensors import count_lost
+
+BIG = torch.tensor([1.0, 3e38, -3e38, 1e-40, 0.0, torch.inf, torch.nan])
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "outside the range" in record.getMessage()]
+
+
+class Module(nn.Module):
+    def __init__(self, dtype: torch.dtype, *, buffers: bool = True, device: str = "cpu") -> None:
+        super().__init__()
+        for name in ("w", "v"):
+            tensor = torch.zeros(7, dtype=dtype, device=device)
+            if buffers:
+                self.register_buffer(name, tensor)
+            else:
+                setattr(self, name, nn.Parameter(tensor))
+
+
+async def streamed(path: Path, dtype: Any) -> None:
+    async with stio.open(path, dtype=dtype) as checkpoint, checkpoint.stream() as stream:
+        async for _ in stream:
+            pass
+
+
+def warmed(path: Path, dtype: torch.dtype) -> None:
+    module = Module(dtype, buffers=False, device="meta")
+    module.register_buffer("v", torch.zeros(7, dtype=dtype)) if module._parameters.pop("v") is not None else None
+    with sync.warm_start(module, path) as load:
+        load.done()
+
+
+def hooked(path: Path, dtype: torch.dtype) -> None:
+    module = Module(dtype)
+    module.register_load_state_dict_post_hook(lambda *_: None)
+    sync.load_into(module, path)
+
+
+WAYS: dict[str, Callable[[Path, torch.dtype], Any]] = {
+    "load": lambda path, dtype: sync.load(path, dtype=dtype),
+    "load by name": lambda path, dtype: sync.load(path, dtype={"w": dtype, "v": dtype}),
+    "load to copies": lambda path, dtype: sync.load(path, dtype=dtype, memory="copy"),
+    "load of slices": lambda path, dtype: sync.load(path, slices={"w": slice(0, 7, 1)}, dtype=dtype),
+    "stream": lambda path, dtype: asyncio.run(streamed(path, dtype)),
+    "load_into": lambda path, dtype: sync.load_into(Module(dtype), path),
+    "load_into by assignment": lambda path, dtype: sync.load_into(Module(dtype), path, assign=True, dtype=dtype),
+    "load_into with hooks": hooked,
+    "warm_start": warmed,
+    "convert": lambda path, dtype: sync.convert(path, path.parent / "out.safetensors", dtype=dtype),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2, torch.float8_e4m3fn])
+def test_402_one_warning_with_the_number(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str, dtype: torch.dtype
+) -> None:
+    save_file({"w": BIG, "v": BIG.clone()}, tmp_path / "m.safetensors")
+    with caplog.at_level(logging.WARNING, "stio"):
+        WAYS[way](tmp_path / "m.safetensors", dtype)
+    (message,) = warnings_of(caplog)
+    assert "6 values" in message and "w (3)" in message and "v (3)" in message
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_402_what_was_inf_nan_or_0_is_not_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str) -> None:
+    values = torch.tensor([1.0, 65504.0, -65504.0, 2**-24, -0.0, -torch.inf, -torch.nan])
+    save_file({"w": values, "v": values.clone()}, tmp_path / "m.safetensors")
+    with caplog.at_level(logging.WARNING, "stio"):
+        WAYS[way](tmp_path / "m.safetensors", torch.float16)
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted", "values", "number"),
+    [
+        (torch.float32, torch.bfloat16, [3.4e38, 1e-45, 1.0, 0.0], 2),
+        (torch.float64, torch.float32, [1e300, -1e-300, 1e-3, torch.inf], 2),
+        (torch.bfloat16, torch.float16, [1e5, 1e-9, 6e4, torch.nan], 2),
+        (torch.float32, torch.float8_e4m3fn, [464.0, 465.0, -1e6, torch.inf], 2),  # torch saturates
+        (torch.float8_e5m2, torch.float8_e4m3fn, [57344.0, 1.0, 2**-16, 448.0], 2),
+        (torch.int64, torch.float16, [65504, 10**6, 0, 1], 1),
+        (torch.int64, torch.int32, [2**31, -(2**31), 5, 0], 1),
+        (torch.uint8, torch.int8, [200, 127, 0, 1], 1),
+        (torch.float8_e5m2, torch.float16, [57344.0, 2**-16, 1.0, 0.0], 0),
+    ],
+)
+def test_402_what_is_lost(own: torch.dtype, wanted: torch.dtype, values: list[float], number: int) -> None:
+    source = torch.tensor(values, dtype=torch.float64 if own.is_floating_point else torch.int64).to(own)
+    lost: dict[str, Any] = {}
+    count_lost(lost, "w", source, source.to(wanted))
+    assert lost.get("w", 0) == number
+
+
+def test_402_large_tensors_are_counted_in_parts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = torch.ones(1_000_003)
+    source[::200_000] = 1e6
+    save_file({"w": source}, tmp_path / "m.safetensors")
+    with caplog.at_level(logging.WARNING, "stio"):
+        found = sync.load(tmp_path / "m.safetensors", dtype="F16")["w"]
+    assert torch.equal(found, source.half()) and found.untyped_storage().nbytes() == found.nbytes
+    assert "w (6)" in warnings_of(caplog)[0]
+
+
+def test_402_convert_says_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.save({"w": BIG.reshape(7, 1), "v": BIG[0]}, tmp_path / "m.pt")
+    result = sync.convert(tmp_path / "m.pt", tmp_path / "out.safetensors", dtype="F16")
+    assert result.out_of_range == {"w": 3} and len(warnings_of(caplog)) == 1
+    save_file({"w": torch.full((3, 1 << 19), 1e6)}, tmp_path / "m.safetensors")  # in windows of rows
+    runs = [str(tmp_path / "m.safetensors"), str(tmp_path / "out.safetensors"), "--dtype", "F16", "--no-progress"]
+    shown = CliRunner().invoke(main, ["convert", *runs])
+    assert "1,572,864 values out of the range of F16" in shown.output and shown.exit_code == 0
+    shown = CliRunner().invoke(main, ["convert", *runs, "--json"])
+    assert json.loads(shown.stdout)["out_of_range"] == {"w": 3 << 19}
+    result = sync.convert(tmp_path / "m.safetensors", tmp_path / "out.safetensors", dtype="BF16", budget_bytes="1MB")
+    assert not result.out_of_range
+    caplog.clear()
+    sync.convert(tmp_path / "m.safetensors", tmp_path / "out.safetensors", dtype="F16", budget_bytes="1MB")
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_402_a_copy_into_part_of_a_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What `load_into` of integers and of gaps does: the memory of a target has strides."""
+    module = Module(torch.int32)
+    module.w = torch.zeros(7, 2, dtype=torch.int32)[:, 0]
+    save_file(
+        {"w": torch.tensor([2**40, 1, 0, -(2**40), 5, 6, 7]), "v": torch.ones(7, dtype=torch.int64)},
+        tmp_path / "m.safetensors",
+    )
+    sync.load_into(module, tmp_path / "m.safetensors")
+    assert "w (2)" in warnings_of(caplog)[0]
