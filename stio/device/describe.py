@@ -201,6 +201,8 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
         advice = f"save_state takes {state_of_object(tensor) or 'nested state and plain values'}"
         if is_packed(tensor) or "_packed_params" in name:
             advice = PACKED
+        elif name.endswith("_extra_state"):  # of torch: what `get_extra_state` returns
+            advice = "extra state that is no tensor is saved by stio.save_state(module.state_dict(), ...)"
         elif kind == "ndarray":
             advice = f"torch.as_tensor() makes one of it, and {advice}"
         raise TypeError(f"{shown!r} is no tensor, its type is {kind}; {advice}")

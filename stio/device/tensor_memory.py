@@ -389,6 +389,10 @@ def copy_all(
         MismatchError: Since the load began, the memory of a target was freed or shrunk.
     """
     plain = []
+    sources = [
+        source.reshape(()) if source.shape == (1,) and not target.dim() else source
+        for target, source in zip(targets, sources, strict=True)
+    ]
     for name, target, source in zip(names, targets, sources, strict=True):
         require_memory(name, target, path=path)
         plain.append(

@@ -164,6 +164,19 @@ def torch_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // 2) if dtype == "F4" else shape
 
 
+def fits_shape(dtype: str, shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Return whether a tensor of the format can be loaded into a shape of torch.
+
+    A tensor of shape [1] can be loaded into a scalar, as by torch's `load_state_dict`: scales are written both ways.
+    """
+    return torch_shape(dtype, shape) == target or (shape == (1,) and not target and dtype != "F4")
+
+
+def as_scalar(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a loaded tensor of shape [1] as one without dimensions, which is no view, and any other as it is."""
+    return typed(tensor, FORMAT_DTYPES[tensor.dtype], ()) if tensor.shape == (1,) else tensor
+
+
 def typed(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor over the whole storage of `flat`, and not a view of `flat`.
 

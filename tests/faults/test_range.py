@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
@@ -19,6 +20,12 @@ import stio
 from stio import sync
 from stio.cli.main import main
 from stio.device.tensors import count_lost
+from stio.distributed import StioStorageReader
+from stio.errors import MismatchError
+from stio.loading.api import fill_from
+from stio.loading.nested import StateTarget
+from stio.loading.options import LoadOptions
+from stio.runtime.blocking import run_blocking
 
 BIG = torch.tensor([1.0, 3e38, -3e38, 1e-40, 0.0, torch.inf, torch.nan])
 
@@ -150,3 +157,129 @@ def test_402_a_copy_into_part_of_a_state(tmp_path: Path, caplog: pytest.LogCaptu
     )
     sync.load_into(module, tmp_path / "m.safetensors")
     assert "w (2)" in warnings_of(caplog)[0]
+
+
+# 412: states.
+
+
+PAIRS = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.bfloat16),
+    (torch.float64, torch.float32),
+    (torch.int64, torch.int32),
+    (torch.int32, torch.int64),
+    (torch.int64, torch.float32),
+    (torch.uint8, torch.int8),
+    (torch.int64, torch.bool),
+    (torch.float16, torch.float32),
+    (torch.bool, torch.int64),
+    (torch.int16, torch.float32),
+]
+HELD = [
+    (torch.int32, torch.int64),
+    (torch.float16, torch.float32),
+    (torch.bool, torch.int64),
+    (torch.int16, torch.float32),
+]
+
+
+def fill(state: object, path: Path, **keywords: Any) -> None:
+    run_blocking(fill_from(path, StateTarget(state, **keywords), LoadOptions()))
+
+
+@pytest.mark.parametrize(("own", "wanted"), PAIRS)
+def test_412_a_state_is_not_put_into_a_narrower_one(tmp_path: Path, own: torch.dtype, wanted: torch.dtype) -> None:
+    sync.save_state({"state": {0: {"m": torch.ones(3, dtype=own)}}}, tmp_path / "state.safetensors")
+    state = {"state": {0: {"m": torch.zeros(3, dtype=wanted)}}}
+    if (own, wanted) in HELD:
+        fill(state, tmp_path / "state.safetensors")
+    else:
+        with pytest.raises(MismatchError, match=r"state.*casting='same_kind'"):
+            fill(state, tmp_path / "state.safetensors")
+        assert not state["state"][0]["m"].any()
+        fill(state, tmp_path / "state.safetensors", casting="same_kind")
+    assert torch.equal(state["state"][0]["m"], torch.ones(3, dtype=wanted))
+
+
+def test_412_tensors_by_name_are_cast(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are weights, as those of a module."""
+    save_file({"w": BIG}, tmp_path / "m.safetensors")
+    fill({"w": torch.zeros(7).half()}, tmp_path / "m.safetensors")
+    assert "w (3)" in warnings_of(caplog)[0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_412_the_reader_of_torch_s_distributed_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sync.save_state({"optim": {"m": BIG}}, tmp_path / "state.safetensors")
+    path = str(tmp_path / "state.safetensors")
+    state = {"optim": {"m": torch.zeros(7).bfloat16()}}
+    with pytest.raises(BaseException, match="casting='same_kind'"):  # CheckpointException is no Exception
+        dcp.load(state, storage_reader=StioStorageReader(path), no_dist=True)
+    state = {"optim": {"m": torch.zeros(7).half()}}
+    dcp.load(state, storage_reader=StioStorageReader(path, casting="same_kind"), no_dist=True)
+    assert torch.equal(state["optim"]["m"].nan_to_num(), BIG.half().nan_to_num())
+    assert "(3)" in warnings_of(caplog)[0]
+    with pytest.raises(ValueError, match="casting= takes"):
+        StioStorageReader(path, casting="unsafe")  # type: ignore[arg-type]
+
+
+# 439: scales of one element.
+
+
+def scale(shape: tuple[int, ...], *, device: str = "cpu", buffer: bool = False) -> nn.Module:
+    module = nn.Module()
+    tensor = torch.zeros(shape, device=device)
+    if buffer:
+        module.register_buffer("s", tensor)
+    else:
+        module.s = nn.Parameter(tensor)
+    return module
+
+
+def into(module: nn.Module, path: Path) -> None:
+    sync.load_into(module, path)
+
+
+def assigned(module: nn.Module, path: Path) -> None:
+    sync.load_into(module, path, assign=True)
+
+
+def warm(module: nn.Module, path: Path) -> None:
+    with sync.warm_start(module.to("meta") if module._parameters else module, path) as load:
+        load.done()
+
+
+@pytest.mark.parametrize("fill_module", [into, assigned, warm])
+@pytest.mark.parametrize("buffer", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_439_shape_1_is_put_into_a_scalar(
+    tmp_path: Path, fill_module: Callable[[nn.Module, Path], None], buffer: bool, dtype: torch.dtype
+) -> None:
+    save_file({"s": torch.tensor([0.5], dtype=dtype)}, tmp_path / "m.safetensors")
+    module = scale((), buffer=buffer)
+    fill_module(module, tmp_path / "m.safetensors")
+    assert module.s.shape == () and module.s.item() == 0.5 and not module.s._is_view()
+
+
+@pytest.mark.parametrize("stored", [(), (3,), (1, 1), (1,)])
+@pytest.mark.parametrize("target", [(), (1,), (1, 1)])
+def test_439_as_torch_does(tmp_path: Path, stored: tuple[int, ...], target: tuple[int, ...]) -> None:
+    save_file({"s": torch.ones(stored)}, tmp_path / "m.safetensors")
+    try:
+        scale(target).load_state_dict({"s": torch.ones(stored)})
+    except RuntimeError:
+        with pytest.raises(MismatchError, match="shape"):
+            into(scale(target), tmp_path / "m.safetensors")
+        return
+    module = scale(target)
+    into(module, tmp_path / "m.safetensors")
+    assert module.s.shape == target and bool((module.s == 1).all())
+
+
+def test_439_in_a_state(tmp_path: Path) -> None:
+    sync.save_state({"step": torch.tensor([3.0])}, tmp_path / "state.safetensors")
+    state = {"step": torch.tensor(0.0)}
+    fill(state, tmp_path / "state.safetensors")
+    assert state["step"].shape == () and state["step"] == 3

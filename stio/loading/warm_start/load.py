@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from stio.device.base import LoadedGroup, current_streams
 from stio.device.cuda import TorchAccelerator, default_stream
 from stio.device.tensor_memory import TargetMemory, copy_all
-from stio.device.tensors import TORCH_DTYPES, DtypeOf, cast, loses_values, require_dtypes
+from stio.device.tensors import TORCH_DTYPES, DtypeOf, as_scalar, cast, loses_values, require_dtypes
 from stio.device.torch_private import copy_of, moved
 from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
 from stio.format.state_tree import STATE_KEY
@@ -314,7 +314,7 @@ class WarmStartLoad:
                     if not owner.left and owner.handle is not None:
                         owner.handle.remove()
                         owner.handle = None
-                placeholder.fill(tensor)
+                placeholder.fill(as_scalar(tensor) if not placeholder.parameter.dim() else tensor)
 
     # Called by uses of parameters.
 
@@ -557,4 +557,5 @@ def _placed(old: torch.Tensor, new: torch.Tensor, is_used: bool, name: str, path
         with torch.no_grad():
             copy_all([old], [new], [name], path=path)
             return old
+    new = as_scalar(new) if not old.dim() else new
     return copy_of(new) if is_used else new
