@@ -283,3 +283,57 @@ def test_439_in_a_state(tmp_path: Path) -> None:
     state = {"step": torch.tensor(0.0)}
     fill(state, tmp_path / "state.safetensors")
     assert state["step"].shape == () and state["step"] == 3
+
+
+# 457 and 474: tensors that are not what they seem.
+
+
+class WithExtra(nn.Module):
+    def __init__(self, extra: object) -> None:
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("prefixed", [False, True])
+@pytest.mark.parametrize("extra", [{"steps": 3}, None, [torch.ones(1)]])
+def test_457_extra_state_that_is_no_tensor(tmp_path: Path, extra: object, prefixed: bool) -> None:
+    module: nn.Module = WithExtra(extra)
+    if prefixed:
+        module = nn.Sequential(module)
+    with pytest.raises(TypeError, match=r"stio.save_state\(module.state_dict\(\)"):
+        sync.save(module, tmp_path / "m.safetensors")
+    sync.save_state(module.state_dict(), tmp_path / "m.safetensors")
+    assert repr(dict(sync.load_state(tmp_path / "m.safetensors"))) == repr(dict(module.state_dict()))
+
+
+class Local(torch.Tensor):
+    """A subclass that has the fields."""
+
+
+def checkpointable(tensor: torch.Tensor, shape: tuple[int, ...], at: int, local: int, size: int) -> torch.Tensor:
+    described: Any = tensor
+    described.global_shape = shape
+    described.global_offsets, described.local_offsets, described.local_sizes = ((at,),), ((local,),), ((size,),)
+    return tensor
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter, Local])
+@pytest.mark.parametrize("save", [sync.save, sync.save_state])
+@pytest.mark.parametrize("place", [((8,), 4, 0, 4), ((3,), 0, 0, 3), ((4,), 0, 1, 3)])
+def test_474_parts_of_a_tensor_are_refused(tmp_path: Path, kind: Any, save: Callable[..., Any], place: Any) -> None:
+    """By the fields of torch's protocol: torch 2.13 does not have it yet."""
+    tensor = torch.ones(4).as_subclass(kind) if kind is not nn.Parameter else nn.Parameter(torch.ones(4))
+    with pytest.raises(TypeError, match="CheckpointableTensor"):
+        save({"w": checkpointable(tensor, *place)}, tmp_path / "m.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_474_a_whole_tensor_is_saved(tmp_path: Path) -> None:
+    sync.save({"w": checkpointable(torch.ones(4), (4,), 0, 0, 4)}, tmp_path / "m.safetensors")
+    assert torch.equal(sync.load(tmp_path / "m.safetensors")["w"], torch.ones(4))
