@@ -34,6 +34,7 @@ from stio.format.state_tree import (
     parse_tree,
     python_path,
 )
+from stio.loading.casts import require_together
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.target import Casting, LoadReport, LoadTarget, PartOf, Stored, no_part
@@ -250,6 +251,12 @@ class StateTarget(LoadTarget):
                 f"missing {listed(self._missing)}; unexpected {listed(self._unexpected)}{self._hint}",
                 path=opened.path,
             )
+        targets = {source: places[0].memory for source, places in self._places.items()}
+        if not self._is_nested and isinstance(self._state, Mapping):
+            others = {name: one for name, one in self._state.items() if isinstance(one, torch.Tensor)}
+            targets = {**others, **targets}
+        kinds = {name: dtype for name, (dtype, _) in self._stored.items()}
+        require_together(kinds, targets, {source: source for source in self._places}, assigns=False, path=opened.path)
         self._join_parts()
         return list(self._places)
 

@@ -71,7 +71,7 @@ def checked_casting(casting: object) -> Casting:
     """
     if casting not in ("safe", "same_kind"):
         raise ValueError(f"casting= takes 'safe' or 'same_kind', not {printable(repr(casting))}")
-    return casting  # type: ignore[return-value]  # mypy does not narrow to a literal
+    return casting
 
 
 PartOf: TypeAlias = Callable[[str, torch.Tensor], LocalPart | None]

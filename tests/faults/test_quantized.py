@@ -11,14 +11,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from distributed.ranks import run_ranks
+from faults import on_ranks
 from safetensors.torch import save_file
 from support import HAVE_E8, needs_f4
 from torch import nn
 
 import stio
 from stio import sync
+from stio.compat.safetensors import safe_open as compat_open
+from stio.compat.safetensors import torch as compat
 from stio.distributed import StioStorageReader
 from stio.errors import MismatchError, UnsupportedDtypeError
+from stio.loading.api import fill_from
+from stio.loading.nested import StateTarget
+from stio.loading.options import LoadOptions
+from stio.runtime.blocking import run_blocking
 
 F8 = torch.float8_e4m3fn
 
@@ -268,3 +276,96 @@ def test_401_pickles_too(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedDtypeError, match="l.weight_scale"):
         sync.convert(tmp_path / "m.pt", tmp_path / "out.safetensors", dtype="BF16")
     assert not (tmp_path / "out.safetensors").exists()
+
+
+# Modules and states, in both directions.
+
+
+def shell(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a module with buffers of these names and shapes."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        *path, leaf = name.split(".")
+        module = root
+        for step in path:
+            if step not in module._modules:
+                module._modules[step] = nn.Module()
+            module = module._modules[step]  # type: ignore[assignment]
+        module._buffers[leaf] = torch.zeros(tensor.shape, dtype=dtype or tensor.dtype)  # some names exist already
+    return root
+
+
+def into_a_module(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    sync.load_into(shell(tensors), path, strict=False)
+
+
+def into_a_module_by_assignment(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    sync.load_into(shell(tensors), path, strict=False, assign=True)
+
+
+def into_a_warm_module(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    warm(shell(tensors), path, strict=False)
+
+
+def into_a_state(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    run_blocking(fill_from(path, StateTarget(tensors), LoadOptions(strict=False)))
+
+
+FILLS = [into_a_module, into_a_module_by_assignment, into_a_warm_module, into_a_state]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_401_quantized_tensors_into_plain_ones(path: Path, layout: str, fill: Callable[..., None], dtype: Any) -> None:
+    owner, tensor = next(iter(LAYOUTS[layout].items()))
+    with pytest.raises(MismatchError, match="scales"):
+        fill({owner: torch.zeros(tensor.shape, dtype=dtype)}, path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("fill", FILLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int16])
+def test_401_plain_tensors_into_quantized_ones(
+    tmp_path: Path, layout: str, fill: Callable[..., None], dtype: Any
+) -> None:
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in LAYOUTS[layout].items()}
+    owner = next(iter(tensors))
+    save_file({owner: torch.ones(tensors[owner].shape, dtype=dtype)}, tmp_path / "m.safetensors")
+    with pytest.raises(MismatchError):
+        fill(tensors, tmp_path / "m.safetensors")
+    assert not tensors[owner].float().any()
+
+
+@pytest.mark.parametrize("fill", [into_a_state])
+def test_401_the_same_quantization_is_filled(path: Path, layout: str, fill: Callable[..., None]) -> None:
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in LAYOUTS[layout].items()}
+    fill(tensors, path)
+    require_as_stored(tensors, layout)
+
+
+def test_401_states_that_were_saved_as_such(tmp_path: Path, layout: str) -> None:
+    sync.save_state({"model": LAYOUTS[layout]}, tmp_path / "state.safetensors")
+    for casting in ("safe", "same_kind"):
+        wide = {"model": {name: torch.zeros(one.shape) for name, one in LAYOUTS[layout].items()}}
+        with pytest.raises(MismatchError, match="quantized|dtype"):
+            run_blocking(
+                fill_from(tmp_path / "state.safetensors", StateTarget(wide, casting=casting), LoadOptions())  # type: ignore[arg-type]
+            )
+    same = {"model": {name: torch.zeros_like(one) for name, one in LAYOUTS[layout].items()}}
+    into_a_state(same, tmp_path / "state.safetensors")  # type: ignore[arg-type]
+    require_as_stored(same["model"], layout)
+
+
+def test_401_drop_ins_give_what_is_stored(path: Path, layout: str) -> None:
+    require_as_stored(compat.load_file(path), layout)
+    with compat_open(path, framework="pt") as file:
+        require_as_stored({name: file.get_tensor(name) for name in LAYOUTS[layout]}, layout)
+
+
+def test_401_412_ranks(tmp_path: Path) -> None:
+    for kind, tensors in LAYOUTS.items():
+        save_file(tensors, tmp_path / f"{kind}.safetensors")
+    sync.save_state({"optim": {"m": torch.ones(4), "step": torch.tensor(3)}}, tmp_path / "state.safetensors")
+    run_ranks(on_ranks.quantized, 2, tmp_path, str(tmp_path), LAYOUTS)
+    run_ranks(on_ranks.narrower, 2, tmp_path, str(tmp_path))
