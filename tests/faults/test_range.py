@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerators import gpu
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
@@ -19,6 +20,7 @@ from torch import nn
 import stio
 from stio import sync
 from stio.cli.main import main
+from stio.device.base import resolve_device
 from stio.device.tensors import count_lost
 from stio.distributed import StioStorageReader
 from stio.errors import MismatchError
@@ -337,3 +339,19 @@ def test_474_parts_of_a_tensor_are_refused(tmp_path: Path, kind: Any, save: Call
 def test_474_a_whole_tensor_is_saved(tmp_path: Path) -> None:
     sync.save({"w": checkpointable(torch.ones(4), (4,), 0, 0, 4)}, tmp_path / "m.safetensors")
     assert torch.equal(sync.load(tmp_path / "m.safetensors")["w"], torch.ones(4))
+
+
+@gpu
+def test_402_on_a_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The device counts; its numbers are read when the load has ended."""
+    path, device = tmp_path / "m.safetensors", resolve_device("auto")
+    save_file({"w": BIG, "v": BIG.clone()}, path)
+    for load in (
+        lambda: sync.load(path, device=device, dtype="F16"),
+        lambda: sync.load_into(Module(torch.float16).to(device), path),
+        lambda: sync.load_into(Module(torch.float16), path, assign=True, device=device, dtype="F16"),
+    ):
+        caplog.clear()
+        load()
+        (message,) = warnings_of(caplog)
+        assert "6 values" in message and "w (3)" in message and "v (3)" in message
