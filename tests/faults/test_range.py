@@ -82,7 +82,7 @@ WAYS: dict[str, Callable[[Path, torch.dtype], Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e5m2, torch.float8_e4m3fn])
-def test_402_one_warning_with_the_number(
+def test_c402_one_warning_with_the_number(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str, dtype: torch.dtype
 ) -> None:
     save_file({"w": BIG, "v": BIG.clone()}, tmp_path / "m.safetensors")
@@ -93,7 +93,7 @@ def test_402_one_warning_with_the_number(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_402_what_was_inf_nan_or_0_is_not_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str) -> None:
+def test_c402_what_was_inf_nan_or_0_is_not_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str) -> None:
     values = torch.tensor([1.0, 65504.0, -65504.0, 2**-24, -0.0, -torch.inf, -torch.nan])
     save_file({"w": values, "v": values.clone()}, tmp_path / "m.safetensors")
     with caplog.at_level(logging.WARNING, "stio"):
@@ -115,14 +115,14 @@ def test_402_what_was_inf_nan_or_0_is_not_counted(tmp_path: Path, caplog: pytest
         (torch.float8_e5m2, torch.float16, [57344.0, 2**-16, 1.0, 0.0], 0),
     ],
 )
-def test_402_what_is_lost(own: torch.dtype, wanted: torch.dtype, values: list[float], number: int) -> None:
+def test_c402_what_is_lost(own: torch.dtype, wanted: torch.dtype, values: list[float], number: int) -> None:
     source = torch.tensor(values, dtype=torch.float64 if own.is_floating_point else torch.int64).to(own)
     lost: dict[str, Any] = {}
     count_lost(lost, "w", source, source.to(wanted))
     assert lost.get("w", 0) == number
 
 
-def test_402_large_tensors_are_counted_in_parts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c402_large_tensors_are_counted_in_parts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = torch.ones(1_000_003)
     source[::200_000] = 1e6
     save_file({"w": source}, tmp_path / "m.safetensors")
@@ -132,7 +132,7 @@ def test_402_large_tensors_are_counted_in_parts(tmp_path: Path, caplog: pytest.L
     assert "w (6)" in warnings_of(caplog)[0]
 
 
-def test_402_convert_says_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c402_convert_says_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.save({"w": BIG.reshape(7, 1), "v": BIG[0]}, tmp_path / "m.pt")
     result = sync.convert(tmp_path / "m.pt", tmp_path / "out.safetensors", dtype="F16")
     assert result.out_of_range == {"w": 3} and len(warnings_of(caplog)) == 1
@@ -149,7 +149,7 @@ def test_402_convert_says_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert len(warnings_of(caplog)) == 1
 
 
-def test_402_a_copy_into_part_of_a_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c402_a_copy_into_part_of_a_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What `load_into` of integers and of gaps does: the memory of a target has strides."""
     module = Module(torch.int32)
     module.w = torch.zeros(7, 2, dtype=torch.int32)[:, 0]
@@ -192,7 +192,7 @@ def fill(state: object, path: Path, **keywords: Any) -> None:
 
 
 @pytest.mark.parametrize(("own", "wanted"), PAIRS)
-def test_412_a_state_is_not_put_into_a_narrower_one(tmp_path: Path, own: torch.dtype, wanted: torch.dtype) -> None:
+def test_c412_a_state_is_not_put_into_a_narrower_one(tmp_path: Path, own: torch.dtype, wanted: torch.dtype) -> None:
     sync.save_state({"state": {0: {"m": torch.ones(3, dtype=own)}}}, tmp_path / "state.safetensors")
     state = {"state": {0: {"m": torch.zeros(3, dtype=wanted)}}}
     if (own, wanted) in HELD:
@@ -205,7 +205,7 @@ def test_412_a_state_is_not_put_into_a_narrower_one(tmp_path: Path, own: torch.d
     assert torch.equal(state["state"][0]["m"], torch.ones(3, dtype=wanted))
 
 
-def test_412_tensors_by_name_are_cast(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c412_tensors_by_name_are_cast(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They are weights, as those of a module."""
     save_file({"w": BIG}, tmp_path / "m.safetensors")
     fill({"w": torch.zeros(7).half()}, tmp_path / "m.safetensors")
@@ -213,7 +213,7 @@ def test_412_tensors_by_name_are_cast(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_412_the_reader_of_torch_s_distributed_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c412_the_reader_of_torch_s_distributed_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sync.save_state({"optim": {"m": BIG}}, tmp_path / "state.safetensors")
     path = str(tmp_path / "state.safetensors")
     state = {"optim": {"m": torch.zeros(7).bfloat16()}}
@@ -256,7 +256,7 @@ def warm(module: nn.Module, path: Path) -> None:
 @pytest.mark.parametrize("fill_module", [into, assigned, warm])
 @pytest.mark.parametrize("buffer", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_439_shape_1_is_put_into_a_scalar(
+def test_c439_shape_1_is_put_into_a_scalar(
     tmp_path: Path, fill_module: Callable[[nn.Module, Path], None], buffer: bool, dtype: torch.dtype
 ) -> None:
     save_file({"s": torch.tensor([0.5], dtype=dtype)}, tmp_path / "m.safetensors")
@@ -267,7 +267,7 @@ def test_439_shape_1_is_put_into_a_scalar(
 
 @pytest.mark.parametrize("stored", [(), (3,), (1, 1), (1,)])
 @pytest.mark.parametrize("target", [(), (1,), (1, 1)])
-def test_439_as_torch_does(tmp_path: Path, stored: tuple[int, ...], target: tuple[int, ...]) -> None:
+def test_c439_as_torch_does(tmp_path: Path, stored: tuple[int, ...], target: tuple[int, ...]) -> None:
     save_file({"s": torch.ones(stored)}, tmp_path / "m.safetensors")
     try:
         scale(target).load_state_dict({"s": torch.ones(stored)})
@@ -280,7 +280,7 @@ def test_439_as_torch_does(tmp_path: Path, stored: tuple[int, ...], target: tupl
     assert module.s.shape == target and bool((module.s == 1).all())
 
 
-def test_439_in_a_state(tmp_path: Path) -> None:
+def test_c439_in_a_state(tmp_path: Path) -> None:
     sync.save_state({"step": torch.tensor([3.0])}, tmp_path / "state.safetensors")
     state = {"step": torch.tensor(0.0)}
     fill(state, tmp_path / "state.safetensors")
@@ -304,7 +304,7 @@ class WithExtra(nn.Module):
 
 @pytest.mark.parametrize("prefixed", [False, True])
 @pytest.mark.parametrize("extra", [{"steps": 3}, None, [torch.ones(1)]])
-def test_457_extra_state_that_is_no_tensor(tmp_path: Path, extra: object, prefixed: bool) -> None:
+def test_c457_extra_state_that_is_no_tensor(tmp_path: Path, extra: object, prefixed: bool) -> None:
     module: nn.Module = WithExtra(extra)
     if prefixed:
         module = nn.Sequential(module)
@@ -328,7 +328,7 @@ def checkpointable(tensor: torch.Tensor, shape: tuple[int, ...], at: int, local:
 @pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter, Local])
 @pytest.mark.parametrize("save", [sync.save, sync.save_state])
 @pytest.mark.parametrize("place", [((8,), 4, 0, 4), ((3,), 0, 0, 3), ((4,), 0, 1, 3)])
-def test_474_parts_of_a_tensor_are_refused(tmp_path: Path, kind: Any, save: Callable[..., Any], place: Any) -> None:
+def test_c474_parts_of_a_tensor_are_refused(tmp_path: Path, kind: Any, save: Callable[..., Any], place: Any) -> None:
     """By the fields of torch's protocol: torch 2.13 does not have it yet."""
     tensor = torch.ones(4).as_subclass(kind) if kind is not nn.Parameter else nn.Parameter(torch.ones(4))
     with pytest.raises(TypeError, match="CheckpointableTensor"):
@@ -336,13 +336,13 @@ def test_474_parts_of_a_tensor_are_refused(tmp_path: Path, kind: Any, save: Call
     assert not list(tmp_path.iterdir())
 
 
-def test_474_a_whole_tensor_is_saved(tmp_path: Path) -> None:
+def test_c474_a_whole_tensor_is_saved(tmp_path: Path) -> None:
     sync.save({"w": checkpointable(torch.ones(4), (4,), 0, 0, 4)}, tmp_path / "m.safetensors")
     assert torch.equal(sync.load(tmp_path / "m.safetensors")["w"], torch.ones(4))
 
 
 @gpu
-def test_402_on_a_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c402_on_a_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The device counts; its numbers are read when the load has ended."""
     path, device = tmp_path / "m.safetensors", resolve_device("auto")
     save_file({"w": BIG, "v": BIG.clone()}, path)
