@@ -17,7 +17,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from stio.device.tensors import DtypesLike, device_storages
+from stio.device.cuda import TorchEvent
+from stio.device.tensors import DtypesLike, Lost, device_storages
 from stio.errors import ClosedError, printable
 from stio.format.header import TensorInfo
 from stio.loading.body import (
@@ -28,6 +29,7 @@ from stio.loading.body import (
     reading_operation,
     verify,
 )
+from stio.loading.casts import report_lost
 from stio.loading.consumers import GroupQueue
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
@@ -221,7 +223,24 @@ async def fill_from(
         finally:
             target.discard()
         raise
-    return target.complete()
+    report = target.complete()
+    await _settle(target.lost)
+    report_lost(target.lost, report.path)
+    return report
+
+
+async def _settle(lost: Lost) -> None:
+    """Wait for the numbers of lost values that devices compute, outside of the event loop's thread."""
+    devices = {number.device for number in lost.values() if isinstance(number, torch.Tensor)}
+    if devices:
+        modules = [(torch.get_device_module(device), device) for device in devices]
+        events = [TorchEvent(module, device, module.current_stream(device)) for module, device in modules]
+
+        def body(operation: Operation[None]) -> None:
+            for event in events:
+                event.synchronize()
+
+        await Operation(body, name="load").wait()
 
 
 @described_by(load)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from threading import TIMEOUT_MAX
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
@@ -252,6 +252,8 @@ class SaveResult:
     """Time from the call until the checkpoint was published and durable."""
     hashes: Mapping[str, str]
     """Digest of each file by its name; empty without `hash=`."""
+    out_of_range: Mapping[str, int] = field(default_factory=dict)
+    """By name, the number of values that were outside the range of the dtype to which they were cast."""
 
     def __repr__(self) -> str:
         size = f"{counted(len(self.files), 'file')}, {show_bytes(self.total_bytes)}"

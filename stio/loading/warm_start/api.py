@@ -196,7 +196,8 @@ class WarmStart:
         try:
             match = Match.of(module, into, names, opened, dtype=settings.casts, strict=settings.strict)
             verify(operation, opened, settings)
-            options = replace(settings, dtype=None, streams="copy")  # `casts` has the dtype of each tensor that is cast
+            # `casts` has the dtype of each tensor that is cast.
+            options = replace(settings, dtype=None, streams="copy", lost={})
             buffers: list[LoadedGroup] = []
             if match.buffers:  # on the copy stream the load ends when all casts have: a forward may run on any stream
                 stored = list(dict.fromkeys(match.buffers.values()))
