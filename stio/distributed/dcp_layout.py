@@ -72,8 +72,8 @@ class SaveLayout:
             MismatchError: The ranks have not written all values.
         """
         if values.keys() != self.values:
-            name = min(values.keys() ^ self.values)
-            raise MismatchError(f"{printable(name)!r} was not written by the rank that DCP's planner chose")
+            other = min(values.keys() ^ self.values)
+            raise MismatchError(f"{printable(other)!r} was not written by the rank that DCP's planner chose")
         state: dict[Any, Any] = {}
         for path, name in self.paths.items():
             _put(state, path, {} if name is None else values[name] if name in values else StoredTensor(name))

@@ -99,11 +99,32 @@ def test_c407_an_optimizer_comes_back_in_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_c407_plain_values_at_number_keys_are_refused_by_dcp(tmp_path: Path) -> None:
+    """torch's planner would leave the old value at 0, and put the new one at "0"."""
+    save({"state": {0: {"step": 7, "m": torch.ones(2)}}, "list": [{"x": 1}], "text": {"0": 2}}, tmp_path / "a")
+    target = {"state": {0: {"step": 0, "m": torch.zeros(2)}}, "list": [{"x": 0}], "text": {"0": 0}}
+    with pytest.raises(CheckpointException, match="state.0.step is a plain value.*stio.load_state"):
+        dcp.load(target, storage_reader=StioStorageReader(tmp_path / "a"), no_dist=True)
+    require_equal(target, {"state": {0: {"step": 0, "m": torch.zeros(2)}}, "list": [{"x": 0}], "text": {"0": 0}})
+    del target["state"][0]["step"]
+    dcp.load(target, storage_reader=StioStorageReader(tmp_path / "a"), no_dist=True)
+    require_equal(target, {"state": {0: {"m": torch.ones(2)}}, "list": [{"x": 1}], "text": {"0": 2}})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_c407_keys_and_empty_containers(tmp_path: Path) -> None:
     state: dict[Any, Any] = {
-        **{"int": {0: 1, -3: torch.ones(2), "7": 2}, "bool": {True: 1, None: 2}, "float": {0.5: [{}]}},
-        **{"tuple": {(0, "a"): torch.ones(1)}, "none": {}, "list": [], "deep": {"a": {"b": {}}, "c": [1, {2: {}}]}},
-        **{5: torch.zeros(3), "a.b": {"c": 1}, "last": {}, "pair": ({0: 1}, {})},
+        "int": {0: 1, -3: torch.ones(2), "7": 2},
+        "bool": {True: 1, None: 2},
+        "float": {0.5: [{}]},
+        "tuple": {(0, "a"): torch.ones(1)},
+        "none": {},
+        "list": [],
+        "deep": {"a": {"b": {}}, "c": [1, {2: {}}]},
+        5: torch.zeros(3),
+        "a.b": {"c": 1},
+        "last": {},
+        "pair": ({0: 1}, {}),
     }
     save(state, tmp_path / "a")
     require_equal(sync.load_state(tmp_path / "a"), state)
