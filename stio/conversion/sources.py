@@ -187,8 +187,8 @@ class OpenSource:
     """Tensors to save, by name."""
     files: Sequence[str]
     """Paths of the files that are read."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """Text metadata of the source."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Text metadata of the source; counts of an index are numbers."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Tied names, each with the name that has the data. Only ties that shared memory does not show."""
     tied: TiedNames = UNDECLARED
