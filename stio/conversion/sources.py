@@ -436,7 +436,7 @@ def _common_metadata(opened: OpenCheckpoint) -> dict[str, Any]:
 
 
 def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, check: Callable[[], None]) -> OpenSource:
-    opened = open_checkpoint(path, check=check)
+    opened = open_checkpoint(path, allow_trailing=True, check=check)
     try:
         names = {**_plain_names(opened), **opened.aliases}
         infos = {name: opened.info(stored) for name, stored in names.items()}

@@ -220,6 +220,7 @@ def open_checkpoint(
     with_manifest: bool = False,
     shards_of: Callable[[ShardIndex], Collection[str] | None] = lambda index: None,
     replacement: Callable[[Source], Source] = lambda file: file,
+    allow_trailing: bool = False,
     check: Callable[[], None] = lambda: None,
     warn: Callable[[str], object] = lambda warning: logger.warning("%s", warning),
 ) -> OpenCheckpoint:
@@ -235,6 +236,7 @@ def open_checkpoint(
             are.
         replacement: Called with each shard that was opened; returns it, or another file with the same content and the
             same identity, and has closed the shard then.
+        allow_trailing: Bytes after the last tensor of a file are a warning, and no error.
         check: Called between files; may raise to end the call.
         warn: Called with a sentence for each difference that is no error. By default it is logged.
 
@@ -247,7 +249,7 @@ def open_checkpoint(
         StorageError: The operating system reported an error.
     """
     return _Opening(
-        limits or Limits(), strict, follow_symlinks, with_manifest, shards_of, replacement, check, warn
+        limits or Limits(), strict, follow_symlinks, with_manifest, shards_of, replacement, allow_trailing, check, warn
     ).open(source)
 
 
@@ -261,6 +263,7 @@ class _Opening:
     with_manifest: bool
     shards_of: Callable[[ShardIndex], Collection[str] | None]
     replacement: Callable[[Source], Source]
+    allow_trailing: bool
     check: Callable[[], None]
     warn: Callable[[str], object]
 
@@ -495,7 +498,17 @@ class _Opening:
         end = PREFIX_BYTES + nbytes
         raw = head[PREFIX_BYTES:end] if end <= len(head) else _read(file, PREFIX_BYTES, nbytes)
         with collection_paused(nbytes // _ENTRY_BYTES):
-            return parse_header(raw, file_bytes=file_bytes, path=file.path, shard=shard, limits=self.limits)
+            header = parse_header(
+                raw,
+                file_bytes=file_bytes,
+                path=file.path,
+                shard=shard,
+                limits=self.limits,
+                allow_trailing=self.allow_trailing,
+            )
+        if trailing := file_bytes - header.data_start - header.data_bytes:
+            self.warn(f"{printable(file.path)}: {trailing:,} bytes after the last tensor are left out")
+        return header
 
 
 def _with_manifest(root: Root, stem: str, open_shards: Callable[[], OpenCheckpoint]) -> OpenCheckpoint:
