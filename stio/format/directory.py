@@ -11,8 +11,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, printable
-from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, is_hidden, is_index, is_of_save, shard_number, whole_name
-from stio.format.other_sources import TORCH_SAVE, FileKind, advice_for_names
+from stio.format.naming import (
+    FILE_SUFFIX,
+    FILE_SUFFIXES,
+    is_hidden,
+    is_index,
+    is_of_save,
+    rank_of_part,
+    shard_number,
+    whole_name,
+)
+from stio.format.other_sources import TORCH_SAVE, WHOLE_BY_TORCH, FileKind, advice_for_names
 
 INDEX_NAME = "model.safetensors.index.json"
 """Name of the index that is used if a directory has several."""
@@ -91,6 +100,12 @@ def choose(
         found = plain + [file for file in files if plain[0].is_variant_of(file)]
     elif not indices:  # other readers of a directory take `.safetensors` alone
         found = [file for file in files if file.whole.endswith(FILE_SUFFIX)] or files
+    if len({rank for one in found for name in one.files if (rank := rank_of_part(name)) is not None}) > 1:
+        raise CheckpointNotFoundError(
+            f"the files are of several ranks, each with its parts of the tensors; {WHOLE_BY_TORCH}",
+            path=path,
+            found=_few([*map(str, found)], len(found)),
+        )
     if len(found) == 1:
         require_complete(found[0].files, path=path)
         return found[0]

@@ -40,7 +40,15 @@ from stio.format.directory import (
 )
 from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
-from stio.format.index import ShardIndex, as_in_index, check_against_shards, parse_index, require_distinct
+from stio.format.index import (
+    ShardIndex,
+    as_in_index,
+    check_against_shards,
+    parse_index,
+    require_distinct,
+    require_one_set,
+    require_whole_tensors,
+)
 from stio.format.manifest import MAX_MANIFEST_BYTES
 from stio.format.naming import MANIFEST_SUFFIX, is_index, shard_number
 from stio.format.other_sources import (
@@ -377,6 +385,8 @@ class _Opening:
         if whole_index is not None and index is not whole_index:
             opened.index_names = whole_index.weight_map.keys()
         try:
+            if found.index is None and not isinstance(root, SingleFileRoot):
+                require_one_set(opened.headers, path=root.path)
             if (pickle := pickle_of_another(names, found.stem)) is not None:
                 self.warn(warning_of_pickle(root.path, found, pickle))
             if (other := of_other_suffix(found, names)) is not None:
@@ -459,6 +469,8 @@ class _Opening:
             for name, file in zip(openers, files, strict=True) if not in_turns else ():
                 self.check()
                 headers.append(self._header(file, name))
+            for warning in require_whole_tensors(headers, strict=self.strict, path=path):
+                self.warn(warning)
             if index is None:
                 require_distinct(headers, path=path)
             else:
