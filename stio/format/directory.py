@@ -8,6 +8,7 @@ begin with a dot do not count. The rules are the same for directories, stores an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, printable
@@ -268,6 +269,18 @@ def warning_of_gone_shards(path: str, index: str, file: str) -> str:
         f"{printable(path)}: none of the shards exists that the index {printable(index)} names, so {printable(file)} "
         "is loaded; if that is right, delete the index"
     )
+
+
+def advice_for_gone_shards(index: str, names: Iterable[str]) -> str:
+    """Return what to do about an index none of whose shards exists, by the other names in its directory."""
+    names = [*names]
+    others = [of_index(name) for name in names if is_index(name) and name != index and not is_hidden(name)]
+    for one in [*without_index(names), *others]:
+        with suppress(CheckpointNotFoundError):
+            require_complete(one.files, path="")
+            how = "give its path" if one.index or len(one.files) == 1 else "delete the index"
+            return f"; none of the index's shards exists, and {one} beside it may be the checkpoint: {how} to load it"
+    return "; none of the index's shards exists"
 
 
 def _few(names: Sequence[str], number: int) -> str:

@@ -29,6 +29,7 @@ from stio.errors import (
 )
 from stio.format.directory import (
     NamedCheckpoint,
+    advice_for_gone_shards,
     beside,
     choose,
     of_index,
@@ -347,14 +348,16 @@ class _Opening:
             text = b"" if found.index is None else self._index_text(root, found.index, index_name is not None)
             try:
                 return self._named(root, found, text, names)
-            except CheckpointNotFoundError:
+            except CheckpointNotFoundError as error:
                 # A save removes old shards after the new index is in place. If index and listing are unchanged, a
                 # shard is missing.
                 if last == [found, text]:
                     whole = self._instead_of_shards(root, found, text, names)
-                    if whole is None:
-                        raise
-                    return self._named(root, whole, b"", names)
+                    if whole is not None:
+                        return self._named(root, whole, b"", names)
+                    if self._are_gone(root, found, text, names):
+                        _advise(error, advice_for_gone_shards(found.index or "", names))
+                    raise
                 last = [found, text]
 
     def _named(self, root: Root, found: NamedCheckpoint, text: bytes, names: Sequence[str]) -> OpenCheckpoint:
@@ -421,16 +424,20 @@ class _Opening:
 
         Other writers leave the index when they replace a checkpoint in shards by a single file.
         """
-        if found.index is None or not names:
-            return None
-        index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.limits)
-        if any(shard in names or _exists(root, shard) for shard in index.shards):
+        if found.index is None or not self._are_gone(root, found, text, names):
             return None
         for name in dict.fromkeys([found.whole, *beside(found.index, (), names)[0]]):
             if shard_number(name) is None and _exists(root, name):
                 self.warn(warning_of_gone_shards(root.path, found.index, name))
                 return NamedCheckpoint(None, (name,), name)
         return None
+
+    def _are_gone(self, root: Root, found: NamedCheckpoint, text: bytes, names: Sequence[str]) -> bool:
+        """Return whether an index, chosen among these names, has no shard that exists."""
+        if found.index is None or not names:
+            return False
+        index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.limits)
+        return not any(shard in names or _exists(root, shard) for shard in index.shards)
 
     def _index_text(self, root: Root, name: str, named: bool) -> bytes:
         message = f"the index is larger than the limit `header_bytes`{advice_on_limit('header_bytes')}"
