@@ -1,8 +1,10 @@
 """Which checkpoint the files of a directory are, decided by their names; pure.
 
-An index decides; without one, the only file, or the only complete set of shards. `.sft` files count if there is no
-`.safetensors` file. What is not certain is refused: two checkpoints, or shards of which some are missing. Names that
-begin with a dot do not count. The rules are the same for directories, stores and repositories, and for all loaders.
+An index decides; without one, the only file, or the only complete set of shards. Of several, the plain name is the
+checkpoint, as in transformers and diffusers: `X` beside its variants such as `X.fp16`, and `model.safetensors` beside
+files with other names. `.sft` files count if there is no `.safetensors` file. What is not certain is refused: two
+checkpoints, or shards of which some are missing. Names that begin with a dot do not count. The rules are the same for
+directories, stores and repositories, and for all loaders.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from stio.format.naming import (
 )
 from stio.format.other_sources import TORCH_SAVE, WHOLE_BY_TORCH, FileKind, advice_for_names
 
-INDEX_NAME = "model.safetensors.index.json"
+_MODEL_NAME = "model.safetensors"
+INDEX_NAME = f"{_MODEL_NAME}.index.json"
 """Name of the index that is used if a directory has several."""
 
 _STAGING = ".stio-"
@@ -94,13 +97,11 @@ def choose(
         if not is_hidden(name) and is_index(name) and whole_name(name).endswith(FILE_SUFFIXES)
     ]
     files = without_index(names)
-    # As in transformers and diffusers: a variant is loaded only if it is named.
-    plain = [one for one in indices if all(other is one or other.is_variant_of(one) for other in indices)]
-    found = indices
-    if plain:
-        found = plain + [file for file in files if plain[0].is_variant_of(file)]
+    found = _plain(indices)
+    if len(found) == 1:
+        found = _plain(found + [file for file in files if found[0].is_variant_of(file)])
     elif not indices:  # other readers of a directory take `.safetensors` alone
-        found = [file for file in files if file.whole.endswith(FILE_SUFFIX)] or files
+        found = _plain([file for file in files if file.whole.endswith(FILE_SUFFIX)] or files)
     if len({rank for one in found for name in one.files if (rank := rank_of_part(name)) is not None}) > 1:
         raise CheckpointNotFoundError(
             f"the files are of several ranks, each with its parts of the tensors; {WHOLE_BY_TORCH}",
@@ -123,6 +124,15 @@ def choose(
         path=path,
         found=_few([*map(str, found)], len(found)),
     )
+
+
+def _plain(several: list[NamedCheckpoint]) -> list[NamedCheckpoint]:
+    """Return the one that other readers take of several: a variant is loaded only if it is named. Or return all."""
+    for one in several:
+        if all(other is one or other.is_variant_of(one) for other in several):
+            return [one]
+    model = [one for one in several if one.whole == _MODEL_NAME]
+    return model if len(model) == 1 and model[0].files == (_MODEL_NAME,) else several
 
 
 def why_none(names: Iterable[str]) -> str:
@@ -224,18 +234,19 @@ def beside(
     return same, others
 
 
-def warning_of_others(path: str, index: str, files: Sequence[str]) -> str:
-    """Return a warning of files beside an index, one of which may be a newer checkpoint.
+def warning_of_others(path: str, loaded: str, files: Sequence[str]) -> str:
+    """Return a warning of files beside a checkpoint, one of which may be a newer one.
 
     Args:
         path: The directory.
-        index: Name of the index, which decides.
-        files: What it does not name, at least one.
+        loaded: Name of the index or of the file that is loaded.
+        files: The others, at least one.
     """
+    decides = f"the index {printable(loaded)} decides what is" if is_index(loaded) else f"{printable(loaded)} is"
+    instead = "the index and its shards" if is_index(loaded) else printable(loaded)
     return (
-        f"{printable(path)}: the index {printable(index)} decides what is loaded, and {_few(files[:1], len(files))} in "
-        "the same directory is not read; if that is the newer checkpoint, load it by its path, or delete the index and "
-        "its shards"
+        f"{printable(path)}: {decides} loaded, and {_few(files[:1], len(files))} in the same directory is not read; if "
+        f"that is the newer checkpoint, load it by its path, or delete {instead}"
     )
 
 

@@ -51,7 +51,7 @@ from stio.format.index import (
     require_whole_tensors,
 )
 from stio.format.manifest import MAX_MANIFEST_BYTES
-from stio.format.naming import MANIFEST_SUFFIX, is_index, shard_number
+from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, MANIFEST_SUFFIX, is_index, shard_number
 from stio.format.other_sources import (
     HEAD_BYTES,
     SAFETENSORS,
@@ -394,26 +394,29 @@ class _Opening:
                 self.warn(warning_of_pickle(root.path, found, pickle))
             if (other := of_other_suffix(found, names)) is not None:
                 self.warn(warning_of_other_suffix(root.path, found, other))
-            if whole_index is not None and found.index is not None:
-                self._warn_of_others(root, found.index, whole_index, names)
+            self._warn_of_others(root, found, files if whole_index is None else whole_index.shards, opened, names)
         except BaseException:
             opened.close()
             raise
         return opened
 
-    def _warn_of_others(self, root: Root, index_name: str, index: ShardIndex, names: Sequence[str]) -> None:
+    def _warn_of_others(
+        self, root: Root, found: NamedCheckpoint, files: Sequence[str], opened: OpenCheckpoint, names: Sequence[str]
+    ) -> None:
         """Warn of files in the directory that a reader of it may take for the newer checkpoint."""
-        same, others = beside(index_name, index.shards, names)
+        loaded = found.index or found.whole
+        same, others = beside(loaded, files, names, FILE_SUFFIXES if found.index is not None else (FILE_SUFFIX,))
         if not is_hub(root.path):  # there it would be downloaded
-            same += [name for name in others[:_MOST_EXAMINED] if self._has_names_of(root, name, index)]
+            same += [name for name in others[:_MOST_EXAMINED] if self._has_names_of(root, name, opened)]
         if same:
-            self.warn(warning_of_others(root.path, index_name, same))
+            self.warn(warning_of_others(root.path, loaded, same))
 
-    def _has_names_of(self, root: Root, name: str, index: ShardIndex) -> bool:
-        """Return whether a file has tensors with names that the index has."""
+    def _has_names_of(self, root: Root, name: str, opened: OpenCheckpoint) -> bool:
+        """Return whether a file has tensors with names that the checkpoint has."""
         try:
             with closing(root.open(name)) as file:
-                return not index.weight_map.keys().isdisjoint(self._header(file, name).names)
+                found = self._header(file, name).names
+                return any(name in opened.index_names or any(name in one for one in opened.headers) for name in found)
         except StioError:
             return False  # it is no checkpoint
 
