@@ -151,6 +151,8 @@ def _save(
     options = replace(options, metadata={**opened.metadata, **(options.metadata or {})})
     max_shard_bytes, metadata = options.max_shard_bytes(destination), options.metadata or {}
     targets = set(opened.ties.values())
+    count = opened.metadata.get("total_parameters")  # the tensors stay the same
+    counted: dict[str, int] = {"total_parameters": count} if type(count) is int and count >= 0 else {}
 
     def plan(sources: Sequence[TensorSource], block_bytes: int) -> WritePlan:
         """Plan like any save. Tied names of lazy tensors get the same storage key, as if they shared memory."""
@@ -165,7 +167,7 @@ def _save(
         )
         if opened.reader is not None:
             opened.reader.expect([name for shard in made.shards for name in shard.names])
-        return made
+        return replace(made, metadata={**made.metadata, **counted})
 
     budget = max(4 << 20, budget_bytes)
     pending = PendingSave(opened.tensors, destination, options, budget_bytes=budget, planner=plan)

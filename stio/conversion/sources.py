@@ -194,8 +194,8 @@ class OpenSource:
     """Tensors to save, by name."""
     files: Sequence[str]
     """Paths of the files that are read."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """Text metadata of the source."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Text metadata of the source; counts of an index are numbers."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Tied names, each with the name that has the data. Only ties that shared memory does not show."""
     tied: TiedNames = UNDECLARED
@@ -449,7 +449,7 @@ def _common_metadata(opened: OpenCheckpoint) -> dict[str, Any]:
 def _open_safetensors(
     path: str, dtype: torch.dtype | None, lost: Lost, window_bytes: int, check: Callable[[], None]
 ) -> OpenSource:
-    opened = open_checkpoint(path, check=check)
+    opened = open_checkpoint(path, allow_trailing=True, check=check)
     try:
         names = {**_plain_names(opened), **opened.aliases}
         infos = {name: opened.info(stored) for name, stored in names.items()}

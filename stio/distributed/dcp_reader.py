@@ -295,6 +295,7 @@ def _read(opened: _Opened, plan: LoadPlan, planner: LoadPlanner, options: LoadOp
     kinds = {name: dtype for name, (dtype, _) in opened.checkpoint.dtypes_and_shapes().items()}
     aliases = opened.checkpoint.aliases
     require_as_stored(kinds, [(aliases.get(name, name), part.local) for name, part in parts], path=path)
+    _require_text_keys([item for item in plan.items if item.type is LoadItemType.BYTE_IO], planner, path)
     pickled = [
         (item, _pickled(item.storage_index.fqn, opened)) for item in plan.items if item.type is LoadItemType.BYTE_IO
     ]
@@ -304,6 +305,23 @@ def _read(opened: _Opened, plan: LoadPlan, planner: LoadPlanner, options: LoadOp
         commit()
     for item, value in pickled:
         planner.load_bytes(item, value)
+
+
+def _require_text_keys(items: list[ReadItem], planner: LoadPlanner, path: str) -> None:
+    """Require that the default planner puts plain values where they are in the state: it has text as keys."""
+    if not isinstance(planner, DefaultLoadPlanner) or not planner.flatten_state_dict:
+        return
+    for item in items:
+        here: Any = planner.original_state_dict
+        for key in planner.mappings[item.dest_index.fqn]:
+            if isinstance(here, Mapping) and key not in here:
+                raise MismatchError(
+                    f"{printable(item.dest_index.fqn)} is a plain value in a dict with keys that are not text, and "
+                    "torch's distributed checkpoint would put it beside the old one; stio.load_state and "
+                    "stio.distributed.load_into load it",
+                    path=path,
+                )
+            here = here[key]
 
 
 def _pickled(name: str, opened: _Opened) -> io.BytesIO:

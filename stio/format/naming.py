@@ -29,6 +29,7 @@ _INDEX = re.compile(r"(?P<file>.+)\.index(?P<variant>(?:\.[^./]+)*)\.json", re.D
 _KIND = re.compile(r"(?P<stem>.+?)(?P<kind>\.(?:safetensors|sft|bin|pt|pth|ckpt))(?P<variant>(?:\.[^./]+)*)", re.DOTALL)
 _SHARD = re.compile(r"(?P<before>|.*[-_.])(?P<k>[0-9]{1,9})-of-(?P<n>[0-9]{1,9})(?P<after>(?:[._-][^/]*)?)", re.DOTALL)
 
+_RANK_PART = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 _OTHER_KINDS = re.compile(
     r".*[^.].*?("
     r"\.(?:safetensors?|sft|st|pt|pth|pt2|t7|bin|ckpt|pkl|pickle|joblib|npy|npz|gguf|ggml|llamafile|dduf|nemo|h5|hdf5|keras"
@@ -125,6 +126,12 @@ def shard_number(name: str) -> ShardNumber | None:
     before, k, n, after = found.group("before", "k", "n", "after")
     digits = len(k) if k.startswith("0") or len(k) == len(n) else 0
     return ShardNumber(int(k), int(n), (before, f"-of-{n}{after}"), f"{before.rstrip('-_.')}{after}", digits)
+
+
+def rank_of_part(name: str) -> int | None:
+    """Return the rank, from 1, whose parts of tensors a file of torch's HuggingFaceStorageWriter holds, by its name."""
+    found = _RANK_PART.fullmatch(name)
+    return None if found is None else int(found[1])
 
 
 def check_shard_name(name: str, *, path: str, suffix: str = FILE_SUFFIX) -> None:

@@ -194,6 +194,16 @@ _MODELS = {"pytorch_model.bin": ("model", "pytorch_model"), "diffusion_pytorch_m
 _SUFFIXES_OF_OTHERS = (".gguf", ".onnx", ".h5", ".keras", ".npz", ".pt2", ".tflite")
 """Ends of names of other files of weights."""
 
+WHOLE_BY_TORCH = (
+    "load them by torch's HuggingFaceStorageReader (torch.distributed.checkpoint), or join them by "
+    "`consolidate_safetensors_files` (torch.distributed.checkpoint._consolidate_hf_safetensors) and check the result; "
+    "the files of stio.distributed.StioStorageWriter hold whole tensors"
+)
+"""What to do about files in which torch's HuggingFaceStorageWriter has saved the parts of ranks."""
+
+_SHARDED = "sharded"
+"""Folder for the parts of the ranks, until the same writer has joined them."""
+
 DCP_METADATA = ".metadata"
 """File of each checkpoint that `torch.distributed.checkpoint` has written, beside data such as `__0_0.distcp`."""
 
@@ -293,6 +303,8 @@ def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], F
             "torch.distributed.checkpoint.format_utils dcp_to_torch DIRECTORY FILE.pt`) makes a file of torch.save of "
             f"it, and then {CONVERT}; saves with stio.distributed.StioStorageWriter are safetensors from the start"
         )
+    if _SHARDED in names:
+        return f"; {_SHARDED}/ may hold parts of ranks, which torch's writer has not joined: {WHOLE_BY_TORCH}"
     found = [name for name in names if is_pickle_of_weights(name)]
     found += [name for name in names if name.endswith(_SUFFIXES_OF_OTHERS)]
     states = [name for name in names if _OF_TRAININGS.fullmatch(name)]

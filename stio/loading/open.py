@@ -30,6 +30,7 @@ from stio.errors import (
 )
 from stio.format.directory import (
     NamedCheckpoint,
+    advice_for_gone_shards,
     beside,
     choose,
     of_index,
@@ -41,9 +42,17 @@ from stio.format.directory import (
 )
 from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
-from stio.format.index import ShardIndex, as_in_index, check_against_shards, parse_index, require_distinct
+from stio.format.index import (
+    ShardIndex,
+    as_in_index,
+    check_against_shards,
+    parse_index,
+    require_distinct,
+    require_one_set,
+    require_whole_tensors,
+)
 from stio.format.manifest import MAX_MANIFEST_BYTES
-from stio.format.naming import MANIFEST_SUFFIX, is_index, shard_number
+from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, MANIFEST_SUFFIX, is_index, shard_number
 from stio.format.other_sources import (
     HEAD_BYTES,
     SAFETENSORS,
@@ -221,6 +230,7 @@ def open_checkpoint(
     with_manifest: bool = False,
     shards_of: Callable[[ShardIndex], Collection[str] | None] = lambda index: None,
     replacement: Callable[[Source], Source] = lambda file: file,
+    allow_trailing: bool = False,
     check: Callable[[], None] = lambda: None,
     warn: Callable[[str], object] = lambda warning: logger.warning("%s", warning),
 ) -> OpenCheckpoint:
@@ -236,6 +246,7 @@ def open_checkpoint(
             are.
         replacement: Called with each shard that was opened; returns it, or another file with the same content and the
             same identity, and has closed the shard then.
+        allow_trailing: Bytes after the last tensor of a file are a warning, and no error.
         check: Called between files; may raise to end the call.
         warn: Called with a sentence for each difference that is no error. By default it is logged.
 
@@ -248,7 +259,7 @@ def open_checkpoint(
         StorageError: The operating system reported an error.
     """
     return _Opening(
-        limits or Limits(), strict, follow_symlinks, with_manifest, shards_of, replacement, check, warn
+        limits or Limits(), strict, follow_symlinks, with_manifest, shards_of, replacement, allow_trailing, check, warn
     ).open(source)
 
 
@@ -262,6 +273,7 @@ class _Opening:
     with_manifest: bool
     shards_of: Callable[[ShardIndex], Collection[str] | None]
     replacement: Callable[[Source], Source]
+    allow_trailing: bool
     check: Callable[[], None]
     warn: Callable[[str], object]
 
@@ -340,14 +352,16 @@ class _Opening:
             text = b"" if found.index is None else self._index_text(root, found.index, index_name is not None)
             try:
                 return self._named(root, found, text, names)
-            except CheckpointNotFoundError:
+            except CheckpointNotFoundError as error:
                 # A save removes old shards after the new index is in place. If index and listing are unchanged, a
                 # shard is missing.
                 if last == [found, text]:
                     whole = self._instead_of_shards(root, found, text, names)
-                    if whole is None:
-                        raise
-                    return self._named(root, whole, b"", names)
+                    if whole is not None:
+                        return self._named(root, whole, b"", names)
+                    if self._are_gone(root, found, text, names):
+                        _advise(error, advice_for_gone_shards(found.index or "", names))
+                    raise
                 last = [found, text]
 
     def _named(self, root: Root, found: NamedCheckpoint, text: bytes, names: Sequence[str]) -> OpenCheckpoint:
@@ -378,30 +392,35 @@ class _Opening:
         if whole_index is not None and index is not whole_index:
             opened.index_names = whole_index.weight_map.keys()
         try:
+            if found.index is None and not isinstance(root, SingleFileRoot):
+                require_one_set(opened.headers, path=root.path)
             if (pickle := pickle_of_another(names, found.stem)) is not None:
                 self.warn(warning_of_pickle(root.path, found, pickle))
             if (other := of_other_suffix(found, names)) is not None:
                 self.warn(warning_of_other_suffix(root.path, found, other))
-            if whole_index is not None and found.index is not None:
-                self._warn_of_others(root, found.index, whole_index, names)
+            self._warn_of_others(root, found, files if whole_index is None else whole_index.shards, opened, names)
         except BaseException:
             opened.close()
             raise
         return opened
 
-    def _warn_of_others(self, root: Root, index_name: str, index: ShardIndex, names: Sequence[str]) -> None:
+    def _warn_of_others(
+        self, root: Root, found: NamedCheckpoint, files: Sequence[str], opened: OpenCheckpoint, names: Sequence[str]
+    ) -> None:
         """Warn of files in the directory that a reader of it may take for the newer checkpoint."""
-        same, others = beside(index_name, index.shards, names)
+        loaded = found.index or found.whole
+        same, others = beside(loaded, files, names, FILE_SUFFIXES if found.index is not None else (FILE_SUFFIX,))
         if not is_hub(root.path):  # there it would be downloaded
-            same += [name for name in others[:_MOST_EXAMINED] if self._has_names_of(root, name, index)]
+            same += [name for name in others[:_MOST_EXAMINED] if self._has_names_of(root, name, opened)]
         if same:
-            self.warn(warning_of_others(root.path, index_name, same))
+            self.warn(warning_of_others(root.path, loaded, same))
 
-    def _has_names_of(self, root: Root, name: str, index: ShardIndex) -> bool:
-        """Return whether a file has tensors with names that the index has."""
+    def _has_names_of(self, root: Root, name: str, opened: OpenCheckpoint) -> bool:
+        """Return whether a file has tensors with names that the checkpoint has."""
         try:
             with closing(root.open(name)) as file:
-                return not index.weight_map.keys().isdisjoint(self._header(file, name).names)
+                found = self._header(file, name).names
+                return any(name in opened.index_names or any(name in one for one in opened.headers) for name in found)
         except StioError:
             return False  # it is no checkpoint
 
@@ -412,16 +431,20 @@ class _Opening:
 
         Other writers leave the index when they replace a checkpoint in shards by a single file.
         """
-        if found.index is None or not names:
-            return None
-        index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.limits)
-        if any(shard in names or _exists(root, shard) for shard in index.shards):
+        if found.index is None or not self._are_gone(root, found, text, names):
             return None
         for name in dict.fromkeys([found.whole, *beside(found.index, (), names)[0]]):
             if shard_number(name) is None and _exists(root, name):
                 self.warn(warning_of_gone_shards(root.path, found.index, name))
                 return NamedCheckpoint(None, (name,), name)
         return None
+
+    def _are_gone(self, root: Root, found: NamedCheckpoint, text: bytes, names: Sequence[str]) -> bool:
+        """Return whether an index, chosen among these names, has no shard that exists."""
+        if found.index is None or not names:
+            return False
+        index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.limits)
+        return not any(shard in names or _exists(root, shard) for shard in index.shards)
 
     def _index_text(self, root: Root, name: str, named: bool) -> bytes:
         message = f"the index is larger than the limit `header_bytes`{advice_on_limit('header_bytes')}"
@@ -460,6 +483,8 @@ class _Opening:
             for name, file in zip(openers, files, strict=True) if not in_turns else ():
                 self.check()
                 headers.append(self._header(file, name))
+            for warning in require_whole_tensors(headers, strict=self.strict, path=path):
+                self.warn(warning)
             if index is None:
                 require_distinct(headers, path=path)
             else:
@@ -499,7 +524,17 @@ class _Opening:
         end = PREFIX_BYTES + nbytes
         raw = head[PREFIX_BYTES:end] if end <= len(head) else _read(file, PREFIX_BYTES, nbytes)
         with collection_paused(nbytes // _ENTRY_BYTES):
-            return parse_header(raw, file_bytes=file_bytes, path=file.path, shard=shard, limits=self.limits)
+            header = parse_header(
+                raw,
+                file_bytes=file_bytes,
+                path=file.path,
+                shard=shard,
+                limits=self.limits,
+                allow_trailing=self.allow_trailing,
+            )
+        if trailing := file_bytes - header.data_start - header.data_bytes:
+            self.warn(f"{printable(file.path)}: {trailing:,} bytes after the last tensor are left out")
+        return header
 
 
 def _with_manifest(root: Root, stem: str, open_shards: Callable[[], OpenCheckpoint]) -> OpenCheckpoint:

@@ -97,7 +97,7 @@ def open_files(root: Root, names: Sequence[str], *, safe: bool) -> Iterator[list
             path, opened = os.path.join(root.path, name), None
             with _explained(path, safe=safe), _refusals(path):
                 if safe or name.lower().endswith(FILE_SUFFIX):
-                    opened = stack.enter_context(closing(open_checkpoint(SingleFileRoot(root, name))))
+                    opened = stack.enter_context(closing(open_checkpoint(SingleFileRoot(root, name), strict=False)))
                     _require_format(opened.headers[0], path)
                     if in_turns:
                         opened.files[0].close()
