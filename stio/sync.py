@@ -13,7 +13,6 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
 from importlib import import_module
 from inspect import iscoroutinefunction
 from types import SimpleNamespace
@@ -31,6 +30,7 @@ import stio.state as state
 from stio.loading.plan import Names
 from stio.loading.select import PlacementsLike
 from stio.runtime.blocking import in_event_loop, run_blocking
+from stio.runtime.contexts import contextmanager
 from stio.saving.pending import PendingSave
 
 __all__ = [

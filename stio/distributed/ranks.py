@@ -47,7 +47,7 @@ from stio.runtime.blocking import runs_blocking
 from stio.runtime.locks import Condition, new_lock
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Cancelled, Operation, start_thread
+from stio.runtime.operation import Cancelled, Operation, copy_of, start_thread
 
 RANK_TIMEOUT_SECONDS = 120.0
 """Default of `rank_timeout=`."""
@@ -360,7 +360,7 @@ class Ranks:
         """
         await self._watcher.wait_until(lambda: ready() or self.failure is not None or self._interrupted or ended())
         if self.failure is not None:
-            raise self.failure
+            raise copy_of(self.failure)
         if ready():
             return
         if not self._watcher.done:
@@ -392,7 +392,7 @@ class Ranks:
         """Return a block for what comes before that of this object; an error in it is raised on the other ranks too."""
         try:
             if self._refused is not None:
-                raise self._refused
+                raise copy_of(self._refused)
             yield
         except BaseException as error:
             if not self.has_begun:
@@ -409,7 +409,7 @@ class Ranks:
             self._watcher.start()
         if self._refused is not None:
             await self.__aexit__(type(self._refused), self._refused, None)
-            raise self._refused
+            raise copy_of(self._refused)
         return self
 
     async def __aexit__(
@@ -424,7 +424,7 @@ class Ranks:
         await self._watcher.ended()
         self._error = None  # it refers to this frame
         if self.failure is not None and isinstance(error, ClosedError | Cancelled):
-            raise self.failure from self.failure.__cause__
+            raise copy_of(self.failure) from self.failure.__cause__
 
     # On the watcher's threads.
 

@@ -7,7 +7,6 @@ the pool's thread, so no state is shared.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ from stio.pool.policy import Model, ModelRequest, Policy
 from stio.pool.status import PoolStats
 from stio.runtime import clock
 from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Operation
+from stio.runtime.operation import Operation, copy_of
 from stio.runtime.trace import Trace, traced
 
 Outcome: TypeAlias = tuple[Any, BaseException | None]
@@ -258,7 +257,7 @@ class PoolThread:
         for entry in self.policy.models:
             callers: list[Any] = [*entry.calls, *entry.updates]
             for caller in callers:
-                caller.end(error=_own(error))
+                caller.end(error=copy_of(error))
             if entry.num_users:
                 entry.content.forget()
             else:
@@ -333,7 +332,7 @@ class PoolThread:
         entry.nbytes = None  # the files may be others at the next attempt
         callers: list[Any] = self.policy.failed(entry)
         for caller in callers:
-            caller.end(error=_own(error))
+            caller.end(error=copy_of(error))
 
     def _too_large(self, entry: PooledModel) -> DeviceMemoryError:
         limit = self._limit()
@@ -470,13 +469,3 @@ def _is_pending(event: TorchEvent) -> bool:
         return not event.query()
     except DeviceError:  # work that failed has ended
         return False
-
-
-def _own(error: BaseException) -> BaseException:
-    """Return a copy of an error for one of several callers: raising it adds to its traceback."""
-    try:
-        made = copy.copy(error)
-    except Exception:
-        return error
-    made.__cause__ = error.__cause__
-    return made if type(made) is type(error) else error

@@ -296,9 +296,9 @@ class Saver:
                 open.
             StioError: An earlier save failed.
         """
-        failed = await self._close(self._drain)
-        if failed is not None:
-            raise failed
+        failures = await self._close(self._drain)
+        if failures:
+            raise failures.popleft()  # its traceback refers to this frame, which must not refer to it
 
     async def __aenter__(self) -> Self:
         return self
@@ -388,7 +388,10 @@ class Saver:
             failure = self._failures.popleft()
         except IndexError:
             return
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback refers to this frame
 
     def _has_place(self) -> bool:
         return self._closed or len(self.pending) < self._max_pending
@@ -434,11 +437,12 @@ class Saver:
             except BaseException as error:
                 if save.cancelled and not isinstance(error, CommitUncertainError):
                     continue  # rolled back, as intended
-                self._failures.append(error)
+                # Without the frames of this thread: they refer to those of the callers.
+                self._failures.append(save.operation.failure or error.with_traceback(None))
                 log(logging.ERROR, "saving failed, and was not awaited: %s", error)
 
-    async def _close(self, end_saves: Callable[[], Awaitable[None]]) -> BaseException | None:
-        """Refuse further saves, end those under way, release the memory; return the first failure not awaited."""
+    async def _close(self, end_saves: Callable[[], Awaitable[None]]) -> deque[BaseException]:
+        """Refuse further saves, end those under way, release the memory; return the failures that were not awaited."""
         if self._is_own_thread():
             raise SaveInProgressError(
                 "a save of this saver is under way, and its own thread cannot wait for its end; use another thread"
@@ -454,7 +458,7 @@ class Saver:
                 with suppress(StorageError):  # no more threads: the pool is released with the last save of the caller's
                     Operation(lambda _: pool.clear(), name="release").start()  # it takes a lock
             failures, self._failures = self._failures, deque()
-        return failures[0] if failures else None
+        return failures
 
     async def _drain(self) -> None:
         try:

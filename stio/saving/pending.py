@@ -490,7 +490,7 @@ def warn_of_another_name(root: Root, tensors: Iterable[str]) -> None:
         root: The directory, on this machine, to which a save with the default pattern of names has saved.
         tensors: Names of the tensors of the saved checkpoint.
     """
-    for name, library in _READ_BY_NAME.items():
+    for name in _READ_BY_NAME.keys() & {*root.listdir()}:
         with suppress(StioError), closing(root.open(name)) as file:
             if _tensors_of(file).isdisjoint(tensors):
                 continue
@@ -499,7 +499,7 @@ def warn_of_another_name(root: Root, tensors: Iterable[str]) -> None:
                 "%s: saved, but %s reads %s there, which has tensors of these names; save with filename_pattern=%r, or "
                 "delete that file",
                 printable(root.path),
-                library,
+                _READ_BY_NAME[name],
                 name,
                 name.replace(FILE_SUFFIX, "{suffix}" + FILE_SUFFIX),
             )

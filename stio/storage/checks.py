@@ -15,12 +15,13 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
 from stio.format.other_sources import NO_HOME
+from stio.runtime.contexts import contextmanager
 from stio.runtime.urls import without_secrets
 from stio.storage.base import Identity
 
