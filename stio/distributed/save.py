@@ -129,6 +129,8 @@ class Saver(api.Saver):
         ...: The other arguments are those of `stio.Saver` and `stio.distributed.save`.
     """
 
+    _sync_name = "distributed.Saver"
+
     def __init__(
         self,
         *,

@@ -25,6 +25,7 @@ from stio.pool.policy import Policy
 from stio.pool.status import ModelStatus, PoolStats, Tier
 from stio.pool.thread import Caller, PooledModel, PoolThread, Update
 from stio.runtime import clock
+from stio.runtime.blocking import AsyncOnly
 from stio.runtime.keywords import described_by
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.process import after_fork_in_child
@@ -37,9 +38,10 @@ RING_BYTES = 96 << 20
 _LEAST_BUDGET_BYTES = 4 << 20
 
 
-class ModelUse(Caller):
+class ModelUse(AsyncOnly, Caller):
     """One use of a model, entered once by `async with`; made by `ModelPool.use`."""
 
+    _sync_name = "ModelPool"
     _is_entered = False
 
     async def __aenter__(self) -> Any:
@@ -68,7 +70,7 @@ class ModelUse(Caller):
             self.leave()
 
 
-class ModelPool:
+class ModelPool(AsyncOnly):
     """Serves more models than a device holds: each is loaded when it is needed, and evicted when others need its room.
 
         async with stio.ModelPool(device="cuda", device_bytes="60GB", host_bytes="200GB") as pool:
@@ -101,6 +103,8 @@ class ModelPool:
         TypeError: An argument has the wrong type.
         ValueError: A size or a time is out of range.
     """
+
+    _sync_name = "ModelPool"
 
     def __init__(
         self,

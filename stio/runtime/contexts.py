@@ -39,7 +39,7 @@ class _Context(AbstractContextManager[T], Generic[T]):
             # A generator raises a StopIteration of the block as the cause of a RuntimeError.
             if raised is not error and not (isinstance(error, StopIteration) and raised.__cause__ is error):
                 raise
-            error.__traceback__ = trace  # type: ignore[union-attr]  # it is one of the two
+            error.__traceback__ = trace
         finally:
             del error, trace
         return False

@@ -21,7 +21,7 @@ from weakref import WeakSet
 from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StorageError, printable
 from stio.format.shared import SharedPolicy
 from stio.runtime import memory
-from stio.runtime.blocking import runs_blocking
+from stio.runtime.blocking import AsyncOnly, runs_blocking
 from stio.runtime.hashing import HashName
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.locks import new_lock
@@ -124,7 +124,7 @@ async def save(
 
 
 @described_by(save)
-class Saver:
+class Saver(AsyncOnly):
     """Saves with a caller that waits only for the snapshot: writing and committing continue in the background.
 
         async with stio.Saver(keep_last=3) as saver:
@@ -157,6 +157,9 @@ class Saver:
             larger is written while it is staged, and `save` returns when its last part was copied.
         ...: The other arguments are those of `stio.save`.
     """
+
+    _sync_name = "Saver"
+    _is_used = True  # also of one whose `__init__` raised
 
     def __init__(
         self,
@@ -194,6 +197,7 @@ class Saver:
         self._start_afresh()
         self._retention = Retention(keep_last, adopted)
         _savers.add(self)
+        self._is_used = False
 
     def _start_afresh(self) -> None:
         """Reset to no saves. In a forked child, the saves and the checkpoints so far belong to the parent."""
@@ -337,6 +341,7 @@ class Saver:
             destination: Its destination.
             options: Its keywords.
         """
+        self._is_used = True
         while True:
             self._require_open(destination)
             if not self._has_place():
@@ -448,7 +453,7 @@ class Saver:
                 "a save of this saver is under way, and its own thread cannot wait for its end; use another thread"
             )
         with self._lock:
-            self._closed = True
+            self._closed = self._is_used = True
         try:
             await end_saves()
         finally:
@@ -473,6 +478,10 @@ class Saver:
     async def _roll_back(self) -> None:
         operations = self._cancel_all()
         await close_all(operations)
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            log(logging.WARNING, "a Saver saved nothing: await its save(), or use stio.sync.Saver, which needs no loop")
 
     def _cancel_all(self) -> list[Operation[Any]]:
         pending = self.pending

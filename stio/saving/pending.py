@@ -350,6 +350,13 @@ class PendingSave:
 
     # The caller's interface, from any thread.
 
+    def __repr__(self) -> str:
+        failure = self.operation.failure
+        state = "saved" if self._committed else "rolled back"
+        if failure is not None:
+            state = f"failed, {type(failure).__name__}"
+        return f"<PendingSave {printable(shown(self.destination))!r}: {state if self.done() else 'under way'}>"
+
     def done(self) -> bool:
         """Whether the save has ended: durable, failed or rolled back."""
         return self.operation.done
