@@ -185,7 +185,7 @@ class Ranks:
         about: What they do, for messages.
         timeout: Seconds without a sign of life of a rank, after which it counts as failed.
         key: A text that all ranks have, and that was never used before, where they do not make their objects in the
-            same order. None: the number of this object.
+            same order. None: a number, in the order in which objects without a key are made.
         is_alone: Whether this rank does it without the others.
         exit_patience: Seconds that the interpreter's exit waits for the end of what they do.
 
@@ -210,7 +210,9 @@ class Ranks:
         """See above."""
         self.rank, self.num_ranks = 0, 1
         self._store: Store | None = None
-        self._prefix = "" if key is None else f"stio/{key}"
+        self._prefix = ""
+        self.key = key or ""
+        """See above."""
         if dist.is_initialized() and not is_alone:
             self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
             if self.rank < 0:
@@ -226,7 +228,7 @@ class Ranks:
         if self.num_ranks > 1:
             self._store, group = store_of(process_group)
             self._group = _groups.setdefault(group, _GroupState())
-            self._number = next(self._group.numbers) if key is None else -1
+            self.key = key or str(next(self._group.numbers))
         self.failure: RankError | None = None
         """The first failure of another rank, once it is known."""
         self.has_begun = False
@@ -448,7 +450,7 @@ class Ranks:
         try:
             connection = self._connect()
             self._is_connected = True
-            self._prefix = self._prefix or f"stio/{self._group_start(connection)}/{self._number}"
+            self._prefix = f"stio/{self._group_start(connection)}/{self.key}"
             store = PrefixStore(self._prefix, connection)
             pause = _SHORTEST_PAUSE
             while not self._leaving and not operation.cancelled:

@@ -34,6 +34,7 @@ import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -50,7 +51,6 @@ from stio.integrations._processes import exchange, on_all
 from stio.integrations._random import random_states, set_random_states
 from stio.integrations._tagged import from_plain, to_plain
 from stio.runtime.blocking import run_blocking
-from stio.runtime.contexts import contextmanager
 from stio.runtime.operation import Operation
 from stio.saving.nested import flatten
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave

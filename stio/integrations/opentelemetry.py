@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from stio import Trace
 from stio.errors import install_command, printable
-from stio.runtime.contexts import contextmanager
 from stio.runtime.spans import Span, covered_seconds, summarize, usable
 
 try:
