@@ -278,6 +278,8 @@ class ModelPool(_Twin):
     add = _same_method(pools.ModelPool.add)
     prefetch = _blocking_method(pools.ModelPool.prefetch)
     update = _blocking_method(pools.ModelPool.update)
+    evict = _blocking_method(pools.ModelPool.evict)
+    remove = _blocking_method(pools.ModelPool.remove)
     status = _same_method(pools.ModelPool.status)
     names = _same_method(pools.ModelPool.names)
     stats = _same_method(pools.ModelPool.stats)

@@ -236,7 +236,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         except BaseException as error:
             _advise(error)
             if earlier:
-                logger.error("an earlier save failed too: %s", *earlier)
+                logger.error("an earlier save failed too: %s", str(earlier[0]))
             raise
         if earlier:
             raise earlier.pop()

@@ -86,12 +86,21 @@ class Caller(ModelRequest):
 
 
 class Update(Caller):
-    """A call of `ModelPool.update`."""
+    """A call of `ModelPool.update`; without a source one of `evict`, or of `remove`."""
 
-    def __init__(self, thread: PoolThread, entry: PooledModel, source: SourceLike, make: Make | None) -> None:
+    def __init__(
+        self,
+        thread: PoolThread,
+        entry: PooledModel,
+        source: SourceLike | None = None,
+        make: Make | None = None,
+        on_removal: Callable[[], object] | None = None,
+    ) -> None:
         super().__init__(thread, entry)
         self.source, self.make = source, make
         """See `ModelPool.update`."""
+        self.on_removal = on_removal
+        """Called when the model leaves the pool; None: it stays."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -110,6 +119,7 @@ class PooledModel(Model):
     """What is under way with it, or was last."""
     steps: Steps | None = None
     """What gets the outcome of the operation; None: none is under way."""
+    is_removed: bool = False
 
 
 class PoolThread:
@@ -195,6 +205,8 @@ class PoolThread:
         """Add a caller, or an update."""
         if self.is_closed:
             caller.end(error=ClosedError("the pool was closed"))
+        elif caller.entry.is_removed:
+            caller.end(error=_removed(caller.entry))
         elif isinstance(caller, Update):
             caller.entry.updates.append(caller)
             caller.entry.wants_update = True
@@ -234,7 +246,10 @@ class PoolThread:
                 for entry, steps, ended in self._ended():
                     self._go_on(entry, steps, _outcome_of(ended))
                 self._decide()
-                self._notifier.block_until(lambda: bool(self._inbox or operation.cancelled or self._ended()))
+                self._notifier.block_until(
+                    lambda: bool(self._inbox or operation.cancelled or self._ended()),
+                    self.policy.idle_in(clock.monotonic()),
+                )
         except BaseException as failed:  # there is no such device
             error = self._failure = failed
             raise
@@ -410,9 +425,32 @@ class PoolThread:
         self._leftovers += [left] if left else []
         self.policy.evicted(entry)
 
+    def _take_out(self, entry: PooledModel, update: Update) -> Steps:
+        """Evict a model for a caller; remove it from the pool if the caller wants that."""
+        nbytes = entry.nbytes
+        if nbytes is not None:  # it is on the device
+            self._count(num_evictions=1)
+            left = yield from self._free(entry, None)
+            self._freed(entry, left)
+        self.policy.updated(entry, resident=False)
+        entry.nbytes = nbytes
+        entry.updates.popleft()
+        entry.wants_update = bool(entry.updates)
+        if update.on_removal is not None:
+            entry.is_removed = True
+            self.policy.models.remove(entry)
+            update.on_removal()
+            others: list[Any] = [*self.policy.failed(entry), *entry.updates]
+            for caller in others:
+                caller.end(error=_removed(entry))
+        update.end()
+
     def _update(self, entry: PooledModel) -> Steps:
         """Replace the weights of a model: in place if the new ones fit there, else it is loaded at the next use."""
         update, old = entry.updates[0], entry.contents
+        if (source := update.source) is None:
+            yield from self._take_out(entry, update)
+            return
         content = entry.content if update.make is None else Content(entry.name, update.make, entry.content.options)
         is_resident = entry.nbytes is not None
         left: Leftover | None = None
@@ -423,13 +461,13 @@ class PoolThread:
 
         def work(operation: Operation[Any]) -> Contents:
             nonlocal is_resident, left
-            new = content.measure(operation, update.source)
+            new = content.measure(operation, source)
             if is_resident:
                 _wait_for(entry.events)
                 is_resident = False  # until all tensors are new
                 try:
                     if in_place and old is not None and new.can_replace and new.tensors == old.tensors:
-                        content.replace(operation, update.source)
+                        content.replace(operation, source)
                         operation.refuse_cancel()
                         is_resident = True
                 finally:
@@ -444,7 +482,7 @@ class PoolThread:
         self.policy.updated(entry, resident=is_resident)
         entry.wants_update = bool(entry.updates)
         if error is None:
-            entry.content, entry.contents, entry.source = content, new, update.source
+            entry.content, entry.contents, entry.source = content, new, source
             self._count(num_updates=1)
         if (error is None or is_resident) and entry.contents is not None:
             entry.nbytes = entry.contents.nbytes
@@ -456,6 +494,10 @@ def _outcome_of(operation: Operation[Any]) -> Outcome:
         return operation.outcome(), None
     except BaseException as error:
         return None, error
+
+
+def _removed(entry: PooledModel) -> ClosedError:
+    return ClosedError(f"the model {printable(entry.name)!r} was removed from the pool")
 
 
 def _wait_for(events: list[TorchEvent]) -> None:
