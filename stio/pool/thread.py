@@ -493,7 +493,7 @@ def _outcome_of(operation: Operation[Any]) -> Outcome:
     try:
         return operation.outcome(), None
     except BaseException as error:
-        return None, error
+        return None, operation.failure or error.with_traceback(None)  # without the frames of the pool's thread
 
 
 def _removed(entry: PooledModel) -> ClosedError:
