@@ -48,7 +48,7 @@ from stio.loading.target import Casting, LocalPart, PartsTarget, checked_casting
 from stio.runtime.blocking import run_blocking
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
-from stio.runtime.operation import Operation
+from stio.runtime.operation import Operation, copy_of
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace, shown
 from stio.runtime.urls import is_url
@@ -140,7 +140,7 @@ class StioStorageReader(StorageReader):
             self._opened = opened = run_blocking(operation.wait())
             described: Metadata = opened.metadata()
         except StioError as error:
-            return _Unreadable(error)
+            return _Unreadable(error.with_traceback(None))  # whose frames refer to those of the caller
         return described
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
@@ -150,7 +150,7 @@ class StioStorageReader(StorageReader):
             StioError: The checkpoint could not be opened; see `stio.load`.
         """
         if isinstance(metadata, _Unreadable):
-            raise metadata.error
+            raise copy_of(metadata.error)  # torch's frames, to which its traceback refers, hold the metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan, with what the coordinator compares."""
@@ -204,7 +204,7 @@ class _Unreadable(Metadata):
     @property
     def state_dict_metadata(self) -> NoReturn:  # type: ignore[override]  # of no value
         """Raise the error."""
-        raise self.error
+        raise copy_of(self.error)
 
 
 @dataclass(slots=True)

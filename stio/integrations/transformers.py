@@ -451,12 +451,12 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
             path = on_all(args.world_size, begin)[0]
             save = published[0] if published else stack.enter_context(JoinedSave(path))
-            failed: Exception | None = None
+            failed: list[Exception] = []
             for start in starts:  # all of them: the other processes wait for this one in each
                 try:
                     save.add(start(path))
                 except Exception as error:
-                    failed = failed or error
+                    failed.append(error)
             exchange(args.world_size, failed)
         if published:
             self._publish(args, event.state, published[0])

@@ -38,7 +38,7 @@ from stio.loading.plan import Names
 from stio.loading.prepare import prepare
 from stio.loading.select import PlacementsLike, checked_placements, plain_names, reusable_names, shards_of
 from stio.loading.target import LoadReport, LoadTarget
-from stio.runtime.blocking import runs_blocking
+from stio.runtime.blocking import AsyncOnly, runs_blocking
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all
@@ -280,7 +280,7 @@ def open(
     return Checkpoint(source, options)
 
 
-class Checkpoint:
+class Checkpoint(AsyncOnly):
     """An open checkpoint, made by `async with stio.open(...)`.
 
     Leaving the block cancels its operations under way, waits for their threads, and closes the files. Tensors that were
@@ -290,6 +290,8 @@ class Checkpoint:
         source: The checkpoint.
         options: Options of the open and of the loads.
     """
+
+    _sync_name = "open"
 
     def __init__(self, source: SourceLike, options: LoadOptions) -> None:
         self._source = source
@@ -505,7 +507,7 @@ def _checked_name(name: str) -> str:
     return name
 
 
-class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
+class Stream(AsyncOnly, AsyncIterator[tuple[str, torch.Tensor]]):
     """Pairs of name and tensor, in the order in which they become ready.
 
     Reading is ahead of the consumer by at most the budget. Iterate the stream, or enter it by `async with` first. The
@@ -516,6 +518,8 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
     Args:
         queue: Its groups; the operation is not started.
     """
+
+    _sync_name = "open"
 
     def __init__(self, queue: GroupQueue) -> None:
         self._queue = queue

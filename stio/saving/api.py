@@ -22,7 +22,7 @@ from weakref import WeakSet
 from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StorageError, printable
 from stio.format.shared import SharedPolicy
 from stio.runtime import memory
-from stio.runtime.blocking import runs_blocking
+from stio.runtime.blocking import AsyncOnly, runs_blocking
 from stio.runtime.hashing import HashName
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.locks import new_lock
@@ -125,7 +125,7 @@ async def save(
 
 
 @described_by(save)
-class Saver:
+class Saver(AsyncOnly):
     """Saves with a caller that waits only for the snapshot: writing and committing continue in the background.
 
         async with stio.Saver(keep_last=3) as saver:
@@ -161,6 +161,9 @@ class Saver:
             larger is written while it is staged, and `save` returns when its last part was copied.
         ...: The other arguments are those of `stio.save`.
     """
+
+    _sync_name = "Saver"
+    _is_used = True  # also of one whose `__init__` raised
 
     def __init__(
         self,
@@ -204,6 +207,7 @@ class Saver:
         self._start_afresh()
         self._retention = self._new_retention(adopt=adopted)
         _savers.add(self)
+        self._is_used = False
 
     def _start_afresh(self) -> None:
         """Reset to no saves. In a forked child, the saves and the checkpoints so far belong to the parent."""
@@ -317,9 +321,9 @@ class Saver:
                 open.
             StioError: An earlier save failed.
         """
-        failed = await self._close(self._drain)
-        if failed is not None:
-            raise failed
+        failures = await self._close(self._drain)
+        if failures:
+            raise failures.popleft()  # its traceback refers to this frame, which must not refer to it
 
     async def __aenter__(self) -> Self:
         return self
@@ -358,6 +362,7 @@ class Saver:
             destination: Its destination.
             options: Its keywords.
         """
+        self._is_used = True
         while True:
             self._require_open(destination)
             if not self._has_place():
@@ -409,7 +414,10 @@ class Saver:
             failure = self._failures.popleft()
         except IndexError:
             return
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback refers to this frame
 
     def _has_place(self) -> bool:
         return self._closed or len(self.pending) < self._max_pending
@@ -456,17 +464,18 @@ class Saver:
                 is_uncertain = isinstance(error, CommitUncertainError)
                 if (save.cancelled and not is_uncertain) or save.operation.failure is None:
                     continue  # rolled back, as intended; or at the exit, which logs it
-                self._failures.append(error)
+                # Without the frames of this thread: they refer to those of the callers.
+                self._failures.append(save.operation.failure)
                 log(logging.ERROR, "saving failed, and was not awaited: %s", error)
 
-    async def _close(self, end_saves: Callable[[], Awaitable[None]]) -> BaseException | None:
-        """Refuse further saves, end those under way, release the memory; return the first failure not awaited."""
+    async def _close(self, end_saves: Callable[[], Awaitable[None]]) -> deque[BaseException]:
+        """Refuse further saves, end those under way, release the memory; return the failures that were not awaited."""
         if self._is_own_thread():
             raise SaveInProgressError(
                 "a save of this saver is under way, and its own thread cannot wait for its end; use another thread"
             )
         with self._lock:
-            self._closed = True
+            self._closed = self._is_used = True
         try:
             await end_saves()
         finally:
@@ -476,7 +485,7 @@ class Saver:
                 with suppress(StorageError):  # no more threads: the pool is released with the last save of the caller's
                     Operation(lambda _: pool.clear(), name="release").start()  # it takes a lock
             failures, self._failures = self._failures, deque()
-        return failures[0] if failures else None
+        return failures
 
     async def _drain(self) -> None:
         try:
@@ -491,6 +500,10 @@ class Saver:
     async def _roll_back(self) -> None:
         operations = self._cancel_all()
         await close_all(operations)
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            log(logging.WARNING, "a Saver saved nothing: await its save(), or use stio.sync.Saver, which needs no loop")
 
     def _cancel_all(self) -> list[Operation[Any]]:
         pending = self.pending

@@ -360,6 +360,13 @@ class PendingSave:
 
     # The caller's interface, from any thread.
 
+    def __repr__(self) -> str:
+        failure = self.operation.failure
+        state = "saved" if self._committed else "rolled back"
+        if failure is not None:
+            state = f"failed, {type(failure).__name__}"
+        return f"<PendingSave {printable(shown(self.destination))!r}: {state if self.done() else 'under way'}>"
+
     def done(self) -> bool:
         """Whether the save has ended: durable, failed or rolled back."""
         return self.operation.done
@@ -519,7 +526,7 @@ def warn_of_another_name(root: Root, tensors: Iterable[str]) -> None:
         root: The directory, on this machine, to which a save with the default pattern of names has saved.
         tensors: Names of the tensors of the saved checkpoint.
     """
-    for name, library in _READ_BY_NAME.items():
+    for name in _READ_BY_NAME.keys() & {*root.listdir()}:
         with suppress(StioError), closing(root.open(name)) as file:
             if _tensors_of(file).isdisjoint(tensors):
                 continue
@@ -528,7 +535,7 @@ def warn_of_another_name(root: Root, tensors: Iterable[str]) -> None:
                 "%s: saved, but %s reads %s there, which has tensors of these names; save with filename_pattern=%r, or "
                 "delete that file",
                 printable(root.path),
-                library,
+                _READ_BY_NAME[name],
                 name,
                 name.replace(FILE_SUFFIX, "{suffix}" + FILE_SUFFIX),
             )

@@ -16,7 +16,7 @@ import stat
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
 from stio.format.naming import FILE_SUFFIXES, is_dated, is_hidden, step_named
 from stio.format.other_sources import NO_HOME
+from stio.runtime.contexts import contextmanager
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Identity
 

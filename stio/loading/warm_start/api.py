@@ -31,7 +31,7 @@ from stio.loading.warm_start.load import (
     require_supported,
     restore_ended,
 )
-from stio.runtime.blocking import runs_blocking
+from stio.runtime.blocking import AsyncOnly, runs_blocking
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all
@@ -99,7 +99,7 @@ def warm_start(
     return WarmStart(module, source, options, order)
 
 
-class WarmStart:
+class WarmStart(AsyncOnly):
     """A warm start under way, made by `async with stio.warm_start(...)`.
 
     Args:
@@ -108,6 +108,8 @@ class WarmStart:
         settings: Options of the load.
         order: See `warm_start`.
     """
+
+    _sync_name = "warm_start"
 
     def __init__(
         self, module: nn.Module, source: SourceLike, settings: LoadOptions, order: Iterable[str] | None

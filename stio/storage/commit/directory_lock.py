@@ -22,11 +22,12 @@ import secrets
 import socket
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 
 from stio.errors import ConcurrentSaveError, printable
 from stio.runtime import clock
+from stio.runtime.contexts import contextmanager
 from stio.runtime.log import log
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls

@@ -16,10 +16,11 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import NamedTuple, Self
 
 from stio.errors import printable
+from stio.runtime.contexts import contextmanager
 from stio.runtime.log import log
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
