@@ -486,7 +486,7 @@ class PoolThread:
             self._count(num_updates=1)
         if (error is None or is_resident) and entry.contents is not None:
             entry.nbytes = entry.contents.nbytes
-        update.end(error=error)
+        update.end(error=None if error is None else copy_of(error))
 
 
 def _outcome_of(operation: Operation[Any]) -> Outcome:
