@@ -21,7 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from stio.conversion.torch_files import Key, is_safetensors, kind_of_file, read_pickle, read_start, tensors_in, value_at
+from stio.conversion.torch_files import (
+    Key,
+    is_safetensors,
+    kind_of_file,
+    part_beside_code,
+    read_pickle,
+    read_start,
+    tensors_in,
+    value_at,
+)
 from stio.device.describe import LazyTensor, describe_tensors
 from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, cast, cast_dtype, require_dtypes, torch_shape
 from stio.errors import (
@@ -237,7 +246,8 @@ def open_source(
     tied = UNDECLARED
     for file in pickles:
         check()
-        loaded = read_pickle(file, trust_pickle=trust_pickle, mapped=True)
+        beside_code = partial(part_beside_code, file, key)
+        loaded = read_pickle(file, trust_pickle=trust_pickle, mapped=True, beside_code=beside_code)
         part = tensors_in(file, loaded, key)
         module = loaded if key is None else value_at(file, loaded, key)
         if isinstance(module, nn.Module) and len(pickles) == 1:

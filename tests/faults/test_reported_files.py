@@ -428,10 +428,11 @@ def test_c324_a_pickle_that_needs_a_module_names_it(tmp_path: Path, module: str,
 
 
 def test_c324_a_class_that_is_here_is_named_with_the_price(tmp_path: Path) -> None:
-    torch.save({"args": argparse.Namespace(lr=1), "model": WEIGHTS}, tmp_path / "m.pt")
+    torch.save({"model": {"args": argparse.Namespace(lr=1), **WEIGHTS}}, tmp_path / "m.pt")
     with pytest.raises(stio.FormatError, match=r"needs argparse\.Namespace.*trust_pickle=True reads more.*runs code"):
         sync.convert(tmp_path / "m.pt", tmp_path / "out.safetensors", key="model")
     assert "--trust-pickle reads more" in refused("convert", tmp_path / "m.pt", tmp_path / "out.safetensors")
+    torch.save({"model": OrderedDict(WEIGHTS), "args": argparse.Namespace(lr=1)}, tmp_path / "m.pt")
     with pytest.warns(RuntimeWarning):
         sync.convert(tmp_path / "m.pt", tmp_path / "out.safetensors", key="model", trust_pickle=True)
     assert torch.equal(sync.load(tmp_path / "out.safetensors")["w"], WEIGHTS["w"])
