@@ -46,8 +46,8 @@ from stio.errors import (
 from stio.format.directory import beside, require_complete, warning_of_gone_shards, warning_of_others, without_index
 from stio.format.header import TensorInfo
 from stio.format.index import ShardIndex, parse_index
-from stio.format.naming import FILE_SUFFIX, is_hidden, is_index, names_checkpoint, whole_name
-from stio.format.other_sources import PICKLE_SUFFIXES, is_pickle_of_weights
+from stio.format.naming import FILE_SUFFIX, PICKLE_SUFFIXES, is_hidden, is_index, names_checkpoint, whole_name
+from stio.format.other_sources import is_pickle_of_weights
 from stio.format.safe_pickle import PickleRefused, PlainPickles, decode_name, looks_encoded, shown
 from stio.format.shared import UNDECLARED, TiedNames, may_be_copied, resolve_shared
 from stio.loading.body import collect

@@ -63,7 +63,7 @@ def read_start(path: str, nbytes: int) -> bytes:
 def kind_of_file(path: str) -> FileKind | None:
     """Return the kind of a file that is not safetensors; None: it may be safetensors, or is of no known kind."""
     with _opened(path) as (file, nbytes):
-        return kind_of(lambda begin, end: os.pread(file.fileno(), end - begin, begin), nbytes)
+        return kind_of(lambda begin, end: os.pread(file.fileno(), end - begin, begin), nbytes, path)
 
 
 def is_safetensors(path: str) -> bool:
@@ -165,13 +165,13 @@ def _without_code(path: str, options: Mapping[str, Any]) -> Any:
         return None
 
 
-class _Placeholder:
+class _Uncalled:
     """An object whose class or function is not called: takes any arguments and items, and keeps none."""
 
-    def __new__(cls, *args: object, **keywords: object) -> _Placeholder:
+    def __new__(cls, *args: object, **keywords: object) -> _Uncalled:
         return object.__new__(cls)
 
-    def __call__(self, *args: object, **keywords: object) -> _Placeholder:
+    def __call__(self, *args: object, **keywords: object) -> _Uncalled:
         return self
 
     append = extend = add = __setitem__ = __call__
@@ -193,10 +193,10 @@ class _UnpicklerWithoutCode(_Unpickler):  # type: ignore[misc]  # typeshed knows
         if module in _MAKE_TENSORS and name in _MAKE_TENSORS[module]:
             return vars(sys.modules[module])[name]
         found = vars(torch).get(name) if module == "torch" else None
-        return found if isinstance(found, torch.dtype) else type(name.rpartition(".")[2], (_Placeholder,), {})
+        return found if isinstance(found, torch.dtype) else type(name.rpartition(".")[2], (_Uncalled,), {})
 
     def get_extension(self, code: int) -> None:
-        self.append(_Placeholder)  # not what the program has registered
+        self.append(_Uncalled)  # not what the program has registered
 
 
 _MAKE_TENSORS = {

@@ -1,6 +1,11 @@
-"""Faults 435 to 438 and 473: files of other programs, what each is called, and what stio does with it.
+"""Faults 435 to 437 and 473: files of other programs, what each is called, and what stio does with it.
 
-Small files of each kind are made here. Those that only another package writes are in tests/fixtures/writers.
+Files that only another package writes are in tests/fixtures/writers, whose make.py names the versions.
+
+`test_c437_the_next_step_runs` runs the code and the commands of each kind, if their packages are installed. With these
+versions all of them have run: torch 2.13.0, numpy 2.4.6, ml_dtypes 0.6.0, onnx 1.23.2, flax 0.12.8, jax 0.10.2,
+orbax-checkpoint 0.12.8, zarr 3.1.6, tensorizer 2.12.1, flashpack 0.4.5, zipnn 0.5.4, accelerate 1.15.0. Two steps need
+more than a small file, and no test runs them: `git lfs pull`, and transformers' `gguf_file=`.
 """
 
 from __future__ import annotations
@@ -8,23 +13,34 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+import gzip
+import importlib
 import io
 import os
+import re
+import runpy
+import shutil
+import subprocess
 import sys
 import types
 import warnings
 import zipfile
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from commands import refused, run
 from torch import nn
+from torch.package import PackageExporter
 
 import stio
 from stio import sync
+from stio.format.other_sources import _KINDS
 
 # 435: a pickle that needs code beside its tensors.
 
@@ -222,3 +238,198 @@ def test_c473_a_warning_of_torch_is_no_damage(tmp_path: Path, monkeypatch: pytes
             sync.convert(tmp_path / "sparse.pt", tmp_path / "out.safetensors")
     assert "damaged" not in str(caught.value)
     assert "damaged" not in refused("convert", tmp_path / "sparse.pt", tmp_path / "out.safetensors")
+
+
+# 436 and 437: the table of kinds, and the files of other writers.
+
+WRITERS = Path(__file__).parents[1] / "fixtures" / "writers"
+_CODE = re.compile("`([^`]+)`")
+_PACKAGES = re.compile(r"\b(ml_dtypes|onnx|flax|jax|orbax|zarr|tensorizer|flashpack|zipnn|accelerate)\.")
+
+
+def fixture(name: str, folder: Path) -> Path:
+    """Return a copy of a file or directory of another writer; one that is compressed is decompressed."""
+    source, target = WRITERS / name, folder / Path(name).name
+    if name.endswith(".dat"):
+        return fixture(str(Path(name).parent), folder) / Path(name).name
+    if source.is_dir():
+        shutil.copytree(source, target, symlinks=True)
+    else:
+        packed = source.with_name(f"{source.name}.gz")
+        target.write_bytes(gzip.decompress(packed.read_bytes()) if packed.exists() else source.read_bytes())
+    return target
+
+
+def _jit(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.trace(nn.Linear(2, 3, bias=False), torch.zeros(1, 2)).save(str(path))
+
+
+def _package(path: Path) -> None:
+    with warnings.catch_warnings(), PackageExporter(str(path)) as exporter:
+        warnings.simplefilter("ignore")
+        exporter.save_pickle("model", "weights.pkl", WEIGHTS)
+
+
+def _tar(path: Path) -> None:
+    (path.parent / "inner").write_bytes(safetensors.torch.save({"w": WEIGHTS["w"]}))
+    subprocess.run(["tar", "-cf", path, "-C", path.parent, "inner"], check=True)
+    (path.parent / "inner").unlink()
+
+
+def _compressed(command: str) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        if shutil.which(command) is None:
+            pytest.skip(f"{command} is not installed")
+        content = safetensors.torch.save({"w": WEIGHTS["w"]})
+        path.write_bytes(subprocess.run([command, "-c"], input=content, stdout=subprocess.PIPE, check=True).stdout)
+
+    return make
+
+
+def _lfs(path: Path) -> None:
+    path.write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+STEPS: dict[str, str | Callable[[Path], Any]] = {
+    "a package of torch.package": _package,
+    "a TorchScript archive": _jit,
+    "an exported program of torch.export": lambda path: torch.export.save(
+        torch.export.export(nn.Linear(2, 3), (torch.zeros(1, 2),)), path
+    ),
+    "a file of torch.save": lambda path: torch.save(WEIGHTS, path),
+    "an archive of numpy arrays": "mlx/weights.npz",
+    "a numpy array": lambda path: path.write_bytes(_npy(np.arange(3))),
+    "a file compressed by gzip": _compressed("gzip"),
+    "a file compressed by bzip2": _compressed("bzip2"),
+    "a file compressed by xz": _compressed("xz"),
+    "a file compressed by zstd": _compressed("zstd"),
+    "a tar archive": _tar,
+    "a zip archive": lambda path: _zip(path, {"model.safetensors": safetensors.torch.save({"w": WEIGHTS["w"]})}),
+    "a file compressed by zipnn": "others/model.safetensors.znn",
+    "a file of tensorizer": "others/model.tensors",
+    "an ONNX model": "onnx/model.onnx",
+    "a msgpack file, as flax writes them": "jax/flax_model.msgpack",
+    "a file of flashpack": "others/model.flashpack",
+    "a file without a header, like the .dat of a folder that accelerate offloads to": "transformers/offload/w.dat",
+    "a folder that accelerate offloads to": "transformers/offload",
+    "a checkpoint of torch.distributed.checkpoint": "dcp/distcp",
+    "a checkpoint of Orbax": "jax/orbax",
+    "a directory of zarr": "others/zarr3",
+    "a pointer of Git LFS": _lfs,
+}
+"""A small file or directory of each kind whose next step has code or a command."""
+
+
+_SLOW = ("a TorchScript archive", "an exported program of torch.export", "a checkpoint of torch.distributed.checkpoint")
+
+
+def _npy(array: Any) -> bytes:
+    np.save(made := io.BytesIO(), array)
+    return made.getvalue()
+
+
+def _zip(path: Path, members: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+def test_c437_each_step_with_code_has_a_file_to_run_it() -> None:
+    assert {kind.name for _, _, kind in _KINDS if "`" in kind.advice} == STEPS.keys()
+
+
+@pytest.mark.costly("torch.export and torch.jit make files, and packages of other writers are imported")
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow if one in _SLOW else ()) for one in STEPS])
+def test_c437_the_next_step_runs(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = STEPS[name]
+    path = fixture(made, tmp_path) if isinstance(made, str) else tmp_path / "model.pt"
+    if not isinstance(made, str):
+        made(path)
+    with pytest.raises(stio.StioError, match=f"this is {re.escape(name)}[,:]") as caught:
+        sync.load(path)
+    codes = [code for code in _CODE.findall(caught.value.message) if code != "git lfs pull"]
+    for package in {found for code in codes for found in _PACKAGES.findall(code)}:
+        pytest.importorskip(package, exc_type=ImportError)
+    out = tmp_path / "out.safetensors"
+    for code in codes:
+        _run_step(code, path, out, monkeypatch)
+    if name not in ("a pointer of Git LFS", "a tar archive", "a zip archive", "a package of torch.package"):
+        assert len(sync.load(out)) > 0
+    if name == "an archive of numpy arrays":
+        assert sync.load(out)["half"].tolist() == [1.5, -2.0]
+    if name == "an ONNX model":
+        kinds = {key: str(one.dtype) for key, one in sync.load(out).items()}
+        assert kinds["half"] == "torch.bfloat16" and kinds["fp8"] == "torch.float8_e4m3fn"
+        assert sync.load(out)["int4"].tolist() == [0, 1, 2, 3] and sync.load(out)["fp4"].tolist() == [1] * 4
+
+
+def _run_step(code: str, path: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"FILE": path, "DIRECTORY": path, "SOURCE": path, "DESTINATION": out, "FILE.pt": path.parent / "f.pt"}
+    if code.startswith("stio convert"):  # of what the command before it has made
+        sync.convert(words["FILE.pt"] if words["FILE.pt"].exists() else path, out)
+    elif code.startswith("python -m "):
+        arguments = [str(words.get(word, word)) for word in code.split()[2:]]
+        if "zipfile" in arguments:
+            arguments[-1] = str(path.parent / "unpacked")
+        monkeypatch.setattr(sys, "argv", arguments)
+        sys.modules.pop(arguments[0], None)
+        runpy.run_module(arguments[0], run_name="__main__")
+    elif re.match(r"(tar|gzip|bzip2|xz|zstd) ", code):
+        command = " ".join(f"'{words[word]}'" if word in words else word for word in code.split())
+        subprocess.run(command, shell=True, check=True, cwd=path.parent)
+    else:
+        is_folder = path.is_dir()
+        names = {
+            "FILE": str(path),
+            "DIRECTORY": str(path if is_folder else path.parent),
+            "DESTINATION": out,
+            "NAME": "w",
+        }
+        names |= {"PACKAGE": "model", "RESOURCE": "weights.pkl", "stio": sync}
+        for package in re.findall(r"\b([a-z_]+)\.", code):
+            if package not in names and find_spec(package) is not None:
+                names[package] = importlib.import_module("orbax.checkpoint" if package == "orbax" else package)
+        for below in re.findall(r"\b(?:onnx\.numpy_helper|flax\.serialization|accelerate\.utils|flashpack\.\w+)", code):
+            importlib.import_module(below)
+        if "orbax" in names:
+            names["orbax"] = importlib.import_module("orbax")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(code, names)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("others/model.mlmodel", "this is a Core ML model, which stio does not read; take the checkpoint"),
+        ("others/model.mlpackage", "this is a Core ML package: take the checkpoint"),
+        ("others/objects.npy", "this is a numpy array of Python objects, which is a pickle"),
+        ("others/zarr2", "this is a directory of zarr"),
+        ("others/zarr3", "this is a directory of zarr"),
+        ("others/model.tensors", "this is a file of tensorizer"),
+        ("others/model.flashpack", "this is a file of flashpack"),
+        ("others/model.safetensors.znn", "this is a file compressed by zipnn"),
+        ("jax/flax_model.msgpack", "this is a msgpack file, as flax writes them"),
+        ("jax/orbax", "this is a checkpoint of Orbax"),
+        ("transformers/offload", "this is a folder that accelerate offloads to"),
+        ("transformers/offload/w.dat", "this is a file without a header, like the .dat"),
+        ("diffusers", r"this is the root of a diffusers pipeline: .* the path of one \(unet\)"),
+        ("paddle/model.pdparams", "this is a pickle that torch.save has not written"),
+        ("dcp/distcp", "this is a checkpoint of torch.distributed.checkpoint"),
+    ],
+)
+def test_c436_each_kind_is_named(tmp_path: Path, name: str, said: str) -> None:
+    path = fixture(name, tmp_path)
+    for call in (sync.load, lambda source: sync.convert(source, tmp_path / "out.safetensors")):
+        with pytest.raises(stio.StioError, match=said) as caught:
+            call(path)
+        assert "{" not in caught.value.message.partition("`")[0]
+
+
+@pytest.mark.parametrize("content", [b"\x81", b"\x08\x01\x12", b"|TZR", b"ZN", b"FLASHPK", bytes(64), b"\x93NUMPY"])
+def test_c436_short_files(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.x").write_bytes(content)
+    with pytest.raises(stio.FormatError):
+        sync.load(tmp_path / "model.x")
