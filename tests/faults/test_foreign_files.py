@@ -433,3 +433,19 @@ def test_c436_short_files(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.x").write_bytes(content)
     with pytest.raises(stio.FormatError):
         sync.load(tmp_path / "model.x")
+
+
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int4", "float4_e2m1fn"]
+)
+def test_c437_arrays_of_ml_dtypes_given_to_save(tmp_path: Path, name: str) -> None:
+    """It has run with ml_dtypes 0.6.0, torch 2.13.0 and numpy 2.4.6."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    array = np.ones((2, 2), np.float32).astype(getattr(ml_dtypes, name))
+    with pytest.raises(TypeError, match="'w' is no tensor, its type is ndarray; torch") as caught:
+        sync.save({"w": array}, tmp_path / "m.safetensors")
+    code = str(caught.value).partition("ndarray; ")[2].partition(" makes one of it")[0]
+    tensor = eval(code, {"torch": torch, "ARRAY": array})
+    assert tensor.float().tolist() == [[1, 1], [1, 1]]
+    sync.save({"w": tensor}, tmp_path / "m.safetensors")
+    assert sync.load(tmp_path / "m.safetensors")["w"].dtype == tensor.dtype
