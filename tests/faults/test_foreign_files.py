@@ -449,3 +449,49 @@ def test_c437_arrays_of_ml_dtypes_given_to_save(tmp_path: Path, name: str) -> No
     assert tensor.float().tolist() == [[1, 1], [1, 1]]
     sync.save({"w": tensor}, tmp_path / "m.safetensors")
     assert sync.load(tmp_path / "m.safetensors")["w"].dtype == tensor.dtype
+
+
+# docs/formats.md: what stio does with the files of each writer.
+
+READS = {
+    "mlx": {"w", "half", "scalar"},
+    "paddle": {"w", "half"},
+    "onnx": {"w", "half", "fp8", "int4", "fp4"},
+    "jax": {"w", "half"},
+    "torchao": None,
+    "dcp/consolidated": {"w"},
+    "fastsafetensors": {"w", "half"},
+    "transformers/shards": None,
+    "transformers/variants/model.safetensors": None,
+    "transformers/variants/model.fp16.safetensors": None,
+    "diffusers/unet/diffusion_pytorch_model.safetensors": None,
+    "diffusers/unet/diffusion_pytorch_model.fp16.safetensors": None,
+    "hub/models--org--tiny/snapshots/" + "0" * 40: {"w", "half"},
+}
+"""Files that are read, and the names of their tensors; None: any."""
+
+
+@pytest.mark.parametrize("name", READS)
+def test_formats_what_stio_reads(name: str) -> None:
+    path = WRITERS / name
+    loaded = sync.load(path)
+    assert READS[name] in (None, loaded.keys()) and loaded
+    if "w" in loaded:
+        assert loaded["w"].flatten().tolist() == list(range(loaded["w"].numel()))
+    if "half" in loaded and name != "onnx":
+        assert loaded["half"].dtype == torch.bfloat16 and loaded["half"].tolist() == [1.5, -2.0]
+    run("verify", path)
+
+
+def test_formats_parts_of_ranks_are_refused() -> None:
+    with pytest.raises(stio.StioError) as caught:
+        sync.load(WRITERS / "dcp" / "ranks")
+    assert "shard-00001-model-00001-of-00001.safetensors" in str(caught.value)
+
+
+def test_formats_each_writer_is_on_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    versions = re.findall(r"^    \"\"\"(.*?)\"\"\"$", (WRITERS / "make.py").read_text(), re.MULTILINE)
+    for package, version in re.findall(r"([a-z][\w-]+) (\d+\.\d+(?:\.\d+)?)", " ".join(versions)):
+        assert re.search(rf"{package}[^|\n]*{re.escape(version)}", page, re.IGNORECASE), (package, version)
+    assert sum(one.lstat().st_size for one in WRITERS.rglob("*") if not one.is_dir()) < 200_000
