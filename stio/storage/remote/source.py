@@ -100,7 +100,7 @@ class Answer:
     """The state of the object."""
 
 
-def open_url(url: str, *, is_file: bool) -> tuple[RemoteRoot, str]:
+def open_url(url: str, *, is_file: bool = False) -> tuple[RemoteRoot, str]:
     """Return the place of a URL, and the name of the file or index that it names; see `stio.storage.open.open_url`."""
     location = locate(url)
     if not (is_file or names_file(location.key)):
