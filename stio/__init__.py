@@ -120,7 +120,7 @@ _NAMES = {
 _COROUTINE_FUNCTIONS = frozenset({"convert", "load", "load_into", "load_state", "save", "save_state"})
 _CONTEXTS = {
     "HostCache": ("prefetch",),
-    "ModelPool": ("aclose", "prefetch", "update"),
+    "ModelPool": ("aclose", "evict", "prefetch", "remove", "update"),
     "Saver": ("aclose", "save", "save_state"),
     "open": ("aclose", "load", "load_into", "read"),
     "warm_start": ("aclose", "done"),

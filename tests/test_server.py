@@ -21,9 +21,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from checkout import python_path
 from crash.zygote import Zygote
 from safetensors.torch import save_file
-from support import eventually, python_path
+from support import eventually
 from torch.nn import functional
 
 ROOT = Path(__file__).parents[1]

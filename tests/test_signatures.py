@@ -49,7 +49,15 @@ def test_saves_take_the_save_options(function: Callable[..., Any]) -> None:
     expected = fields(stio.SaveOptions)
     found = defaults(function)
     assert {key: found.get(key, "missing") for key in expected} == expected
-    assert found.keys() - expected.keys() <= {"budget_bytes", "keep_last", "adopt", "max_pending", "when_full"}
+    assert found.keys() - expected.keys() <= {
+        "budget_bytes",
+        "keep_last",
+        "keep_every",
+        "drop_higher",
+        "adopt",
+        "max_pending",
+        "when_full",
+    }
 
 
 RANKS = {"process_group", "rank_timeout"}

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,6 +40,7 @@ from stio.cli.output import (
 from stio.errors import one_line
 from stio.format.header import build_header
 from stio.loading.open import open_checkpoint
+from stio.runtime.contexts import contextmanager
 from stio.runtime.control_groups import room_in_memory
 from stio.runtime.limits import parse_size
 from stio.runtime.memory import fits

@@ -68,4 +68,7 @@ def convert(
         result = run(source, destination, **options, hash=hash_name, progress=bar)
     size = f"{counted(len(result.files), 'file')}, {show_bytes(result.total_bytes)}"
     text = f"{one_line(without_secrets(destination))}: {size} in {result.committed_seconds:.3f} s"
+    if result.out_of_range:
+        number = sum(result.out_of_range.values())
+        text += f"; {counted(number, 'value')} out of the range of {one_line(str(dtype))}"
     print_result(dataclasses.asdict(result), [text], as_json=as_json)

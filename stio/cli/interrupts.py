@@ -10,8 +10,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NoReturn
+
+from stio.runtime.contexts import contextmanager
 
 
 def _is_ours() -> bool:

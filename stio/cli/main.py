@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -28,6 +28,7 @@ from stio.cli.output import BROKEN_PIPE, ERROR, INTERRUPTED, CommandError, expla
 from stio.cli.pull import pull
 from stio.cli.verify import verify
 from stio.errors import StioError, one_line
+from stio.runtime.contexts import contextmanager
 
 
 class _Program(click.Group):

@@ -16,7 +16,7 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from math import isnan
 from textwrap import wrap
@@ -47,6 +47,7 @@ from stio.errors import (
     one_line,
     printable,
 )
+from stio.runtime.contexts import contextmanager
 from stio.runtime.progress import ProgressEvent
 from stio.runtime.text import show_bytes
 

@@ -48,8 +48,8 @@ def verify(path: str, hash_required: bool, as_json: bool, no_progress: bool) -> 
     """Check a checkpoint for damage.
 
     Checks headers, index, gaps between tensors, and hashes if there is a manifest. PATH is a .safetensors file, a
-    directory with a checkpoint, its index, or a URL of one of these. With a manifest, all files are read. Without one,
-    only headers and tensors of dtype BOOL are read. Exit status 1: there is damage.
+    directory with a checkpoint, its index, or a URL of one of these. With a manifest, and in the hub's cache, all files
+    are read. Otherwise only headers and tensors of dtype BOOL are read. Exit status 1: there is damage.
     """
     problem: StioError | None = None
     try:

@@ -66,6 +66,9 @@ class Installation:
     def __init__(self, version: str) -> None:
         self._version = version
 
+    def __repr__(self) -> str:
+        return f"<Installation: safetensors {self._version}, {'active' if self.is_active else 'not active'}>"
+
     @property
     def version(self) -> str:
         """Version of the safetensors package that was found."""

@@ -15,10 +15,11 @@ import torch
 
 from stio.conversion.sources import OpenSource, open_source
 from stio.conversion.torch_files import Key, check_key
-from stio.device.tensors import TORCH_DTYPES, DtypeLike, checked_dtype
+from stio.device.tensors import TORCH_DTYPES, DtypeLike, Lost, checked_dtype
 from stio.errors import ClosedError, printable
 from stio.format.naming import FILE_SUFFIX
 from stio.format.sharding import TensorSource
+from stio.loading.casts import report_lost
 from stio.runtime.hashing import HashName
 from stio.runtime.keywords import described_by
 from stio.runtime.limits import checked_size
@@ -78,7 +79,8 @@ async def convert(
         ...: The other arguments are those of `stio.save`.
 
     Returns:
-        Files, sizes and times of the save. The new checkpoint survives a power cut.
+        Files, sizes and times of the save, and the number of values that left the range of `dtype`. The new checkpoint
+        survives a power cut.
 
     Raises:
         ValueError: The destination is a file of the source or looks like one of another kind, or an argument is out of
@@ -104,16 +106,19 @@ async def convert(
     plan_writes([], max_shard_bytes=None, block_bytes=1 << 20, metadata=options.metadata)  # the same for the metadata
 
     def body(operation: Operation[SaveResult]) -> SaveResult:
+        lost: Lost = {}
         opened = open_source(
             os.fspath(source),
             dtype=wanted,
+            lost=lost,
             window_bytes=max(1 << 20, budget // 8),
             key=key,
             trust_pickle=trust_pickle,
             check=operation.check,
         )
         try:
-            return _save(operation, opened, os.fspath(destination), options, budget // 2)
+            result = _save(operation, opened, os.fspath(destination), options, budget // 2)
+            return replace(result, out_of_range=report_lost(lost, shown(source)))
         finally:
             if opened.reader is not None:
                 opened.reader.close()
@@ -146,6 +151,8 @@ def _save(
     options = replace(options, metadata={**opened.metadata, **(options.metadata or {})})
     max_shard_bytes, metadata = options.max_shard_bytes(destination), options.metadata or {}
     targets = set(opened.ties.values())
+    count = opened.metadata.get("total_parameters")  # the tensors stay the same
+    counted: dict[str, int] = {"total_parameters": count} if type(count) is int and count >= 0 else {}
 
     def plan(sources: Sequence[TensorSource], block_bytes: int) -> WritePlan:
         """Plan like any save. Tied names of lazy tensors get the same storage key, as if they shared memory."""
@@ -160,7 +167,7 @@ def _save(
         )
         if opened.reader is not None:
             opened.reader.expect([name for shard in made.shards for name in shard.names])
-        return made
+        return replace(made, metadata={**made.metadata, **counted})
 
     budget = max(4 << 20, budget_bytes)
     pending = PendingSave(opened.tensors, destination, options, budget_bytes=budget, planner=plan)

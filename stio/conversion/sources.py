@@ -32,7 +32,7 @@ from stio.conversion.torch_files import (
     value_at,
 )
 from stio.device.describe import LazyTensor, describe_tensors
-from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, cast, cast_dtype, require_dtypes, torch_shape
+from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, Lost, cast, cast_dtype, require_dtypes, torch_shape
 from stio.errors import (
     AmbiguousCheckpointError,
     CheckpointNotFoundError,
@@ -78,15 +78,22 @@ class ReadAhead:
         opened: The checkpoint; closed by `close`.
         names: New name of each tensor, with its name in the checkpoint.
         dtype: Cast floating tensors to it.
+        lost: Where to count the values that casts lose.
         window_bytes: Most bytes in one read, unless one row is larger. Two reads are in memory at once.
     """
 
     def __init__(
-        self, opened: OpenCheckpoint, names: Mapping[str, str], *, dtype: torch.dtype | None, window_bytes: int
+        self,
+        opened: OpenCheckpoint,
+        names: Mapping[str, str],
+        *,
+        dtype: torch.dtype | None,
+        lost: Lost,
+        window_bytes: int,
     ) -> None:
         self._opened = opened
         self._names = names
-        self._settings = LoadOptions(dtype=dtype, memory="copy", budget_bytes=window_bytes)
+        self._settings = LoadOptions(dtype=dtype, memory="copy", budget_bytes=window_bytes, lost=lost)
         self._window_bytes = window_bytes
         self._units: Iterator[_Unit] = iter(())
         self._loaded: _Tensors = {}
@@ -196,8 +203,8 @@ class OpenSource:
     """Tensors to save, by name."""
     files: Sequence[str]
     """Paths of the files that are read."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """Text metadata of the source."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Text metadata of the source; counts of an index are numbers."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Tied names, each with the name that has the data. Only ties that shared memory does not show."""
     tied: TiedNames = UNDECLARED
@@ -210,6 +217,7 @@ def open_source(
     path: str,
     *,
     dtype: torch.dtype | None,
+    lost: Lost,
     window_bytes: int,
     key: Key | None,
     trust_pickle: bool,
@@ -220,6 +228,7 @@ def open_source(
     Args:
         path: See `stio.convert`.
         dtype: Floating tensors are cast to it.
+        lost: Where to count the values that casts lose.
         window_bytes: Bytes of one read.
         key: Key of the tensors in a pickle, or path of keys.
         trust_pickle: Unpickle anything.
@@ -234,7 +243,7 @@ def open_source(
         if found is None:
             if key is not None and (os.path.lexists(path) or is_url(path)):
                 raise ValueError("key= is for files of torch.save; a safetensors checkpoint is flat")
-            return _open_safetensors(path, dtype, window_bytes, check)
+            return _open_safetensors(path, dtype, lost, window_bytes, check)
     except (UnsafePathError, LimitError) as error:  # which advise what a conversion does not take
         message = error.message.replace("pass follow_symlinks=True", "copy the file there")
         error.message = message.replace("pass limits=", "save what stio.load returns with limits=")
@@ -264,7 +273,7 @@ def open_source(
         file_of |= dict.fromkeys(part, file)
     if key is None:  # otherwise the names may be others than those of the index
         found.require_named(file_of)
-    return OpenSource(**_cast(tensors, dtype, tied, path), files=pickles, tied=tied)
+    return OpenSource(**_cast(tensors, dtype, lost, tied, path), files=pickles, tied=tied)
 
 
 # Which files a path means.
@@ -407,7 +416,9 @@ def _require_inside(directory: str, names: Sequence[str]) -> list[str]:
 # The tensors in them.
 
 
-def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, tied: TiedNames, path: str) -> dict[str, Any]:
+def _cast(
+    tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, lost: Lost, tied: TiedNames, path: str
+) -> dict[str, Any]:
     """Return lazy tensors for those to be cast, and the ties that their memory does not show."""
     if dtype is None:
         return {"tensors": tensors}
@@ -420,7 +431,7 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, tied: Tie
         lazy[name] = (
             tensor
             if wanted == tensor.dtype
-            else LazyTensor(wanted, tensor.shape, partial(_rows, name, tensor.detach(), wanted))
+            else LazyTensor(wanted, tensor.shape, partial(_rows, name, tensor.detach(), wanted, lost))
         )
     return {
         "tensors": lazy,
@@ -428,12 +439,12 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, tied: Tie
     }
 
 
-def _rows(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+def _rows(name: str, tensor: torch.Tensor, dtype: torch.dtype, lost: Lost) -> Any:
     """Return a scalar tensor, or an iterator of the rows of a tensor, cast about 16 MiB at a time."""
     if not tensor.dim():
-        return cast(name, tensor, dtype)
+        return cast(name, tensor, dtype, lost)
     count = max(1, (16 << 20) * len(tensor) // max(1, tensor.nbytes))
-    return (cast(name, tensor[begin : begin + count], dtype) for begin in range(0, len(tensor), count))
+    return (cast(name, tensor[begin : begin + count], dtype, lost) for begin in range(0, len(tensor), count))
 
 
 def _common_metadata(opened: OpenCheckpoint) -> dict[str, Any]:
@@ -445,13 +456,15 @@ def _common_metadata(opened: OpenCheckpoint) -> dict[str, Any]:
     return {key: value for key, value in opened.metadata.items() if key not in opened.differing_metadata}
 
 
-def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, check: Callable[[], None]) -> OpenSource:
-    opened = open_checkpoint(path, check=check)
+def _open_safetensors(
+    path: str, dtype: torch.dtype | None, lost: Lost, window_bytes: int, check: Callable[[], None]
+) -> OpenSource:
+    opened = open_checkpoint(path, allow_trailing=True, check=check)
     try:
         names = {**_plain_names(opened), **opened.aliases}
         infos = {name: opened.info(stored) for name, stored in names.items()}
         require_dtypes([info.dtype for info in infos.values()], path=opened.path)
-        reader = ReadAhead(opened, names, dtype=dtype, window_bytes=window_bytes)
+        reader = ReadAhead(opened, names, dtype=dtype, lost=lost, window_bytes=window_bytes)
         tensors: dict[str, torch.Tensor | LazyTensor] = {}
         casts = planned_casts(
             {name: kind for name, (kind, _) in opened.dtypes_and_shapes().items()}, dtype, path=path, remedy=AS_STORED

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, BinaryIO, ClassVar
@@ -34,6 +34,7 @@ from stio.errors import (
 )
 from stio.format.naming import FILE_SUFFIX
 from stio.format.other_sources import HEAD_BYTES, FileKind, kind_of, starts_like_safetensors
+from stio.runtime.contexts import contextmanager
 from stio.runtime.memory import reporting_shortage
 from stio.runtime.text import counted
 from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors

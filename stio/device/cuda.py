@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from math import prod
 from typing import Any
@@ -30,6 +30,7 @@ from stio.device.pinned import PinnedAllocator, driver_of, drivers, node_of
 from stio.device.torch_private import copy_each, new_tensors
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.runtime import stats
+from stio.runtime.contexts import contextmanager
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.process import after_fork_in_child

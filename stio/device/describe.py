@@ -97,6 +97,8 @@ def describe_tensors(
         if isinstance(tensor, LazyTensor):
             sources.append(_lazy_source(name, tensor))
             continue
+        if hasattr(tensor, "global_offsets") and hasattr(tensor, "local_offsets"):
+            _require_whole(name, tensor)
         if type(tensor) not in PLAIN:
             tensor = _plain_tensor(name, tensor)
         if not tensor.is_cpu and tensor.device not in devices:
@@ -113,6 +115,22 @@ def describe_tensors(
                 f"{printable(str(error).partition(chr(10))[0])}"
             ) from error
     return sources
+
+
+def _require_whole(name: str, tensor: Any) -> None:
+    """Require that a tensor that torch's `CheckpointableTensor` describes is the whole one, without padding.
+
+    Raises:
+        TypeError: It holds parts of a tensor.
+    """
+    shape, start = tuple(tensor.shape), (0,) * tensor.dim()
+    parts = [tuple(map(tuple, getattr(tensor, kind))) for kind in ("global_offsets", "local_offsets", "local_sizes")]
+    if (tuple(tensor.global_shape), *parts) != (shape, (start,), (start,), (shape,)):
+        raise TypeError(
+            f"tensor {printable(name)!r} holds parts of a tensor of shape {list(tensor.global_shape)} (torch's "
+            "CheckpointableTensor), and stio would save its local memory with its padding; save it by "
+            "torch.distributed.checkpoint.save, or a DTensor of it"
+        )
 
 
 def _source(name: str, tensor: torch.Tensor) -> TensorSource:
@@ -210,6 +228,8 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
         advice = f"save_state takes {state_of_object(tensor) or 'nested state and plain values'}"
         if is_packed(tensor) or "_packed_params" in name:
             advice = PACKED
+        elif name.endswith("_extra_state"):  # of torch: what `get_extra_state` returns
+            advice = "extra state that is no tensor is saved by stio.save_state(module.state_dict(), ...)"
         elif kind == "ndarray":
             advice = f"{_from_numpy(tensor)} makes one of it, and {advice}"
         raise TypeError(f"{shown!r} is no tensor, its type is {kind}; {advice}")

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from stio import native
 from stio.device.base import Image
 from stio.device.cuda import queue_copies
-from stio.device.tensors import PLAIN
+from stio.device.tensors import PLAIN, Lost, count_lost
 from stio.device.torch_private import conj_neg_bits, copy_each, has_no_overrides, traits_of, without_torch_function
 from stio.errors import MismatchError, printable
 from stio.format.sharding import TensorSource
@@ -366,7 +366,12 @@ class TargetMemory:
 
 
 def copy_all(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], names: Sequence[str], *, path: str | None
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    names: Sequence[str],
+    *,
+    path: str | None,
+    lost: Lost | None = None,
 ) -> None:
     """Copy tensors into others of the same shapes, in order; on a device in the order of the current stream.
 
@@ -378,11 +383,16 @@ def copy_all(
         sources: What is copied.
         names: Names of the targets, for the error.
         path: The checkpoint, for the error.
+        lost: Where to count the values that leave the range of their target's dtype; None: they are not counted.
 
     Raises:
         MismatchError: Since the load began, the memory of a target was freed or shrunk.
     """
     plain = []
+    sources = [
+        source.reshape(()) if source.shape == (1,) and not target.dim() else source
+        for target, source in zip(targets, sources, strict=True)
+    ]
     for name, target, source in zip(names, targets, sources, strict=True):
         require_memory(name, target, path=path)
         plain.append(
@@ -393,6 +403,8 @@ def copy_all(
         if not is_plain:
             require_memory(name, target, path=path)
             target.copy_(source, non_blocking=True)
+        elif lost is not None and target.dtype != source.dtype:
+            count_lost(lost, name, source, target)
 
 
 def copy_from_image(image: Image, places: Sequence[tuple[str, str, torch.Tensor]], *, path: str | None) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -25,11 +25,14 @@ from torch.distributed.tensor import DTensor
 
 from stio.device.describe import LazyTensor
 from stio.distributed.parts import part_of
-from stio.distributed.torch_private import NamePath, local_memory, nested_state
+from stio.distributed.torch_private import local_memory, state_of_save
 from stio.errors import MismatchError, printable
 from stio.format.placements import ByteRange, byte_ranges
 from stio.format.state_tree import TREE_TENSOR
 from stio.saving.nested import StoredTensor, tree_text
+
+StatePath: TypeAlias = tuple[int | tuple[Any], ...]
+"""The path of a value in a nested state: indices of lists, and in a tuple each key of a mapping, of its own type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +45,8 @@ class SaveLayout:
     """Number of ranks that save."""
     tensors: Mapping[str, tuple[torch.dtype, torch.Size]]
     """Dtype and shape of each whole tensor, in order."""
-    paths: Mapping[str, NamePath]
-    """The path in the nested state of each name, in order."""
+    paths: Mapping[StatePath, str | None]
+    """By its path in the nested state the name of each value, in order; None: an empty mapping."""
     values: frozenset[str]
     """Names of what is no tensor."""
     options: Mapping[str, Any]
@@ -69,10 +72,12 @@ class SaveLayout:
             MismatchError: The ranks have not written all values.
         """
         if values.keys() != self.values:
-            name = min(values.keys() ^ self.values)
-            raise MismatchError(f"{printable(name)!r} was not written by the rank that DCP's planner chose")
-        leaves = {name: values[name] if name in values else StoredTensor(name) for name in self.paths}
-        return tree_text(nested_state(leaves, self.paths), check)
+            other = min(values.keys() ^ self.values)
+            raise MismatchError(f"{printable(other)!r} was not written by the rank that DCP's planner chose")
+        state: dict[Any, Any] = {}
+        for path, name in self.paths.items():
+            _put(state, path, {} if name is None else values[name] if name in values else StoredTensor(name))
+        return tree_text(state, check)
 
 
 def layout_of(plans: Sequence[SavePlan], options: Mapping[str, Any]) -> SaveLayout:
@@ -108,7 +113,9 @@ def layout_of(plans: Sequence[SavePlan], options: Mapping[str, Any]) -> SaveLayo
     return SaveLayout(
         key=secrets.token_hex(16),
         num_ranks=len(plans),
-        tensors={name: (tensors[name].properties.dtype, tensors[name].size) for name in paths if name in tensors},
+        tensors={
+            name: (tensors[name].properties.dtype, tensors[name].size) for name in paths.values() if name in tensors
+        },
         paths=paths,
         values=frozenset(values),
         options=options,
@@ -119,16 +126,79 @@ def _described(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-def _paths(plans: Iterable[SavePlan], names: Sequence[str]) -> dict[str, NamePath]:
-    """Return the path of each name, in the order of the caller's state as far as the planner says it."""
-    known: dict[str, Any] = {}
+def state_paths(plan: SavePlan) -> dict[StatePath, str | None]:
+    """Return by its path the name of each value of the state that is being saved; None for an empty mapping.
+
+    Args:
+        plan: The rank's plan. The paths in it have text in place of each key, and empty mappings are left out.
+
+    Raises:
+        ValueError: The state is not the one that the planner saves, and text in a path may have been a number.
+    """
+    names = {path: name for path, name in _text_paths(plan).items() if name is not None}
+    paths: dict[StatePath, str | None] = {}
+
+    def walk(value: object, as_text: StatePath, path: StatePath) -> None:
+        if isinstance(value, Mapping):
+            if path and not value:
+                paths[path] = None
+            for key, one in value.items():
+                walk(one, (*as_text, (str(key),)), (*path, (key,)))
+        elif as_text in names or not isinstance(value, list | tuple):
+            paths[path] = names.get(as_text, "")
+        else:
+            for number, one in enumerate(value):
+                walk(one, (*as_text, number), (*path, number))
+
+    walk(state_of_save() or {}, (), ())
+    if {name for name in paths.values() if name is not None} == set(names.values()):
+        return paths
+    for path, name in names.items():
+        if any(isinstance(key, tuple) and key[0].lstrip("-").isdecimal() for key in path):
+            raise ValueError(
+                f"{printable(name)!r}: the planner has text in place of keys that may have been numbers, and saves "
+                "another state than `dcp.save` was called with; use torch's own planner, or keys of text as "
+                "`get_optimizer_state_dict` returns them"
+            )
+    return dict(names)
+
+
+def _text_paths(plan: SavePlan) -> dict[StatePath, str | None]:
+    """Return the paths that the default planner has, with text in place of each key."""
+    data = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
+    return {
+        tuple(key if isinstance(key, int) else (key,) for key in path): name
+        for name, path in data.items()
+        if isinstance(path, tuple)
+    }
+
+
+def _put(state: dict[Any, Any], path: StatePath, value: object) -> None:
+    """Put a value into a nested state, and make the containers on its path."""
+    here: Any = state
+    for step, following in zip(path, (*path[1:], None), strict=True):
+        inner = value if following is None else [] if isinstance(following, int) else {}
+        if isinstance(step, tuple):
+            here = here.setdefault(step[0], inner)
+        else:
+            here += [None] * (step + 1 - len(here))
+            if here[step] is None:
+                here[step] = inner
+            here = here[step]
+
+
+def _paths(plans: Iterable[SavePlan], names: Sequence[str]) -> dict[StatePath, str | None]:
+    """Return the paths of these names and of empty mappings, in the order of the caller's state."""
+    paths: dict[StatePath, str | None] = {}
+    last: dict[StatePath, str | None] = {}
     for plan in plans:
-        data = plan.planner_data  # of the default planner
-        if isinstance(data, Mapping) and not data.keys() <= known.keys():
-            known.update((name, path) for name, path in data.items() if name not in known)
-    wanted = frozenset(names)
-    ordered = dict.fromkeys([*(name for name in known if name in wanted), *names])
-    return {name: known[name] if isinstance(known.get(name), tuple) else (name,) for name in ordered}
+        own = plan.storage_data if isinstance(plan.storage_data, dict) else _text_paths(plan)
+        if own != last:  # those of most ranks are equal
+            paths.update((path, name) for path, name in own.items() if name is not None or path not in paths)
+        last = own
+    wanted, placed = frozenset(names), frozenset(paths.values())
+    paths = {path: name for path, name in paths.items() if name is None or name in wanted}
+    return paths | {((name,),): name for name in names if name not in placed}
 
 
 def _never() -> NoReturn:

@@ -44,11 +44,11 @@ from stio.loading.casts import require_as_stored
 from stio.loading.nested import read_nested
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
-from stio.loading.target import LocalPart, PartsTarget
+from stio.loading.target import Casting, LocalPart, PartsTarget, checked_casting
 from stio.runtime.blocking import run_blocking
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
-from stio.runtime.operation import Operation
+from stio.runtime.operation import Operation, copy_of
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace, shown
 from stio.runtime.urls import is_url
@@ -63,14 +63,15 @@ class StioStorageReader(StorageReader):
     Each rank reads the bytes that its `DTensor`s and tensors hold, straight into their memory. The names of a
     checkpoint are those of the state dict, of nested dicts with dots between the keys. A checkpoint of
     `stio.save_state` has the state that was saved. Names and shapes are compared by the planner, dtypes here, before
-    any tensor is read. Floating tensors are cast to the dtype of the state dict; any other difference of dtypes is an
-    error.
+    any tensor is read. Floating tensors of an ordinary checkpoint are cast to the dtype of the state dict, those of a
+    saved state only as `casting` allows; any other difference of dtypes is an error.
 
     Where torch computes the place of a part wrongly (dimensions that FSDP and tensor parallelism both cut unevenly),
     the place that the placements give is read.
 
     Args:
         path: What `stio.load` takes as its `source`. `checkpoint_id=` of `dcp.load` replaces it.
+        casting: Which dtypes of a saved state may be copied into which; see `stio.distributed.load_into`.
         verify: See `stio.load`. Each rank reads all files for that.
         ...: The other arguments are those of `stio.load`.
     """
@@ -79,6 +80,7 @@ class StioStorageReader(StorageReader):
         self,
         path: SourceLike,
         *,
+        casting: Casting = "safe",
         memory: Memory = "auto",
         budget_bytes: int | str | None = None,
         limits: Limits | None = None,
@@ -92,6 +94,7 @@ class StioStorageReader(StorageReader):
         super().__init__()
         self._opened: _Opened | None = None
         self._path = path
+        self._casting = checked_casting(casting)
         self._options = LoadOptions(**keywords_for(LoadOptions, locals()))
 
     @property
@@ -137,7 +140,7 @@ class StioStorageReader(StorageReader):
             self._opened = opened = run_blocking(operation.wait())
             described: Metadata = opened.metadata()
         except StioError as error:
-            return _Unreadable(error)
+            return _Unreadable(error.with_traceback(None))  # whose frames refer to those of the caller
         return described
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
@@ -147,7 +150,7 @@ class StioStorageReader(StorageReader):
             StioError: The checkpoint could not be opened; see `stio.load`.
         """
         if isinstance(metadata, _Unreadable):
-            raise metadata.error
+            raise copy_of(metadata.error)  # torch's frames, to which its traceback refers, hold the metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan, with what the coordinator compares."""
@@ -175,7 +178,7 @@ class StioStorageReader(StorageReader):
         if self._opened is None:
             raise ClosedError("the checkpoint is not open; read_metadata() opens it", path=self.checkpoint_id)
         try:
-            _read(self._opened, plan, planner, self._options)
+            _read(self._opened, plan, planner, self._options, self._casting)
         finally:
             self._close()
         done: Future[None] = Future()
@@ -201,7 +204,7 @@ class _Unreadable(Metadata):
     @property
     def state_dict_metadata(self) -> NoReturn:  # type: ignore[override]  # of no value
         """Raise the error."""
-        raise self.error
+        raise copy_of(self.error)
 
 
 @dataclass(slots=True)
@@ -272,7 +275,7 @@ def _described(operation: Operation[Any], checkpoint: OpenCheckpoint, limits: Li
     return opened
 
 
-def _read(opened: _Opened, plan: LoadPlan, planner: LoadPlanner, options: LoadOptions) -> None:
+def _read(opened: _Opened, plan: LoadPlan, planner: LoadPlanner, options: LoadOptions, casting: Casting) -> None:
     """Read all items of a plan, and give them to the planner."""
     path = opened.checkpoint.path
     items = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
@@ -292,14 +295,33 @@ def _read(opened: _Opened, plan: LoadPlan, planner: LoadPlanner, options: LoadOp
     kinds = {name: dtype for name, (dtype, _) in opened.checkpoint.dtypes_and_shapes().items()}
     aliases = opened.checkpoint.aliases
     require_as_stored(kinds, [(aliases.get(name, name), part.local) for name, part in parts], path=path)
+    _require_text_keys([item for item in plan.items if item.type is LoadItemType.BYTE_IO], planner, path)
     pickled = [
         (item, _pickled(item.storage_index.fqn, opened)) for item in plan.items if item.type is LoadItemType.BYTE_IO
     ]
-    run_blocking(fill_from(opened.checkpoint, PartsTarget(parts), options))
+    casting = casting if STATE_KEY in opened.checkpoint.metadata else "same_kind"
+    run_blocking(fill_from(opened.checkpoint, PartsTarget(parts, casting), options))
     for commit in commits:
         commit()
     for item, value in pickled:
         planner.load_bytes(item, value)
+
+
+def _require_text_keys(items: list[ReadItem], planner: LoadPlanner, path: str) -> None:
+    """Require that the default planner puts plain values where they are in the state: it has text as keys."""
+    if not isinstance(planner, DefaultLoadPlanner) or not planner.flatten_state_dict:
+        return
+    for item in items:
+        here: Any = planner.original_state_dict
+        for key in planner.mappings[item.dest_index.fqn]:
+            if isinstance(here, Mapping) and key not in here:
+                raise MismatchError(
+                    f"{printable(item.dest_index.fqn)} is a plain value in a dict with keys that are not text, and "
+                    "torch's distributed checkpoint would put it beside the old one; stio.load_state and "
+                    "stio.distributed.load_into load it",
+                    path=path,
+                )
+            here = here[key]
 
 
 def _pickled(name: str, opened: _Opened) -> io.BytesIO:

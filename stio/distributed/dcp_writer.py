@@ -26,7 +26,14 @@ from torch.futures import Future
 
 from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import require_values
-from stio.distributed.dcp_layout import SaveLayout, layout_of, parts_of_items, require_right_parts, values_of_items
+from stio.distributed.dcp_layout import (
+    SaveLayout,
+    layout_of,
+    parts_of_items,
+    require_right_parts,
+    state_paths,
+    values_of_items,
+)
 from stio.distributed.ranks import MOST_VALUE_BYTES, RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.shared_save import SaveToFiles
 from stio.errors import SaveInProgressError, printable
@@ -78,8 +85,9 @@ class StioStorageWriter(StorageWriter):
 
     The result is a checkpoint in the hub's layout: `stio.load` and every other safetensors reader can open it. A tensor
     has the name that DCP gives it, its path joined by dots. If the state has other values too, the checkpoint is also
-    one of nested state, and `stio.load_state` returns what `dcp.load` restores. These values may be those that
-    `stio.save_state` takes, without tensors in them; others are refused, and nothing is pickled into the checkpoint.
+    one of nested state, and `stio.load_state` returns the state, with keys of their own types and mappings as dicts.
+    These values may be those that `stio.save_state` takes, without tensors in them; others are refused, and nothing is
+    pickled into the checkpoint.
     Tied tensors are stored once for each name.
 
     Nothing is visible before the commit, which is the last step. If one rank fails or is killed, the call raises on all
@@ -173,17 +181,17 @@ class StioStorageWriter(StorageWriter):
             raise ValueError("use_collectives=False: the ranks of a save by stio agree on one checkpoint; leave it out")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is.
+        """Return the plan, with the paths of the values in the state.
 
         Raises:
-            ValueError: It is not complete, because the planner caches plans.
+            ValueError: It is not complete, because the planner caches plans; or see `state_paths`.
         """
         if not plan.usable:
             raise ValueError(
                 "the planner caches plans (enable_plan_caching=True), and the plan of a save by stio is another one "
                 "each time; use a planner without it"
             )
-        return plan
+        return replace(plan, storage_data=state_paths(plan))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Put the plans of the ranks together. DCP calls this on the coordinator.

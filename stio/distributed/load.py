@@ -25,7 +25,7 @@ from stio.loading.module import ModuleTarget
 from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
-from stio.loading.target import LoadReport, LoadTarget
+from stio.loading.target import Casting, LoadReport, LoadTarget, checked_casting
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
@@ -50,6 +50,7 @@ async def load_into(
     cache: CacheLike | None = None,
     trace: Trace | None = None,
     switch_interval: float | None = None,
+    casting: Casting = "safe",
     broadcast: Broadcast = "auto",
     process_group: ProcessGroup | None = None,
     rank_timeout: float = RANK_TIMEOUT_SECONDS,
@@ -77,6 +78,9 @@ async def load_into(
             loaded; sequences must have the same lengths in any case.
         verify: See `stio.load`. Each rank reads all files for that.
         progress: See `stio.load`. It counts what this rank reads.
+        casting: Which dtypes of a nested state may be copied into which, as in numpy: `"safe"`, only if the target
+            holds every value exactly (moments in F32 are not copied into BF16); `"same_kind"`, floating ones into any
+            floating ones, integers into any integers. For a module and for tensors by name it is `"same_kind"`.
         broadcast: Whether of tensors that several ranks need each rank reads a part and sends it to the others, so that
             no byte is read twice: replicated tensors, copies of HSDP, parts of inner dimensions. `"auto"`: if the
             source is behind a network and most ranks need most of these tensors; not with a `DiskCache`. Files of this
@@ -113,7 +117,7 @@ async def load_into(
 
         report = await fill_from(
             source,
-            _filled(target),
+            _filled(target, checked_casting(casting)),
             options,
             on_begin=lambda load: ranks.on_failure(load.cancel),
             fill_first=fill_first,
@@ -122,10 +126,10 @@ async def load_into(
         return report
 
 
-def _filled(target: object) -> LoadTarget:
+def _filled(target: object, casting: Casting) -> LoadTarget:
     """Return what fills a module or a state."""
     if not isinstance(target, nn.Module):
-        return StateTarget(target, part_of=part_of)
+        return StateTarget(target, part_of=part_of, casting=casting)
     for part in target.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # or the next forward would use what was gathered before the load

@@ -47,7 +47,7 @@ from stio.runtime.blocking import runs_blocking
 from stio.runtime.locks import Condition, new_lock
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Cancelled, Operation, start_thread
+from stio.runtime.operation import Cancelled, Operation, copy_of, start_thread
 
 RANK_TIMEOUT_SECONDS = 120.0
 """Default of `rank_timeout=`."""
@@ -185,7 +185,7 @@ class Ranks:
         about: What they do, for messages.
         timeout: Seconds without a sign of life of a rank, after which it counts as failed.
         key: A text that all ranks have, and that was never used before, where they do not make their objects in the
-            same order. None: the number of this object.
+            same order. None: a number, in the order in which objects without a key are made.
         is_alone: Whether this rank does it without the others.
         exit_patience: Seconds that the interpreter's exit waits for the end of what they do.
 
@@ -210,7 +210,9 @@ class Ranks:
         """See above."""
         self.rank, self.num_ranks = 0, 1
         self._store: Store | None = None
-        self._prefix = "" if key is None else f"stio/{key}"
+        self._prefix = ""
+        self.key = key or ""
+        """See above."""
         if dist.is_initialized() and not is_alone:
             self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
             if self.rank < 0:
@@ -226,7 +228,7 @@ class Ranks:
         if self.num_ranks > 1:
             self._store, group = store_of(process_group)
             self._group = _groups.setdefault(group, _GroupState())
-            self._number = next(self._group.numbers) if key is None else -1
+            self.key = key or str(next(self._group.numbers))
         self.failure: RankError | None = None
         """The first failure of another rank, once it is known."""
         self.has_begun = False
@@ -360,7 +362,7 @@ class Ranks:
         """
         await self._watcher.wait_until(lambda: ready() or self.failure is not None or self._interrupted or ended())
         if self.failure is not None:
-            raise self.failure
+            raise copy_of(self.failure)
         if ready():
             return
         if not self._watcher.done:
@@ -392,7 +394,7 @@ class Ranks:
         """Return a block for what comes before that of this object; an error in it is raised on the other ranks too."""
         try:
             if self._refused is not None:
-                raise self._refused
+                raise copy_of(self._refused)
             yield
         except BaseException as error:
             if not self.has_begun:
@@ -409,7 +411,7 @@ class Ranks:
             self._watcher.start()
         if self._refused is not None:
             await self.__aexit__(type(self._refused), self._refused, None)
-            raise self._refused
+            raise copy_of(self._refused)
         return self
 
     async def __aexit__(
@@ -424,7 +426,7 @@ class Ranks:
         await self._watcher.ended()
         self._error = None  # it refers to this frame
         if self.failure is not None and isinstance(error, ClosedError | Cancelled):
-            raise self.failure from self.failure.__cause__
+            raise copy_of(self.failure) from self.failure.__cause__
 
     # On the watcher's threads.
 
@@ -448,7 +450,7 @@ class Ranks:
         try:
             connection = self._connect()
             self._is_connected = True
-            self._prefix = self._prefix or f"stio/{self._group_start(connection)}/{self._number}"
+            self._prefix = f"stio/{self._group_start(connection)}/{self.key}"
             store = PrefixStore(self._prefix, connection)
             pause = _SHORTEST_PAUSE
             while not self._leaving and not operation.cancelled:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from stio.distributed.rank_state import Share
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.shared_objects import SaveToStore, is_store
 from stio.distributed.shared_save import SaveToFiles, ShardedSave
+from stio.errors import RankError
 from stio.format.shared import UNDECLARED, SharedPolicy
 from stio.runtime.hashing import HashName
 from stio.runtime.keywords import described_by, keywords_for
@@ -120,8 +124,9 @@ class Saver(api.Saver):
             ...                                             # training continues, tensors may change
             result = await pending                          # durable, on all ranks, or it raises
 
-    A `stio.Saver` for many ranks. Each rank makes one and calls it in the same order. `save` takes what
-    `stio.distributed.save` takes; `save_state` saves nested state, also where it is a flat mapping.
+    A `stio.Saver` for many ranks. Each rank makes one and calls it in the same order. If an exception leaves the block
+    on one rank, the next save of another rank raises `RankError` at once. `save` takes what `stio.distributed.save`
+    takes; `save_state` saves nested state, also where it is a flat mapping.
 
     Args:
         keep_last: See `stio.Saver`. The first rank deletes.
@@ -129,10 +134,14 @@ class Saver(api.Saver):
         ...: The other arguments are those of `stio.Saver` and `stio.distributed.save`.
     """
 
+    _sync_name = "distributed.Saver"
+
     def __init__(
         self,
         *,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        drop_higher: bool = False,
         adopt: str | os.PathLike[str] | None = None,
         max_pending: int = 1,
         when_full: WhenFull = "wait",
@@ -154,6 +163,26 @@ class Saver(api.Saver):
     ) -> None:
         super().__init__(**keywords_for(api.Saver, locals()))
         self._process_group, self._rank_timeout = process_group, rank_timeout
+        self._first_key = ""  # that of the first save; the others have it and their number
+        self._numbers = itertools.count()
+        self._told_id = 0  # of the last error of `save`, which the other ranks know
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None and not isinstance(error, RankError | GeneratorExit) and id(error) != self._told_id:
+                with suppress(Exception):  # the error of the block is raised
+                    ranks = await self._next_ranks().__aenter__()  # where the others wait, or will
+                    await ranks.__aexit__(kind, error, trace)
+        finally:
+            await super().__aexit__(kind, error, trace)
+
+    def _next_ranks(self) -> Ranks:
+        key = f"{self._first_key}.{next(self._numbers)}" if self._first_key else None
+        ranks = _ranks(self._process_group, self._rank_timeout, key)
+        self._first_key = self._first_key or ranks.key
+        return ranks
 
     async def _save(self, tensors: object, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
         return await self._begin_on_ranks(tensors, destination, make_options, nested=None)
@@ -164,15 +193,19 @@ class Saver(api.Saver):
     async def _begin_on_ranks(
         self, state: object, destination: DestinationLike, make_options: MakeOptions, *, nested: bool | None
     ) -> PendingSave:
-        ranks = _ranks(self._process_group, self._rank_timeout)
-        async with ranks.reports():
-            options = make_options()
-            make = partial(_sharded, state, destination, options, ranks, nested=nested)
-            return await self._begin(make, destination, options)
+        ranks = self._next_ranks()
+        try:
+            async with ranks.reports():
+                options = make_options()
+                make = partial(_sharded, state, destination, options, ranks, nested=nested)
+                return await self._begin(make, destination, options)
+        except BaseException as error:
+            self._told_id = id(error)
+            raise
 
 
-def _ranks(process_group: ProcessGroup | None, rank_timeout: float) -> Ranks:
-    return Ranks(process_group, about="save", timeout=rank_timeout, exit_patience=EXIT_PATIENCE_SECONDS)
+def _ranks(process_group: ProcessGroup | None, rank_timeout: float, key: str | None = None) -> Ranks:
+    return Ranks(process_group, about="save", timeout=rank_timeout, key=key, exit_patience=EXIT_PATIENCE_SECONDS)
 
 
 async def _sharded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -10,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.checkpoint import _nested_dict
+from torch.distributed.checkpoint import _nested_dict, state_dict_saver
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["NamePath", "flat_state", "local_memory", "nested_state", "store_of", "tree_leaves", "with_local"]
+__all__ = ["NamePath", "flat_state", "local_memory", "state_of_save", "store_of", "tree_leaves", "with_local"]
 
 
 def store_of(process_group: dist.ProcessGroup | None) -> tuple[Store, dist.ProcessGroup]:
@@ -30,7 +31,7 @@ def store_of(process_group: dist.ProcessGroup | None) -> tuple[Store, dist.Proce
 
 
 NamePath: TypeAlias = tuple[str | int, ...]
-"""The path of a value in a nested state, as DCP's planner has it: keys of mappings, indices of lists."""
+"""The path of a value in a nested state, as DCP's planner has it: keys of mappings as text, indices of lists."""
 
 
 def flat_state(state: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, NamePath]]:
@@ -43,10 +44,18 @@ def flat_state(state: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, N
     return flat
 
 
-def nested_state(leaves: Mapping[str, object], paths: Mapping[str, NamePath]) -> dict[str, Any]:
-    """Return a nested state of its values by their flattened names, as `dcp.load` does."""
-    nested: dict[str, Any] = _nested_dict.unflatten_state_dict(dict(leaves), dict(paths))
-    return nested
+def state_of_save() -> Mapping[Any, Any] | None:
+    """Return the state that the `dcp.save` which called this saves; None: it was not called by one.
+
+    A planner has the state with text in place of its keys, and without the empty mappings in it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_save_state_dict" and frame.f_globals.get("__name__") == state_dict_saver.__name__:
+            state = frame.f_locals.get("state_dict")
+            return state if isinstance(state, Mapping) else None
+        frame = frame.f_back
+    return None
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:

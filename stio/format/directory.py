@@ -1,20 +1,33 @@
 """Which checkpoint the files of a directory are, decided by their names; pure.
 
-An index decides; without one, the only file, or the only complete set of shards. `.sft` files count if there is no
-`.safetensors` file. What is not certain is refused: two checkpoints, or shards of which some are missing. Names that
-begin with a dot do not count. The rules are the same for directories, stores and repositories, and for all loaders.
+An index decides; without one, the only file, or the only complete set of shards. Of several, the plain name is the
+checkpoint, as in transformers and diffusers: `X` beside its variants such as `X.fp16`, and `model.safetensors` beside
+files with other names. `.sft` files count if there is no `.safetensors` file. What is not certain is refused: two
+checkpoints, or shards of which some are missing. Names that begin with a dot do not count. The rules are the same for
+directories, stores and repositories, and for all loaders.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, printable
-from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, is_hidden, is_index, is_of_save, shard_number, whole_name
-from stio.format.other_sources import TORCH_SAVE, FileKind, advice_for_names
+from stio.format.naming import (
+    FILE_SUFFIX,
+    FILE_SUFFIXES,
+    is_hidden,
+    is_index,
+    is_of_save,
+    rank_of_part,
+    shard_number,
+    whole_name,
+)
+from stio.format.other_sources import TORCH_SAVE, WHOLE_BY_TORCH, FileKind, advice_for_names
 
-INDEX_NAME = "model.safetensors.index.json"
+_MODEL_NAME = "model.safetensors"
+INDEX_NAME = f"{_MODEL_NAME}.index.json"
 """Name of the index that is used if a directory has several."""
 
 _STAGING = ".stio-"
@@ -84,13 +97,17 @@ def choose(
         if not is_hidden(name) and is_index(name) and whole_name(name).endswith(FILE_SUFFIXES)
     ]
     files = without_index(names)
-    # As in transformers and diffusers: a variant is loaded only if it is named.
-    plain = [one for one in indices if all(other is one or other.is_variant_of(one) for other in indices)]
-    found = indices
-    if plain:
-        found = plain + [file for file in files if plain[0].is_variant_of(file)]
+    found = _plain(indices)
+    if len(found) == 1:
+        found = _plain(found + [file for file in files if found[0].is_variant_of(file)])
     elif not indices:  # other readers of a directory take `.safetensors` alone
-        found = [file for file in files if file.whole.endswith(FILE_SUFFIX)] or files
+        found = _plain([file for file in files if file.whole.endswith(FILE_SUFFIX)] or files)
+    if len({rank for one in found for name in one.files if (rank := rank_of_part(name)) is not None}) > 1:
+        raise CheckpointNotFoundError(
+            f"the files are of several ranks, each with its parts of the tensors; {WHOLE_BY_TORCH}",
+            path=path,
+            found=_few([*map(str, found)], len(found)),
+        )
     if len(found) == 1:
         require_complete(found[0].files, path=path)
         return found[0]
@@ -107,6 +124,15 @@ def choose(
         path=path,
         found=_few([*map(str, found)], len(found)),
     )
+
+
+def _plain(several: list[NamedCheckpoint]) -> list[NamedCheckpoint]:
+    """Return the one that other readers take of several: a variant is loaded only if it is named. Or return all."""
+    for one in several:
+        if all(other is one or other.is_variant_of(one) for other in several):
+            return [one]
+    model = [one for one in several if one.whole == _MODEL_NAME]
+    return model if len(model) == 1 and model[0].files == (_MODEL_NAME,) else several
 
 
 def why_none(names: Iterable[str]) -> str:
@@ -208,18 +234,19 @@ def beside(
     return same, others
 
 
-def warning_of_others(path: str, index: str, files: Sequence[str]) -> str:
-    """Return a warning of files beside an index, one of which may be a newer checkpoint.
+def warning_of_others(path: str, loaded: str, files: Sequence[str]) -> str:
+    """Return a warning of files beside a checkpoint, one of which may be a newer one.
 
     Args:
         path: The directory.
-        index: Name of the index, which decides.
-        files: What it does not name, at least one.
+        loaded: Name of the index or of the file that is loaded.
+        files: The others, at least one.
     """
+    decides = f"the index {printable(loaded)} decides what is" if is_index(loaded) else f"{printable(loaded)} is"
+    instead = "the index and its shards" if is_index(loaded) else printable(loaded)
     return (
-        f"{printable(path)}: the index {printable(index)} decides what is loaded, and {_few(files[:1], len(files))} in "
-        "the same directory is not read; if that is the newer checkpoint, load it by its path, or delete the index and "
-        "its shards"
+        f"{printable(path)}: {decides} loaded, and {_few(files[:1], len(files))} in the same directory is not read; if "
+        f"that is the newer checkpoint, load it by its path, or delete {instead}"
     )
 
 
@@ -253,6 +280,18 @@ def warning_of_gone_shards(path: str, index: str, file: str) -> str:
         f"{printable(path)}: none of the shards exists that the index {printable(index)} names, so {printable(file)} "
         "is loaded; if that is right, delete the index"
     )
+
+
+def advice_for_gone_shards(index: str, names: Iterable[str]) -> str:
+    """Return what to do about an index none of whose shards exists, by the other names in its directory."""
+    names = [*names]
+    others = [of_index(name) for name in names if is_index(name) and name != index and not is_hidden(name)]
+    for one in [*without_index(names), *others]:
+        with suppress(CheckpointNotFoundError):
+            require_complete(one.files, path="")
+            how = "give its path" if one.index or len(one.files) == 1 else "delete the index"
+            return f"; none of the index's shards exists, and {one} beside it may be the checkpoint: {how} to load it"
+    return "; none of the index's shards exists"
 
 
 def _few(names: Sequence[str], number: int) -> str:

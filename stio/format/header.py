@@ -88,7 +88,15 @@ def header_nbytes(prefix: bytes, *, file_bytes: int, limits: Limits = _DEFAULT_L
     return nbytes
 
 
-def parse_header(raw: bytes, *, file_bytes: int, path: str, shard: str, limits: Limits = _DEFAULT_LIMITS) -> Header:
+def parse_header(
+    raw: bytes,
+    *,
+    file_bytes: int,
+    path: str,
+    shard: str,
+    limits: Limits = _DEFAULT_LIMITS,
+    allow_trailing: bool = False,
+) -> Header:
     """Parse and check the JSON of a header.
 
     Other threads run every millisecond or two, whatever the size (`gil_slices.py`).
@@ -99,6 +107,7 @@ def parse_header(raw: bytes, *, file_bytes: int, path: str, shard: str, limits: 
         path: File to name in errors.
         shard: Name of the file relative to the checkpoint's root, for `TensorInfo.shard`.
         limits: Bounds on tensors and dimensions.
+        allow_trailing: Whether the file may go on after its last tensor.
 
     Raises:
         FormatError: The header breaks the format; or a name or key is repeated, for which it has no rule.
@@ -118,9 +127,13 @@ def parse_header(raw: bytes, *, file_bytes: int, path: str, shard: str, limits: 
             expected=f"{data_end} bytes",
             found=file_bytes,
         )
-    if data_end < file_bytes:
+    if data_end < file_bytes and not allow_trailing:
         raise FormatError(
-            "bytes after the last tensor", path=path, offset=data_end, expected=f"{data_end} bytes", found=file_bytes
+            "bytes after the last tensor: something was added to the file; `stio convert` saves the tensors without it",
+            path=path,
+            offset=data_end,
+            expected=f"{data_end} bytes",
+            found=file_bytes,
         )
     return Header(
         shard=shard,

@@ -10,11 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from stio.errors import IndexFormatError, printable
 from stio.format.header import Header
 from stio.format.json_scanner import Scanner
-from stio.format.naming import FILE_SUFFIX, check_shard_name
+from stio.format.naming import FILE_SUFFIX, check_shard_name, rank_of_part
+from stio.format.other_sources import WHOLE_BY_TORCH
 from stio.runtime.limits import Limits, advice_on_limit
 
 _MAX_METADATA_BYTES = 10 * 1024 * 1024
@@ -23,6 +27,9 @@ _MAX_METADATA_BYTES = 10 * 1024 * 1024
 _SHOWN_NAMES = 3
 _LENIENT = "`stio.load(..., strict=False)`"
 _DEFAULT_LIMITS = Limits()
+_FAST_KEYS = ("fst.shard.set", "fst.shard.index", "fst.shard.count")
+_DCP_PARTS = "DCP_SHARDING_INFO"
+_decode_parts = msgspec.json.Decoder(dict[str, dict[str, Any]]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +201,51 @@ def require_distinct(headers: Sequence[Header], *, path: str) -> None:
     if len(headers) > 1:
         why = "there is no index that decides; get the index, or load a shard by its path"
         _shard_of_each({header.shard: header.names for header in headers}, why, path=path)
+
+
+def require_one_set(headers: Sequence[Header], *, path: str) -> None:
+    """Require that shards without an index are all of one save, where fastsafetensors has marked them.
+
+    Raises:
+        IndexFormatError: They are of several saves, or some are missing.
+    """
+    marks = [tuple(map(header.metadata.get, _FAST_KEYS)) for header in headers]
+    if not any(name is not None for name, _, _ in marks):
+        return
+    (first, _, count), numbers = marks[0], {number for _, number, _ in marks}
+    if any((name, total) != (first, count) for name, _, total in marks):
+        found = " and ".join(dict.fromkeys(printable(name) for name, _, _ in marks))
+        message = "the shards are of several saves, as fastsafetensors has marked them; keep those of one save"
+        raise IndexFormatError(message, path=path, expected="one fst.shard.set", found=found)
+    if count != str(len(headers)) or numbers != set(map(str, range(len(headers)))):
+        message = "shards are missing, as fastsafetensors has marked them; get the others, or load a shard by its path"
+        raise IndexFormatError(message, path=path, expected=f"{printable(count)} shards", found=len(headers))
+
+
+def require_whole_tensors(headers: Sequence[Header], *, strict: bool, path: str) -> list[str]:
+    """Require that no tensor is one rank's part of it, as torch's HuggingFaceStorageWriter has saved it.
+
+    Returns:
+        Warnings, as sentences: without `strict`, and where a tensor may be the first rank's part.
+
+    Raises:
+        IndexFormatError: With `strict`, a tensor is a part.
+    """
+    warnings = []
+    for header in headers:
+        try:
+            parts = _decode_parts(header.metadata.get(_DCP_PARTS, "{}"))
+        except (msgspec.MsgspecError, RecursionError):
+            continue
+        begins = {name: part.get("saved_offsets") for name, part in parts.items()}
+        cut = [name for name in header.names if isinstance(begin := begins.get(name), list) and any(begin)]
+        if cut and strict:
+            message = f"the file holds one rank's part of tensor {printable(cut[0])!r}; {WHOLE_BY_TORCH}"
+            raise IndexFormatError(f"{message}; {_LENIENT} loads the parts", path=path, found=header.shard)
+        if cut or (parts and rank_of_part(header.shard.rpartition("/")[2]) is not None):
+            maybe = "holds" if cut else "may hold"
+            warnings.append(f"{printable(path)}: {printable(header.shard)} {maybe} one rank's part of its tensors")
+    return warnings
 
 
 def _shard_of_each(names_in: Mapping[str, Iterable[str]], why: str, *, path: str) -> dict[str, str]:

@@ -43,6 +43,8 @@ class Manifest:
     """Hash function of the digests."""
     files: Mapping[str, tuple[FileState, ...]]
     """The acceptable states of each file, at least one, by its name."""
+    in_names: bool = False
+    """Whether there is no manifest, and the digests are the names of the files in the hub's cache."""
 
 
 def parse_manifest(raw: bytes, *, path: str) -> Manifest:

@@ -32,6 +32,7 @@ _INDEX = re.compile(r"(?P<file>.+)\.index(?P<variant>(?:\.[^./]+)*)\.json", re.D
 _KIND = re.compile(r"(?P<stem>.+?)(?P<kind>\.(?:safetensors|sft|bin|pt|pth|ckpt))(?P<variant>(?:\.[^./]+)*)", re.DOTALL)
 _SHARD = re.compile(r"(?P<before>|.*[-_.])(?P<k>[0-9]{1,9})-of-(?P<n>[0-9]{1,9})(?P<after>(?:[._-][^/]*)?)", re.DOTALL)
 
+_RANK_PART = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 _OTHER_KINDS = re.compile(
     r".*[^.].*?("
     r"\.(?:safetensors?|sft|st|pt|pth|pt2|t7|bin|ckpt|pkl|pickle|joblib|npy|npz|gguf|ggml|llamafile|dduf|nemo|h5|hdf5|keras"
@@ -133,6 +134,12 @@ def shard_number(name: str) -> ShardNumber | None:
     before, k, n, after = found.group("before", "k", "n", "after")
     digits = len(k) if k.startswith("0") or len(k) == len(n) else 0
     return ShardNumber(int(k), int(n), (before, f"-of-{n}{after}"), f"{before.rstrip('-_.')}{after}", digits)
+
+
+def rank_of_part(name: str) -> int | None:
+    """Return the rank, from 1, whose parts of tensors a file of torch's HuggingFaceStorageWriter holds, by its name."""
+    found = _RANK_PART.fullmatch(name)
+    return None if found is None else int(found[1])
 
 
 def check_shard_name(name: str, *, path: str, suffix: str = FILE_SUFFIX) -> None:
@@ -284,7 +291,9 @@ _STEP_FOLDER = re.compile(
 _STEP_NUMBER = re.compile(r"([0-9]+)(?:\.[0-9]+)*")
 _RANK = re.compile(r"(?:rank|shard|part)[^0-9A-Za-z]{0,2}[0-9]+", re.IGNORECASE)
 _RANK_OR_NUMBER = re.compile(rf"{_RANK.pattern}|{_STEP_NUMBER.pattern}", re.IGNORECASE)
-_SHARD_OF_MANY = re.compile(r"-[0-9]+-of-[0-9]+")
+_OF_MANY = re.compile(r"(?<=[0-9])[-_ ]?of[-_ ]?[0-9]+")
+_SHARD_OF_MANY = re.compile(r"(?<!step)(?<!epoch)(?<!iter)(?<!iteration)-[0-9]+-of-[0-9]+[^/]*\.[a-z]", re.IGNORECASE)
+"""A file. `step-9-of-1000` is a step of a training of 1,000 steps, and `run-9-of-1000` too if it is a directory."""
 _DATE = re.compile(
     r"(?<![0-9])(?:(?:19|20)[0-9]{2}([-_.])[0-9]{1,2}\1[0-9]{1,2}"
     r"|(?:19|20)[0-9]{6}[-_.T][0-9]{2}[-_.]?[0-9]{2}(?:[-_.]?[0-9]{2})?)(?![0-9])"
@@ -301,8 +310,10 @@ def step_of(path: str) -> tuple[int, str] | None:
     - the last number in the name that follows `step`, `epoch`, `iter`, `iteration`, `checkpoint` or `ckpt`;
     - that of the nearest folder whose whole name is such a word and a number: `step-100`, `epoch=0-step=100`;
     - the name of the parent folder, if it is a number: `100/model`;
-    - the last number in the name, but for those of ranks, shards and parts: `model-100_rank0`;
-    - the last number after such a word in the nearest folder: `step-100-ema/model`.
+    - the last number in the name, but for those of ranks, shards and parts, and for totals: `model-100_rank0`;
+    - that of the nearest folder that begins with such a word and a number: `step-100-ema/model`.
+
+    A name that begins with a dot, that of one of several shards, and a date hold no step.
 
     Args:
         path: Path of a destination, links resolved.
@@ -312,6 +323,7 @@ def step_of(path: str) -> tuple[int, str] | None:
     """
     folders = _folders_above(path)
     name = posixpath.basename(path)
+    name = "" if is_hidden(name) or is_shard_name(name) or is_dated(name) else name
     if found := _AFTER_WORD.findall(name):
         return int(found[-1]), path
     for folder in folders:
@@ -319,11 +331,11 @@ def step_of(path: str) -> tuple[int, str] | None:
             return int(_AFTER_WORD.findall(posixpath.basename(folder))[-1]), folder
     if folders and (alone := _STEP_NUMBER.fullmatch(posixpath.basename(folders[0]))):
         return int(alone[1]), folders[0]
-    if found := _STEP_NUMBER.findall(_RANK.sub("", name)):
+    if found := _STEP_NUMBER.findall(_OF_MANY.sub("", _RANK.sub("", name))):
         return int(found[-1]), path
     for folder in folders:
-        if found := _AFTER_WORD.findall(posixpath.basename(folder)):
-            return int(found[-1]), folder
+        if _AFTER_WORD.match(posixpath.basename(folder)):
+            return int(_AFTER_WORD.findall(posixpath.basename(folder))[-1]), folder
     return None
 
 
@@ -341,8 +353,8 @@ def is_shard_name(name: str) -> bool:
 
 
 def step_named(name: str) -> int | None:
-    """Return the step that the name of a directory's entry has; None for hidden names, shards and dates too."""
-    found = None if name.startswith(".") or is_shard_name(name) or is_dated(name) else step_of(name)
+    """Return the step that the name of a directory's entry holds; None: it holds none. See `step_of`."""
+    found = step_of(name)
     return None if found is None else found[0]
 
 

@@ -220,6 +220,16 @@ _SUFFIXES_OF_OTHERS = (
 )  # fmt: skip
 """Ends of names of other files of weights."""
 
+WHOLE_BY_TORCH = (
+    "load them by torch's HuggingFaceStorageReader (torch.distributed.checkpoint), or join them by "
+    "`consolidate_safetensors_files` (torch.distributed.checkpoint._consolidate_hf_safetensors) and check the result; "
+    "the files of stio.distributed.StioStorageWriter hold whole tensors"
+)
+"""What to do about files in which torch's HuggingFaceStorageWriter has saved the parts of ranks."""
+
+_SHARDED = "sharded"
+"""Folder for the parts of the ranks, until the same writer has joined them."""
+
 NO_HOME = "'~' is not replaced by a home directory here: pass os.path.expanduser(path)"
 """What to do about a path that begins with `~`."""
 
@@ -304,6 +314,8 @@ def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], F
     folders = [name for name in names if not _NO_MODEL.match(name)]
     if kind := _kind_at("directory", "".join(f"{name}\n" for name in names), folders):
         return f"; this is {kind.name}: {kind.advice}"
+    if _SHARDED in names:
+        return f"; {_SHARDED}/ may hold parts of ranks, which torch's writer has not joined: {WHOLE_BY_TORCH}"
     found = [name for name in names if is_pickle_of_weights(name)]
     found += [name for name in names if name.endswith(_SUFFIXES_OF_OTHERS)]
     states = [name for name in names if _OF_TRAININGS.fullmatch(name)]

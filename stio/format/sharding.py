@@ -16,6 +16,7 @@ from stio.format.gil_slices import row_slices
 from stio.format.header import require_text
 
 _TOTAL_SIZE = "total_size"
+_TOTAL_PARAMETERS = "total_parameters"
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: making 60,000 takes 25 ms instead of 80
@@ -85,7 +86,7 @@ def split_into_shards(sizes: Iterable[tuple[str, int, Hashable | None]], max_sha
     return shards
 
 
-def build_index(weight_map: Mapping[str, str], total_bytes: int, metadata: Mapping[str, str]) -> bytes:
+def build_index(weight_map: Mapping[str, str], total_bytes: int, metadata: Mapping[str, str | int]) -> bytes:
     """Return the bytes of an index, as the hub writes it by `json.dump(indent=2)`.
 
     Composed line by line (`gil_slices.py`).
@@ -93,7 +94,8 @@ def build_index(weight_map: Mapping[str, str], total_bytes: int, metadata: Mappi
     Args:
         weight_map: Shard of each tensor, in the order to be written.
         total_bytes: Bytes of all tensors, each storage counted once.
-        metadata: Text to store beside `total_size`; sorted, so that equal checkpoints are equal files.
+        metadata: Text to store beside `total_size`; sorted, so that equal checkpoints are equal files. The hub's
+            `total_parameters` may be a number.
 
     Raises:
         TypeError: A name, shard, metadata key or value is not text.
@@ -102,9 +104,11 @@ def build_index(weight_map: Mapping[str, str], total_bytes: int, metadata: Mappi
     entries = {_TOTAL_SIZE: str(operator.index(total_bytes))}
     if _TOTAL_SIZE in metadata:
         raise ValueError(f"the index counts {_TOTAL_SIZE!r} itself; leave it out of the metadata")
-    texts = list(metadata.items())
-    require_text(texts, "metadata")
-    entries |= {key: encode_basestring_ascii(value) for key, value in sorted(texts)}
+    texts: dict[str, Any] = dict(metadata)
+    if type(texts.get(_TOTAL_PARAMETERS)) is int:
+        entries[_TOTAL_PARAMETERS] = str(texts.pop(_TOTAL_PARAMETERS))
+    require_text(list(texts.items()), "metadata")
+    entries |= {key: encode_basestring_ascii(value) for key, value in sorted(texts.items())}
     shards = {shard: encode_basestring_ascii(shard) for shard in dict.fromkeys(weight_map.values())}
     pairs = list(weight_map.items())
     parts = []

@@ -20,36 +20,38 @@ def gather(num_processes: int, value: Any) -> list[Any]:
     return values
 
 
-def exchange(num_processes: int, failed: Exception | None, value: Any = None) -> list[Any]:
+def exchange(num_processes: int, failed: list[Exception], value: Any = None) -> list[Any]:
     """Return the values of all processes, in order. All processes must call it.
 
     Args:
         num_processes: Their number.
-        failed: The error of this process.
+        failed: Errors of this process; the first one is taken out of the list and raised.
         value: The value of this process.
 
     Raises:
         Exception: The error of this process, or else the first error of another one.
     """
-    sent = failed if failed is None or num_processes == 1 else _sendable(failed)
-    found = gather(num_processes, (sent, value))
-    if failed is not None:
-        raise failed
+    found = gather(num_processes, (_sendable(failed[0]) if failed and num_processes > 1 else None, value))
+    if failed:
+        raise failed.pop(0)  # its traceback refers to this frame and the caller's, which must not refer to it
     for process, (error, _) in enumerate(found):
         if error is not None:
             error.add_note(f"process {process} raised it")
-            raise error
+            try:
+                raise error
+            finally:
+                del error, found
     return [one for _, one in found]
 
 
 def on_all(num_processes: int, function: Callable[[], Any]) -> list[Any]:
     """Call a function; return the values of all processes, in order. All processes must call it. See `exchange`."""
-    failed: Exception | None = None
+    failed: list[Exception] = []
     value = None
     try:
         value = function()
     except Exception as error:  # raised on all processes
-        failed = error
+        failed.append(error)
     return exchange(num_processes, failed, value)
 
 

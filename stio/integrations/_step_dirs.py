@@ -157,7 +157,8 @@ class PublishedSave(JoinedSave):
                 except OSError as error:  # the new checkpoint is durable
                     log(logging.WARNING, "old checkpoints could not be deleted: %s", error)
 
-        operation = Operation(publish, name="publish", exit_patience=EXIT_PATIENCE_SECONDS)
+        about = os.path.join(self._all, f"checkpoint-{self._step}")
+        operation = Operation(publish, name="publish", about=about, exit_patience=EXIT_PATIENCE_SECONDS)
         try:
             self._operation = operation.start()
         except BaseException:  # no thread publishes it
@@ -202,8 +203,9 @@ class PublishedSave(JoinedSave):
         own = [(path, read_list(path, STATE_NAME)) for path, _ in _checkpoints(self._all, until=self._step)]
         found = [(path, written) for path, written in own if written is not None]
         stay = {os.path.realpath(path) for path in protected} | {os.path.realpath(path) for path, _ in found[-1:]}
-        others = [written for path, written in found if os.path.realpath(path) not in stay]
-        for written in others[: max(0, len(found) - keep_last)]:
+        others = [(path, written) for path, written in found if os.path.realpath(path) not in stay]
+        for path, written in others[: max(0, len(found) - keep_last)]:
+            log(logging.INFO, "%s is deleted by keep_last=%d", path, keep_last)
             try:
                 remove_checkpoint(written)
             except StioError as error:

@@ -185,8 +185,8 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             StioError: A save failed, and its error was not raised yet.
         """
         failed = self._failure(wait=True)
-        if failed is not None:
-            raise failed
+        if failed:
+            raise failed.pop()  # its traceback refers to this frame, which must not refer to it
 
     @contextmanager
     def beside_training(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -235,11 +235,11 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
                 self._written[file] = describe_file(file)
         except BaseException as error:
             _advise(error)
-            if earlier is not None:
-                logger.error("an earlier save failed too: %s", earlier)
+            if earlier:
+                logger.error("an earlier save failed too: %s", str(earlier[0]))
             raise
-        if earlier is not None:
-            raise earlier
+        if earlier:
+            raise earlier.pop()
 
     def load_checkpoint(
         self,
@@ -276,8 +276,8 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         file = _local(path)
         is_beside = file == self._beside
         # On many ranks only the first one is called.
-        if not self._on_ranks and (failed := self._failure(wait=not is_beside)) is not None:
-            raise failed
+        if not self._on_ranks and (failed := self._failure(wait=not is_beside)):
+            raise failed.pop()
         save = self._under_way
         if save is None:
             self._remove(file)
@@ -316,15 +316,15 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         made: sync.Saver = saver(budget_bytes=self._budget_bytes, **self._keywords)
         return made
 
-    def _failure(self, *, wait: bool) -> Exception | None:
-        """Collect a save that has ended: remove the files that it replaces, return its error.
+    def _failure(self, *, wait: bool) -> list[Exception]:
+        """Collect a save that has ended: remove the files that it replaces, return its error, if it has one.
 
         A signal's handler may call this again.
         """
         save = self._under_way
         if save is None or not (wait or save.pending.done()):
-            return None
-        failed: Exception | None = None
+            return []
+        failed: list[Exception] = []
         try:
             save.pending.result()
             if save.pending.written is not None:
@@ -334,7 +334,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
                 save.removal.result()
             self._remove_unwanted(save)
         except Exception as error:
-            failed = error  # the files that it should replace stay
+            failed.append(error)  # the files that it should replace stay
         if self._under_way is save:  # otherwise the handler has collected it
             self._under_way = None
         return failed
@@ -372,6 +372,8 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             if written.files and not _is_checkpoint(file):
                 logger.warning("%s stays: it is no checkpoint that StioCheckpointIO saved", file)
                 return
+        if written.files:
+            logger.info("%s is deleted, as Lightning requests", file)
         remove_checkpoint(written)
 
 
@@ -421,11 +423,11 @@ class StioModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]  #
         plugin = self._plugin()
         sharded = {key: value for key, value in checkpoint.items() if key in _SHARDED}
         rest = {key: value for key, value in checkpoint.items() if key not in _SHARDED}
-        earlier: Exception | None = None
+        earlier: list[Exception] = []
         try:
             plugin.collect()
         except Exception as error:
-            earlier = error
+            earlier.append(error)
 
         def of_first_rank() -> bytes:
             if self.global_rank:

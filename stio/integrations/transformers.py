@@ -162,6 +162,9 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         self._make_savers = partial(
             _Savers, max_shard_size=max_shard_size, durability=durability, hash=hash, budget_bytes=budget_bytes
         )
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
         self._savers = self._make_savers()
         self._publishing: JoinedSave | None = None
         self._pushes: HubPushes | None = None
@@ -178,6 +181,15 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """States for the random generators."""
         self._random_at_epoch = False
         """Whether to set them at the start of an epoch, or of a step."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the keywords alone: a copy belongs to no training that is under way."""
+        keywords = ("_output_dir", "_keep_last", "_save_optimizer", "_durability", "_make_savers")
+        return {name: getattr(self, name) for name in keywords}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start_afresh()
 
     # Public methods.
 
@@ -439,12 +451,12 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
             path = on_all(args.world_size, begin)[0]
             save = published[0] if published else stack.enter_context(JoinedSave(path))
-            failed: Exception | None = None
+            failed: list[Exception] = []
             for start in starts:  # all of them: the other processes wait for this one in each
                 try:
                     save.add(start(path))
                 except Exception as error:
-                    failed = failed or error
+                    failed.append(error)
             exchange(args.world_size, failed)
         if published:
             self._publish(args, event.state, published[0])

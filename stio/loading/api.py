@@ -17,7 +17,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from stio.device.tensors import DtypesLike, device_storages
+from stio.device.cuda import TorchEvent
+from stio.device.tensors import DtypesLike, Lost, device_storages
 from stio.errors import ClosedError, printable
 from stio.format.header import TensorInfo
 from stio.loading.body import (
@@ -28,6 +29,7 @@ from stio.loading.body import (
     reading_operation,
     verify,
 )
+from stio.loading.casts import report_lost
 from stio.loading.consumers import GroupQueue
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
@@ -36,7 +38,7 @@ from stio.loading.plan import Names
 from stio.loading.prepare import prepare
 from stio.loading.select import PlacementsLike, checked_placements, plain_names, reusable_names, shards_of
 from stio.loading.target import LoadReport, LoadTarget
-from stio.runtime.blocking import runs_blocking
+from stio.runtime.blocking import AsyncOnly, runs_blocking
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all
@@ -100,7 +102,8 @@ async def load(
         strict: Index and shards must hold the same names. With False, and for `names`, the index decides where they
             differ, with a warning.
         limits: Bounds on the numbers in a file, as a `stio.Limits`.
-        verify: Compare every file with the checkpoint's manifest before any tensor is returned.
+        verify: Compare every file with the checkpoint's manifest before any tensor is returned. Without a manifest,
+            files in the hub's cache are compared with their names there.
         follow_symlinks: Allow shards that are links to a place outside the checkpoint's directory.
         progress: A callable that gets a `stio.ProgressEvent`, `True` for a tqdm bar, or a tqdm class.
         cache: A `stio.HostCache`: files in it are not read again, and files that are read may be added to it. Tensors
@@ -117,7 +120,7 @@ async def load(
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: An argument has a wrong value, or two of them contradict each other.
-        IntegrityError: With `verify=True`: a file differs from the checkpoint's manifest, or there is no manifest.
+        IntegrityError: With `verify=True`: a file differs from the checkpoint's manifest, or there is none.
         StioError: See `stio.errors`.
     """
     options = LoadOptions(**keywords_for(LoadOptions, locals()))
@@ -220,7 +223,24 @@ async def fill_from(
         finally:
             target.discard()
         raise
-    return target.complete()
+    report = target.complete()
+    await _settle(target.lost)
+    report_lost(target.lost, report.path)
+    return report
+
+
+async def _settle(lost: Lost) -> None:
+    """Wait for the numbers of lost values that devices compute, outside of the event loop's thread."""
+    devices = {number.device for number in lost.values() if isinstance(number, torch.Tensor)}
+    if devices:
+        modules = [(torch.get_device_module(device), device) for device in devices]
+        events = [TorchEvent(module, device, module.current_stream(device)) for module, device in modules]
+
+        def body(operation: Operation[None]) -> None:
+            for event in events:
+                event.synchronize()
+
+        await Operation(body, name="load").wait()
 
 
 @described_by(load)
@@ -260,7 +280,7 @@ def open(
     return Checkpoint(source, options)
 
 
-class Checkpoint:
+class Checkpoint(AsyncOnly):
     """An open checkpoint, made by `async with stio.open(...)`.
 
     Leaving the block cancels its operations under way, waits for their threads, and closes the files. Tensors that were
@@ -270,6 +290,8 @@ class Checkpoint:
         source: The checkpoint.
         options: Options of the open and of the loads.
     """
+
+    _sync_name = "open"
 
     def __init__(self, source: SourceLike, options: LoadOptions) -> None:
         self._source = source
@@ -485,7 +507,7 @@ def _checked_name(name: str) -> str:
     return name
 
 
-class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
+class Stream(AsyncOnly, AsyncIterator[tuple[str, torch.Tensor]]):
     """Pairs of name and tensor, in the order in which they become ready.
 
     Reading is ahead of the consumer by at most the budget. Iterate the stream, or enter it by `async with` first. The
@@ -496,6 +518,8 @@ class Stream(AsyncIterator[tuple[str, torch.Tensor]]):
     Args:
         queue: Its groups; the operation is not started.
     """
+
+    _sync_name = "open"
 
     def __init__(self, queue: GroupQueue) -> None:
         self._queue = queue

@@ -6,7 +6,7 @@ A load from a path costs two thread switches, to its thread and back: opening, r
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,6 +27,7 @@ from stio.loading.plan import Names
 from stio.loading.prepare import prepare
 from stio.loading.select import PlacementsLike
 from stio.loading.target import LoadTarget
+from stio.runtime.contexts import contextmanager
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused

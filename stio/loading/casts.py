@@ -7,13 +7,15 @@ quantized module: both are refused. A name that the caller casts by itself, by a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, Casts, DtypeOf
+from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, Casts, DtypeOf, Lost
 from stio.errors import MismatchError, UnsupportedDtypeError, listed, printable
 from stio.format.companions import Companions, find_companions, is_quantized
+from stio.runtime.log import log
 
 AS_STORED = (
     "keep them as they are stored, without dtype=, and dequantize with the library that wrote them (from_pretrained of "
@@ -154,6 +156,29 @@ def require_as_stored(stored: Mapping[str, str], copies: Iterable[tuple[str, tor
         if name in companions.of and TORCH_DTYPES.get(stored[name]) != memory.dtype:
             wanted = FORMAT_DTYPES.get(memory.dtype, str(memory.dtype))
             raise _not_copied(name, "in the checkpoint", wanted, stored[name], companions.of[name], path=path)
+
+
+def report_lost(lost: Lost, path: str) -> dict[str, int]:
+    """Warn of the values that casts have lost.
+
+    Args:
+        lost: Their numbers; those of a device are waited for.
+        path: The checkpoint.
+
+    Returns:
+        The numbers by name, without those that are 0.
+    """
+    numbers = {name: number for name, one in lost.items() if (number := int(one))}
+    if numbers:
+        log(
+            logging.WARNING,
+            "%s: %s outside the range of the dtype to which they were cast, and became inf, NaN, 0, the largest number "
+            "or another integer; choose a dtype with a larger range: %s",
+            printable(path),
+            "1 value was" if sum(numbers.values()) == 1 else f"{sum(numbers.values()):,} values were",
+            listed([f"{printable(name)} ({number:,})" for name, number in numbers.items()]),
+        )
+    return numbers
 
 
 def _not_copied(

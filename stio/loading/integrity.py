@@ -20,6 +20,7 @@ from stio.runtime.memory import allocate, default_budget_bytes
 from stio.runtime.operation import Cancelled
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source, digest_of_source
+from stio.storage.checks import advice_for_hub_cache, digest_in_name
 
 MOST_WORKERS = 8
 """Most threads that hash, on a machine with as many cores: at 2 GB/s each they are as fast as a fast disk."""
@@ -44,14 +45,20 @@ class Finding:
 def read_manifest(opened: OpenCheckpoint) -> Manifest | None:
     """Return the manifest of a checkpoint that was opened `with_manifest`, None if there is none.
 
-    If a save changed it while the files were opened, the states before and after are both acceptable.
+    If a save changed it while the files were opened, the states before and after are both acceptable. Without a
+    manifest, files of the hub's cache are compared with their names there.
 
     Raises:
         FormatError: It is malformed.
     """
     text = opened.manifest
-    if text is None or not text.texts:
+    if text is None:
         return None
+    if not text.texts:
+        digests = [digest_in_name(file.path) for file in opened.files]
+        states = [(FileState(file.identity.nbytes, one),) for file, one in zip(opened.files, digests, strict=True)]
+        files = dict(zip(text.names, states, strict=True))
+        return Manifest("sha256", files, in_names=True) if digests and all(digests) else None
     manifest, *earlier = [parse_manifest(raw, path=text.path) for raw in reversed(text.texts)]
     for one in earlier:
         if one.algorithm == manifest.algorithm:
@@ -147,7 +154,7 @@ def judge_files(
                 with ExitStack() as owned:
                     file = opened.open_files([k], owned)[k]
                     found = digest_of_source(file, new_hasher(manifest.algorithm), memory, before_piece)
-                judge(k, _wrong_digest(file, found, states[k], manifest.algorithm))
+                judge(k, _wrong_digest(file, found, states[k], manifest))
             except StioError as error:
                 judge(k, error)
 
@@ -164,11 +171,13 @@ def _wrong_size(file: Source, states: Sequence[FileState], place: str) -> StioEr
     return None
 
 
-def _wrong_digest(file: Source, found: str, states: Sequence[FileState], algorithm: str) -> StioError | None:
+def _wrong_digest(file: Source, found: str, states: Sequence[FileState], manifest: Manifest) -> StioError | None:
     expected = [state.digest for state in states if state.nbytes == file.identity.nbytes]
     if found in expected:
         return None
-    message = f"the file is damaged or another one: its {algorithm} differs from the manifest"
+    other = "its name in the cache" if manifest.in_names else "the manifest"
+    message = f"the file is damaged or another one: its {manifest.algorithm} differs from {other}"
+    message += advice_for_hub_cache(file.path)
     return IntegrityError(message, path=file.path, expected=_either(expected), found=found)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from functools import cache
 from typing import Any, TypeVar, overload
 
 from stio.errors import (
@@ -13,30 +14,30 @@ from stio.errors import (
     CheckpointNotFoundError,
     FormatError,
     IndexFormatError,
+    StioError,
     listed,
 )
-from stio.format.directory import require_complete, without_index
+from stio.format.directory import of_index, require_complete, without_index
 from stio.format.naming import (
-    FILE_SUFFIX,
     FILE_SUFFIXES,
     INDEX_SUFFIX,
-    is_dated,
+    is_hidden,
+    is_index,
     is_unfinished,
+    names_checkpoint,
     shard_number,
-    step_named,
 )
 from stio.format.other_sources import is_pickle_of_weights
 from stio.loading.open import open_checkpoint
 from stio.runtime.log import log
-from stio.storage.checks import local_directory, refused
-
-_FILES = (FILE_SUFFIX, ".sft", ".ckpt")
-"""Ends of the names of files that are checkpoints: those of safetensors, and of Lightning by stio."""
+from stio.storage.checks import CHECKPOINT_SUFFIXES, local_directory, refused, steps_in
 
 _DATED = "its name has a date, whose numbers are no step; load it by its path, or name it such as step-100"
 _UNFINISHED = "its name is one that programs give to a checkpoint until it is complete; if it is, rename it"
 _DEEPEST = 3
 """Most directories inside each other in the one of a step: `step-3/model/`."""
+_NUM_BEFORE = 2
+"""Number of steps before that a step is compared with; see `stio.saving.retention`, which has the same rule."""
 _NO_DEFAULT: Any = object()
 
 T = TypeVar("T")
@@ -64,7 +65,8 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False, 
 
     Args:
         directory: Holds `step-100`, `step-200` or files such as `step-100.safetensors`. The directory of a step may
-            hold several checkpoints; then its path is returned if all of them are complete.
+            hold several checkpoints; then its path is returned if all of them are complete. If the only one lies
+            deeper, as in `step-100/actor/huggingface`, the path of that one is returned.
         follow_symlinks: See `stio.load`, which needs it then too.
         default: Returned if there is no such directory, or no complete checkpoint of a step in it; a warning names what
             is left out. Without it that is an error.
@@ -80,89 +82,137 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False, 
     """
     local_directory(directory, "stio.latest")
     path = os.fsdecode(directory)
-    if default is not _NO_DEFAULT and not os.path.lexists(path):
+    try:
+        by_step = _listed(path, steps_in)
+    except CheckpointNotFoundError:  # and not for a mount that is gone: a run would begin anew
+        if default is _NO_DEFAULT or os.path.islink(path):
+            raise
         return default
-    by_step: dict[int, list[str]] = defaultdict(list)
-    dated: list[str] = []
-    for name in _names_in(path):
-        step, entry = step_named(name), os.path.join(path, name)
-        if (step is not None or is_dated(name)) and _may_be_checkpoint(entry):
-            by_step[step].append(entry) if step is not None else dated.append(f"{entry}: {_DATED}")
+    dated = [f"{entry}: {_DATED}" for entry in by_step.pop(None, [])]
+    steps = sorted((step for step in by_step if step is not None), reverse=True)
+    examined = cache(lambda step: _examine(by_step[step], follow_symlinks))
     left_out: list[str] = []
-    for step in sorted(by_step, reverse=True):
-        reasons = {
-            entry: _UNFINISHED if is_unfinished(os.path.basename(entry)) else _why_incomplete(entry, follow_symlinks)
-            for entry in by_step[step]
-        }
-        left_out += [f"{entry}: {reason}" for entry, reason in reasons.items() if reason]
-        complete = [entry for entry, reason in reasons.items() if reason is None]
+    for position, step in enumerate(steps):
+        complete, incomplete, checkpoints = examined(step)
+        left_out += incomplete
+        before: dict[int, list[str]] = {}
+        for other in steps[position + 1 : position + 1 + _NUM_BEFORE] if complete else ():
+            with suppress(StioError):  # such as a link that leads out
+                before[other] = examined(other)[2]
+        if reason := _why_parts_are_missing(checkpoints, before, path):
+            left_out += [f"{entry}: {reason}" for entry in complete]
+            continue
         if len(complete) > 1:
             message = (
                 f"several checkpoints are of the newest step, {step}: pass one of them, or save each step by one call"
             )
-            names = listed(os.path.basename(entry) for entry in complete)
+            names = listed(map(os.path.basename, complete))
             raise AmbiguousCheckpointError(message, path=path, expected="one", found=names)
-        if complete:
-            for reason in [*left_out, *dated][:1]:
-                log(logging.WARNING, "%s is the newest complete checkpoint; left out: %s", complete[0], reason)
-            return complete[0]
+        for newest in complete.values():
+            for text in [*left_out, *dated][:1]:
+                log(logging.WARNING, "%s is the newest complete checkpoint; left out: %s", newest, text)
+            return newest
     if default is _NO_DEFAULT:
         raise _none(path, [*left_out, *dated], follow_symlinks)
-    for reason in [*left_out, *dated][:1]:
-        log(logging.WARNING, "%s has no complete checkpoint of a step; left out: %s", path, reason)
+    for text in [*left_out, *dated][:1]:
+        log(logging.WARNING, "%s has no complete checkpoint of a step; left out: %s", path, text)
     return default
 
 
-def _names_in(path: str) -> list[str]:
+def _listed(path: str, look: Callable[[str], T]) -> T:
     try:
-        return sorted(name for name in os.listdir(path) if not name.startswith("."))
+        return look(path)
     except FileNotFoundError:
         raise CheckpointNotFoundError("there is no such directory", path=path) from None
     except OSError as error:
         raise refused("looking for the newest checkpoint", path, error) from error
 
 
-def _may_be_checkpoint(path: str) -> bool:
-    if os.path.islink(path) and not os.path.exists(path):
-        return path.endswith(_FILES) or not os.path.splitext(path)[1]
-    return os.path.isdir(path) or (path.endswith(_FILES) and os.path.isfile(path))
+def _examine(entries: Sequence[str], follow_symlinks: bool) -> tuple[dict[str, str], list[str], list[str]]:
+    """Examine the files and directories that name one step.
+
+    Returns:
+        For each that is complete, the path to return. Why the others are left out. All checkpoints of the step.
+    """
+    complete: dict[str, str] = {}
+    incomplete: list[str] = []
+    all_of: list[str] = []
+    for entry in entries:
+        if is_unfinished(os.path.basename(entry)):
+            incomplete.append(f"{entry}: {_UNFINISHED}")
+            continue
+        found = _checkpoints_in(entry, follow_symlinks)
+        all_of += found
+        reasons = [reason for reason in found.values() if reason is not None]
+        if reasons:
+            incomplete.append(f"{entry}: {reasons[0]}")
+        elif found:
+            complete[entry] = entry if len(found) > 1 else all_of[-1]
+    return complete, incomplete, all_of
 
 
-def _why_incomplete(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> str | None:
-    """Return why there is no complete checkpoint at a path: empty text if there is none at all; None if there is."""
+def _checkpoints_in(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> dict[str, str | None]:
+    """Return the checkpoints at a path and below it, each with the reason why it is not complete; None: it is.
+
+    Args:
+        path: A file, or a directory.
+        follow_symlinks: See `latest`.
+        depth: Most directories inside each other that are searched.
+    """
+    if not os.path.isdir(path):
+        return {path: _why_incomplete([path], follow_symlinks)} if os.path.lexists(path) else {}
+    names = [name for name in _listed(path, os.listdir) if not is_hidden(name)]
+    folders = {name for name in names if os.path.isdir(os.path.join(path, name))}
+    used: set[str | None] = set()
+    checkpoints: dict[str, str | None] = {}
     pickled = ""
     try:
-        open_checkpoint(path, follow_symlinks=follow_symlinks, warn=lambda _: None).close()
-        return None
+        with closing(open_checkpoint(path, follow_symlinks=follow_symlinks, warn=lambda _: None)) as opened:
+            used = {opened.index, *(header.shard for header in opened.headers)} - {None}
+        checkpoints[path] = None
     except (FormatError, IndexFormatError) as error:
-        return str(error)
+        return {path: str(error)}
     except AmbiguousCheckpointError:
-        names = _names_in(path)  # of several checkpoints
-        if reason := _why_shards_are_missing(path, names):
-            return reason
+        pass
     except CheckpointNotFoundError as error:
-        if not os.path.isdir(path):
-            return str(error) if os.path.islink(path) else ""  # removed meanwhile
-        names = _names_in(path)
         if any(name.endswith(INDEX_SUFFIX) or (name.endswith(FILE_SUFFIXES) and shard_number(name)) for name in names):
-            return str(error)
+            return {path: str(error)}
         pickled = str(error) if any(map(is_pickle_of_weights, names)) else ""
-    entries = [os.path.join(path, name) for name in names]
-    parts = [one for one in entries if one.endswith((*_FILES, INDEX_SUFFIX)) or (depth and os.path.isdir(one))]
-    reasons = [_why_incomplete(part, follow_symlinks, depth - 1) for part in parts]
-    found = [reason for reason in reasons if reason != ""]
-    return next((reason for reason in found if reason is not None), None) if found else pickled
+    named = without_index((name for name in names if name not in folders), CHECKPOINT_SUFFIXES)
+    named += map(of_index, filter(_is_index, names))  # behind the files: their set of shards is that of the index
+    others: dict[str, str | None] = {}
+    for one in {one.stem: one for one in named}.values():
+        files = [os.path.join(path, name) for name in one.files or [one.index or ""]]
+        if used.isdisjoint([one.index, *one.files]):
+            others[files[0]] = _why_incomplete(files, follow_symlinks, one.files)
+    for name in sorted(folders if depth else ()):
+        others |= _checkpoints_in(os.path.join(path, name), follow_symlinks, depth - 1)
+    if checkpoints:  # beside it, what is not complete does not count
+        others = {place: reason for place, reason in others.items() if reason is None}
+    return checkpoints | others or ({path: pickled} if pickled else {})
 
 
-def _why_shards_are_missing(path: str, names: Sequence[str]) -> str:
-    """Return why a set of shards without an index is not complete; empty text if there is none, or an index."""
-    if any(name.endswith(INDEX_SUFFIX) for name in names):
-        return ""  # it decides
-    for one in without_index(names):
-        try:
-            require_complete(one.files, path=path)
-        except CheckpointNotFoundError as error:
-            return str(error)
+def _is_index(name: str) -> bool:
+    return is_index(name) and names_checkpoint(name)
+
+
+def _why_incomplete(paths: Sequence[str], follow_symlinks: bool, shards: Sequence[str] = ()) -> str | None:
+    """Return why a checkpoint is not complete, of these files or with this index; None: it is complete."""
+    try:
+        require_complete(shards, path=os.path.dirname(paths[0]))
+        for path in paths:
+            open_checkpoint(path, follow_symlinks=follow_symlinks, warn=lambda _: None).close()
+    except (FormatError, IndexFormatError, CheckpointNotFoundError) as error:
+        return str(error)
+    return None
+
+
+def _why_parts_are_missing(own: Sequence[str], before: Mapping[int, Sequence[str]], path: str) -> str:
+    """Return which step before has more checkpoints than a step, of which a save may not have been made; else ""."""
+    for step, others in before.items():
+        if len(others) > len(own):
+            names = listed(os.path.relpath(other, path) for other in others)
+            return f"it holds {len(own)} of the {len(others)} checkpoints that step {step} holds ({names})"
     return ""
 
 
@@ -170,6 +220,6 @@ def _none(path: str, left_out: list[str], follow_symlinks: bool) -> CheckpointNo
     message = "there is no complete checkpoint of a step in this directory"
     if left_out:
         return CheckpointNotFoundError(f"{message}; left out: {left_out[0]}", path=path)
-    if _why_incomplete(path, follow_symlinks, 0) is None:
+    if _checkpoints_in(path, follow_symlinks, 0).get(path, "") is None:
         message += ": it is a checkpoint itself; load it by its path"
     return CheckpointNotFoundError(message, path=path, expected="names with a number, such as step-100")

@@ -19,7 +19,7 @@ from torch import nn
 
 from stio.device.base import LoadedGroup
 from stio.device.tensor_memory import copy_all, has_memory, require_memory
-from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
+from stio.device.tensors import TORCH_DTYPES, as_scalar, cast, fits_shape, loses_values, may_lose_range
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
 from stio.format.state_tree import STATE_KEY, TREE_TENSOR
 from stio.loading.casts import require_together
@@ -279,7 +279,7 @@ class ModuleTarget(LoadTarget):
                 continue
             dtype, shape = found
             expected = tuple(target.shape) if name not in self._parts else self._parts[name].shape
-            if (shape if dtype != "F4" else torch_shape(dtype, shape)) != expected:
+            if shape != expected and not fits_shape(dtype, shape, expected):
                 wrong.append(f"{printable(name)} is {list(shape)} in the checkpoint, {list(expected)} in the module")
             elif self.assigns and target.requires_grad and not _has_gradient(dtype):
                 raise MismatchError(
@@ -419,15 +419,15 @@ class ModuleTarget(LoadTarget):
         self, name: str, target: torch.Tensor, index: Box, rows: torch.Tensor, dim: int, begin: int
     ) -> None:
         """Copy what `rows` and the part `index` of a tensor have in common into the memory of that part."""
-        if not index:
-            copy_all([target], [rows], [name], path=self._path)
+        if not index or not target.dim():
+            copy_all([target], [rows], [name], path=self._path, lost=self.lost)
             return
         first, end = max(begin, index[dim].start), min(begin + rows.shape[dim], index[dim].stop)
         if first < end:
             require_memory(name, target, path=self._path)  # torch makes no views of a storage that is too short
             within = (*index[:dim], slice(first - begin, end - begin), *index[dim + 1 :])
             same = target.narrow(dim, first - index[dim].start, end - first)
-            copy_all([same], [rows[within]], [name], path=self._path)
+            copy_all([same], [rows[within]], [name], path=self._path, lost=self.lost)
 
     def rows_memory(
         self, source: str, dtype: torch.dtype, dim: int, rows: tuple[int, int], whole: tuple[int, ...]
@@ -478,6 +478,8 @@ class ModuleTarget(LoadTarget):
             if self._tree.is_hooked(chosen):
                 continue
             new = self._loaded[chosen]
+            if new.dim() and not self._targets[chosen].dim():
+                new = as_scalar(new)
             names = self._ties.get(key)
             if names is None and not self._aliases:  # no other name has this tensor
                 self._made[chosen] = _become(self._targets[chosen], new)
@@ -534,6 +536,11 @@ class ModuleTarget(LoadTarget):
                 self._memory.require(name, target)  # since the load began, it may have been freed
         options = {"assign": True} if self.assigns else {}  # an overridden method may not have this keyword
         state = self._state_for_hooks()
+        for name in self._names if not self.assigns else ():  # hooks may change values: counted without them
+            if name in self._targets and self._tree.is_hooked(name):
+                kept, target = state[name], self._targets[name]
+                if may_lose_range(kept.dtype, target.dtype) and not target.is_quantized:
+                    cast(name, kept, target.dtype, self.lost)
         try:
             found = self._module.load_state_dict(state, strict=self._strict, **options)
         except RuntimeError as error:

@@ -34,9 +34,10 @@ from stio.format.state_tree import (
     parse_tree,
     python_path,
 )
+from stio.loading.casts import require_together
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
-from stio.loading.target import LoadReport, LoadTarget, PartOf, Stored, no_part
+from stio.loading.target import Casting, LoadReport, LoadTarget, PartOf, Stored, no_part
 from stio.runtime.limits import Limits
 from stio.runtime.memory import Region, allocate
 from stio.runtime.process import collection_paused
@@ -211,10 +212,12 @@ class StateTarget(LoadTarget):
     Args:
         state: Containers with tensors and plain values. It must not change during the load.
         part_of: Returns the part of a tensor that this process holds; see `stio.loading.target.LocalPart`.
+        casting: Which dtypes of a nested state in the checkpoint may be copied into which. Tensors by name may be cast.
     """
 
-    def __init__(self, state: object, *, part_of: PartOf = no_part) -> None:
+    def __init__(self, state: object, *, part_of: PartOf = no_part, casting: Casting = "safe") -> None:
         super().__init__()
+        self._of_state = casting
         self._state = state
         self._part_of = part_of
         self._replaced: list[tuple[Any, Any, object]] = []  # container, key or index, new value
@@ -235,6 +238,7 @@ class StateTarget(LoadTarget):
         self._begin(opened.path)
         self._stored, self._aliases = opened.dtypes_and_shapes(), opened.aliases
         self._is_nested = STATE_KEY in opened.metadata
+        self._casting = self._of_state if self._is_nested else "same_kind"
         self._hint = "" if self._is_nested else "; the checkpoint has tensors by name, and no nested state"
         if self._merge(self._state, self._stored_state(opened, options, check), []) is not self._state:
             message = (
@@ -247,6 +251,12 @@ class StateTarget(LoadTarget):
                 f"missing {listed(self._missing)}; unexpected {listed(self._unexpected)}{self._hint}",
                 path=opened.path,
             )
+        targets = {source: places[0].memory for source, places in self._places.items()}
+        if not self._is_nested and isinstance(self._state, Mapping):
+            others = {name: one for name, one in self._state.items() if isinstance(one, torch.Tensor)}
+            targets = {**others, **targets}
+        kinds = {name: dtype for name, (dtype, _) in self._stored.items()}
+        require_together(kinds, targets, {source: source for source in self._places}, assigns=False, path=opened.path)
         self._join_parts()
         return list(self._places)
 

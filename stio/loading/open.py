@@ -25,10 +25,12 @@ from stio.errors import (
     StioError,
     StorageError,
     TensorNotFoundError,
+    listed,
     printable,
 )
 from stio.format.directory import (
     NamedCheckpoint,
+    advice_for_gone_shards,
     beside,
     choose,
     of_index,
@@ -40,9 +42,17 @@ from stio.format.directory import (
 )
 from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
-from stio.format.index import ShardIndex, as_in_index, check_against_shards, parse_index, require_distinct
+from stio.format.index import (
+    ShardIndex,
+    as_in_index,
+    check_against_shards,
+    parse_index,
+    require_distinct,
+    require_one_set,
+    require_whole_tensors,
+)
 from stio.format.manifest import MAX_MANIFEST_BYTES
-from stio.format.naming import MANIFEST_SUFFIX, is_index, shard_number
+from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, MANIFEST_SUFFIX, is_index, shard_number
 from stio.format.other_sources import (
     HEAD_BYTES,
     PAGE,
@@ -61,7 +71,7 @@ from stio.runtime.operation import start_thread
 from stio.runtime.process import collection_paused
 from stio.runtime.urls import is_url
 from stio.storage.base import ParallelRoot, RequestedSource, Root, Source
-from stio.storage.checks import broken_link
+from stio.storage.checks import advice_for_hub_cache, broken_link, commits_in
 from stio.storage.open import ReopenedFile, SingleFileRoot, is_hub, most_open_files, open_directory, open_file, open_url
 
 logger = logging.getLogger("stio")
@@ -220,6 +230,7 @@ def open_checkpoint(
     with_manifest: bool = False,
     shards_of: Callable[[ShardIndex], Collection[str] | None] = lambda index: None,
     replacement: Callable[[Source], Source] = lambda file: file,
+    allow_trailing: bool = False,
     check: Callable[[], None] = lambda: None,
     warn: Callable[[str], object] = lambda warning: logger.warning("%s", warning),
 ) -> OpenCheckpoint:
@@ -235,6 +246,7 @@ def open_checkpoint(
             are.
         replacement: Called with each shard that was opened; returns it, or another file with the same content and the
             same identity, and has closed the shard then.
+        allow_trailing: Bytes after the last tensor of a file are a warning, and no error.
         check: Called between files; may raise to end the call.
         warn: Called with a sentence for each difference that is no error. By default it is logged.
 
@@ -247,7 +259,7 @@ def open_checkpoint(
         StorageError: The operating system reported an error.
     """
     return _Opening(
-        limits or Limits(), strict, follow_symlinks, with_manifest, shards_of, replacement, check, warn
+        limits or Limits(), strict, follow_symlinks, with_manifest, shards_of, replacement, allow_trailing, check, warn
     ).open(source)
 
 
@@ -261,6 +273,7 @@ class _Opening:
     with_manifest: bool
     shards_of: Callable[[ShardIndex], Collection[str] | None]
     replacement: Callable[[Source], Source]
+    allow_trailing: bool
     check: Callable[[], None]
     warn: Callable[[str], object]
 
@@ -272,34 +285,37 @@ class _Opening:
         path = os.fsdecode(source)
         if not path:
             raise CheckpointNotFoundError("the path is empty; give a file, a directory or a URL")
-        if is_url(path):
-            return self._at_url(path)
         try:
-            return self._at_path(path)
+            return self._at_url(path) if is_url(path) else self._at_path(path)
         except CheckpointNotFoundError as error:
-            if not os.path.lexists(path):
+            if is_url(path):
+                raise
+            if commits := commits_in(path):
+                _advise(
+                    error, f"; this is a repository in the hub's cache: give one of its snapshots/{listed(commits)}"
+                )
+            elif not os.path.lexists(path):
                 _advise(error, advice_for_missing(path, parent_exists=os.path.isdir(path.partition("/")[0])))
             raise
-        except IndexFormatError as error:
-            _advise(error, advice_for_index(path))
+        except (FormatError, IndexFormatError) as error:
+            if isinstance(error, IndexFormatError):
+                _advise(error, advice_for_index(path))
+            if error.path and not isinstance(error, LimitError):
+                _advise(error, advice_for_hub_cache(error.path))
             raise
 
     def _at_url(self, url: str) -> OpenCheckpoint:
         root, name = open_url(url)
         # With a query it is often a link for downloads, and the server may have the same answer below it.
         link = _link(url) if not name and "?" in url else None
-        try:
-            if link is None:
-                try:
-                    return self._named_at(root, name)
-                except CheckpointNotFoundError:
-                    link = None if name else _link(url)
-                    if link is None:
-                        raise
-            return self._named_at(*link)
-        except IndexFormatError as error:
-            _advise(error, advice_for_index(name))
-            raise
+        if link is None:
+            try:
+                return self._named_at(root, name)
+            except CheckpointNotFoundError:
+                link = None if name else _link(url)
+                if link is None:
+                    raise
+        return self._named_at(*link)
 
     def _named_at(self, root: Root, name: str) -> OpenCheckpoint:
         """Open a file or an index by its name in a store, or without a name the directory."""
@@ -348,14 +364,16 @@ class _Opening:
             text = b"" if found.index is None else self._index_text(root, found.index, index_name is not None)
             try:
                 return self._named(root, found, text, names)
-            except CheckpointNotFoundError:
+            except CheckpointNotFoundError as error:
                 # A save removes old shards after the new index is in place. If index and listing are unchanged, a
                 # shard is missing.
                 if last == [found, text]:
                     whole = self._instead_of_shards(root, found, text, names)
-                    if whole is None:
-                        raise
-                    return self._named(root, whole, b"", names)
+                    if whole is not None:
+                        return self._named(root, whole, b"", names)
+                    if self._are_gone(root, found, text, names):
+                        _advise(error, advice_for_gone_shards(found.index or "", names))
+                    raise
                 last = [found, text]
 
     def _named(self, root: Root, found: NamedCheckpoint, text: bytes, names: Sequence[str]) -> OpenCheckpoint:
@@ -386,30 +404,35 @@ class _Opening:
         if whole_index is not None and index is not whole_index:
             opened.index_names = whole_index.weight_map.keys()
         try:
+            if found.index is None and not isinstance(root, SingleFileRoot):
+                require_one_set(opened.headers, path=root.path)
             if (pickle := pickle_of_another(names, found.stem)) is not None:
                 self.warn(warning_of_pickle(root.path, found, pickle))
             if (other := of_other_suffix(found, names)) is not None:
                 self.warn(warning_of_other_suffix(root.path, found, other))
-            if whole_index is not None and found.index is not None:
-                self._warn_of_others(root, found.index, whole_index, names)
+            self._warn_of_others(root, found, files if whole_index is None else whole_index.shards, opened, names)
         except BaseException:
             opened.close()
             raise
         return opened
 
-    def _warn_of_others(self, root: Root, index_name: str, index: ShardIndex, names: Sequence[str]) -> None:
+    def _warn_of_others(
+        self, root: Root, found: NamedCheckpoint, files: Sequence[str], opened: OpenCheckpoint, names: Sequence[str]
+    ) -> None:
         """Warn of files in the directory that a reader of it may take for the newer checkpoint."""
-        same, others = beside(index_name, index.shards, names)
+        loaded = found.index or found.whole
+        same, others = beside(loaded, files, names, FILE_SUFFIXES if found.index is not None else (FILE_SUFFIX,))
         if not is_hub(root.path):  # there it would be downloaded
-            same += [name for name in others[:_MOST_EXAMINED] if self._has_names_of(root, name, index)]
+            same += [name for name in others[:_MOST_EXAMINED] if self._has_names_of(root, name, opened)]
         if same:
-            self.warn(warning_of_others(root.path, index_name, same))
+            self.warn(warning_of_others(root.path, loaded, same))
 
-    def _has_names_of(self, root: Root, name: str, index: ShardIndex) -> bool:
-        """Return whether a file has tensors with names that the index has."""
+    def _has_names_of(self, root: Root, name: str, opened: OpenCheckpoint) -> bool:
+        """Return whether a file has tensors with names that the checkpoint has."""
         try:
             with closing(root.open(name)) as file:
-                return not index.weight_map.keys().isdisjoint(self._header(file, name).names)
+                found = self._header(file, name).names
+                return any(name in opened.index_names or any(name in one for one in opened.headers) for name in found)
         except StioError:
             return False  # it is no checkpoint
 
@@ -420,16 +443,20 @@ class _Opening:
 
         Other writers leave the index when they replace a checkpoint in shards by a single file.
         """
-        if found.index is None or not names:
-            return None
-        index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.limits)
-        if any(shard in names or _exists(root, shard) for shard in index.shards):
+        if found.index is None or not self._are_gone(root, found, text, names):
             return None
         for name in dict.fromkeys([found.whole, *beside(found.index, (), names)[0]]):
             if shard_number(name) is None and _exists(root, name):
                 self.warn(warning_of_gone_shards(root.path, found.index, name))
                 return NamedCheckpoint(None, (name,), name)
         return None
+
+    def _are_gone(self, root: Root, found: NamedCheckpoint, text: bytes, names: Sequence[str]) -> bool:
+        """Return whether an index, chosen among these names, has no shard that exists."""
+        if found.index is None or not names:
+            return False
+        index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.limits)
+        return not any(shard in names or _exists(root, shard) for shard in index.shards)
 
     def _index_text(self, root: Root, name: str, named: bool) -> bytes:
         message = f"the index is larger than the limit `header_bytes`{advice_on_limit('header_bytes')}"
@@ -468,6 +495,8 @@ class _Opening:
             for name, file in zip(openers, files, strict=True) if not in_turns else ():
                 self.check()
                 headers.append(self._header(file, name))
+            for warning in require_whole_tensors(headers, strict=self.strict, path=path):
+                self.warn(warning)
             if index is None:
                 require_distinct(headers, path=path)
             else:
@@ -507,7 +536,17 @@ class _Opening:
         end = PREFIX_BYTES + nbytes
         raw = head[PREFIX_BYTES:end] if end <= len(head) else _read(file, PREFIX_BYTES, nbytes)
         with collection_paused(nbytes // _ENTRY_BYTES):
-            return parse_header(raw, file_bytes=file_bytes, path=file.path, shard=shard, limits=self.limits)
+            header = parse_header(
+                raw,
+                file_bytes=file_bytes,
+                path=file.path,
+                shard=shard,
+                limits=self.limits,
+                allow_trailing=self.allow_trailing,
+            )
+        if trailing := file_bytes - header.data_start - header.data_bytes:
+            self.warn(f"{printable(file.path)}: {trailing:,} bytes after the last tensor are left out")
+        return header
 
 
 def _with_manifest(root: Root, stem: str, open_shards: Callable[[], OpenCheckpoint]) -> OpenCheckpoint:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 
 from stio.device.base import Accelerator, current_device, current_streams, with_current_index
-from stio.device.tensors import DtypeOf, DtypesLike, checked_casts
+from stio.device.tensors import DtypeOf, DtypesLike, Lost, checked_casts
 from stio.loading.cache.entries import FileCache, ObjectCache
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.process import check_switch_interval
@@ -79,6 +79,8 @@ class LoadOptions:
     streams: Mapping[torch.device, Any] | Literal["copy"] | None = field(default=None, repr=False, compare=False)
     """By device, the stream under which tensors are allocated; None: those that are current in the calling thread.
     `"copy"`: the stream of all copies of loads, which waits for no work of the caller."""
+    lost: Lost | None = field(default=None, repr=False, compare=False)
+    """Where casts count the values that they lose, for an operation of several loads that reports them itself."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", _from_here(self.device))

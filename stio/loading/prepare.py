@@ -26,11 +26,11 @@ import torch
 
 from stio.device.base import Accelerator, AnyDevice, LoadedGroup, resolve_devices
 from stio.device.cuda import TorchAccelerator, default_stream
-from stio.device.tensors import Casts, require_dtypes
+from stio.device.tensors import Casts, Lost, require_dtypes
 from stio.errors import DeviceError, TensorNotFoundError, printable
 from stio.format.header import Header
 from stio.loading.cache.entries import CachedFile, FileCache
-from stio.loading.casts import planned_casts
+from stio.loading.casts import planned_casts, report_lost
 from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.open import OpenCheckpoint
@@ -145,7 +145,9 @@ def prepare(
                     budget_bytes = options.budget or DEFAULT_BUDGET_BYTES
                     files = options.disk_cache.fetch(files, nbytes, budget_bytes=budget_bytes, owned=owned)
             casts = casts or _casts(opened, selections, options)
-            delivery = Delivery(casts, views, kept is None and not hold, copied if casts is None else frozenset())
+            lost: Lost = {} if options.lost is None else options.lost
+            copied = copied if casts is None else frozenset()
+            delivery = Delivery(casts, views, kept is None and not hold, copied, lost)
             loads = _device_loads(opened, files, selections, options, delivery, prompt=prompt)
             for load in loads:
                 undo.callback(load.close)
@@ -170,6 +172,7 @@ def prepare(
                 owned=owned,
                 progress=progress_callback(options.progress),
                 trace=options.trace,
+                on_end=partial(report_lost, lost, opened.path) if options.lost is None else lambda: None,
             )
             undo.pop_all()  # the scheduler closes them
             return scheduler

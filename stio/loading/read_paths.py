@@ -13,7 +13,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from math import prod
 from time import perf_counter
 from typing import TypeGuard
@@ -27,6 +28,7 @@ from stio.device.tensors import (
     TORCH_DTYPES,
     Casts,
     GroupMemory,
+    Lost,
     cast_dtype,
     image_over,
     is_copied_whole,
@@ -98,12 +100,12 @@ def _is_final(group: Group, dtype: Casts | None) -> bool:
 
 
 def _finished(
-    group: Group, tensors: dict[str, torch.Tensor], dtype: Casts | None, *, views: bool = False
+    group: Group, tensors: dict[str, torch.Tensor], delivery: Delivery, *, views: bool = False
 ) -> dict[str, torch.Tensor]:
-    if _is_final(group, dtype):
+    if _is_final(group, delivery.casts):
         return tensors
     posts = {group.names[k]: post for k, post in group.posts.items()}
-    return select_and_cast(tensors, posts, dtype, views=views)
+    return select_and_cast(tensors, posts, delivery.casts, delivery.lost, views=views)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,8 @@ class Delivery:
     """The consumer keeps the tensors, so memory that they own is not under way."""
     copied: AbstractSet[str] = frozenset()
     """Names of tensors whose bytes the consumer copies as they are, into memory of the same device."""
+    lost: Lost = field(default_factory=dict)
+    """Values that the casts of the load have lost."""
 
 
 AS_READ = Delivery()
@@ -271,7 +275,7 @@ class CopiedPath(ReadPath):
                 whole = tensors_in(region, [""], ["U8"], [(group.nbytes,)], [0])
                 return LoadedGroup({}, image_over(whole[""], group))
             tensors = tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets)
-            return LoadedGroup(_finished(group, tensors, self._delivery.casts, views=self._delivery.views))
+            return LoadedGroup(_finished(group, tensors, self._delivery, views=self._delivery.views))
 
     def held_bytes(self, group: Group) -> int:
         """See `ReadPath.held_bytes`."""
@@ -498,12 +502,17 @@ class DevicePath(ReadPath):
             self._ring.warn_if_refused()
         if made.image is None and not _is_final(group, self._delivery.casts):
             with self._accelerator.on_stream():
-                tensors = _finished(group, tensors, self._delivery.casts)
+                tensors = _finished(group, tensors, self._delivery)
         return LoadedGroup(tensors, made.image)
 
     def close(self) -> None:
-        """Release what all files of the load share."""
+        """Release what all files of the load share; wait for the numbers of lost values, if there are some."""
         self._slots.close()
+        lost, device = self._delivery.lost, self._accelerator.device
+        if any(isinstance(number, torch.Tensor) for number in lost.values()):
+            with suppress(RuntimeError), self._accelerator.on_stream():  # of a device that does not answer
+                own = {k: n for k, n in lost.items() if isinstance(n, torch.Tensor) and n.device == device}
+                lost.update((name, int(number)) for name, number in own.items())
 
 
 class CacheFillPath(ReadPath):

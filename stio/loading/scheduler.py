@@ -55,6 +55,7 @@ class LoadScheduler:
         owned: Closed when the load has ended: files, and holds on files in a cache.
         progress: Called with an event at the start and after each group.
         trace: Records the spans of the load.
+        on_end: Called after the load, also if it was stopped, when the read paths are closed.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class LoadScheduler:
         owned: ExitStack | None = None,
         progress: Callable[[ProgressEvent], object] | None = None,
         trace: Trace | None = None,
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self.plan = plan
         """See above."""
@@ -86,6 +88,7 @@ class LoadScheduler:
         self._progress = ProgressReporter(progress, total_bytes=plan.total_bytes, total_tensors=plan.num_tensors)
         self._close_bar = partial(close_bar, progress)
         self._trace = trace
+        self._on_end = on_end
         self._waiting: deque[Group] = deque(plan.groups)
         self._num_left = Counter(group.selection for group in plan.groups)  # groups of each read path
         self._hold = hold
@@ -123,6 +126,7 @@ class LoadScheduler:
             BaseException: The first error of the executor or of `deliver`, as it was raised.
         """
         with ExitStack() as closing:
+            closing.push(self._ended)
             closing.callback(self._close_bar)
             if self._owned is not None:
                 closing.push(self._owned)
@@ -134,6 +138,10 @@ class LoadScheduler:
             self._progress.report()
             self._load()
             self._require_unchanged()
+
+    def _ended(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind in (None, Cancelled):
+            self._on_end()
 
     def run_for(self, operation: Operation[Any]) -> None:
         """Run the load on the thread of an operation; a cancel of the operation stops it."""

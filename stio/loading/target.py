@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from stio.device.base import LoadedGroup
 from stio.device.tensor_memory import TargetMemory, copy_all, copy_from_image, has_plain_bytes
-from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
+from stio.device.tensors import TORCH_DTYPES, Lost, fits_shape, holds_all, loses_values
 from stio.errors import MismatchError, listed, printable
 from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
 from stio.loading.open import OpenCheckpoint
@@ -59,6 +59,21 @@ class LocalPart:
     """Which part it is."""
 
 
+Casting = Literal["safe", "same_kind"]
+"""Which dtypes may be copied into which, as in numpy: `"safe"`, if each value is held exactly."""
+
+
+def checked_casting(casting: object) -> Casting:
+    """Return the value of `casting=`.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if casting not in ("safe", "same_kind"):
+        raise ValueError(f"casting= takes 'safe' or 'same_kind', not {printable(repr(casting))}")
+    return casting
+
+
 PartOf: TypeAlias = Callable[[str, torch.Tensor], LocalPart | None]
 """Returns from its name and itself the part that a tensor of the target is; None: an ordinary tensor."""
 
@@ -93,7 +108,10 @@ class LoadTarget(ABC):
         self._inference = torch.is_inference_mode_enabled()  # the thread that copies may be another one
         self._path = ""
         self._memory = TargetMemory("")
+        self._casting: Casting = "same_kind"
         self._places: dict[str, list[Place]] = {}  # by the name that has the data
+        self.lost: Lost = {}
+        """Values that copies into memory of another dtype have lost."""
         self.slices: dict[str, tuple[object, ...]] = {}
         """Which part of a tensor of the checkpoint to read, by its name there, after `select`."""
         self.kept_names: Collection[str] | None = ()
@@ -118,7 +136,10 @@ class LoadTarget(ABC):
 
     def _fits(self, stored: str, dtype: torch.dtype) -> bool:
         """Return whether tensors of a dtype of the format may be copied into memory of this dtype."""
-        return not loses_values(stored, dtype)
+        own = TORCH_DTYPES.get(stored)
+        return own is None or not (
+            loses_values(stored, dtype) or (self._casting == "safe" and not holds_all(own, dtype))
+        )
 
     def _add(self, name: str, tensor: torch.Tensor, part: LocalPart | None, source: str, stored: Stored) -> None:
         """Fill memory from a tensor of the checkpoint.
@@ -141,11 +162,13 @@ class LoadTarget(ABC):
         if why := why or why_not_copied(memory, in_inference_mode=self._inference, can_assign=False):
             raise MismatchError(f"{shown} cannot be filled: {why}", path=self._path)
         self._memory.require(name, memory)
-        if torch_shape(dtype, shape) != whole:
+        if not fits_shape(dtype, shape, whole):
             message = f"{shown} has another shape in the checkpoint"
             raise MismatchError(message, path=self._path, expected=list(whole), found=list(shape))
         if not memory.is_quantized and not self._fits(dtype, memory.dtype):
             message = f"{shown} has another dtype in the checkpoint, and a copy may lose values"
+            if self._casting == "safe" and not loses_values(dtype, memory.dtype):
+                message += "; make the state with the checkpoint's dtype, or allow that by casting='same_kind'"
             raise MismatchError(message, path=self._path, expected=str(memory.dtype), found=dtype)
         self._places.setdefault(source, []).append(Place(name, memory, part, stored=dtype))
 
@@ -226,6 +249,7 @@ class LoadTarget(ABC):
                 [tensor if place.box is None else tensor[place.box] for place, tensor in pairs],
                 [place.name for place, _ in pairs],
                 path=self._path,
+                lost=self.lost,
             )
 
     def complete(self) -> LoadReport:
@@ -260,10 +284,12 @@ class PartsTarget(LoadTarget):
 
     Args:
         parts: For each part, the name in the checkpoint and the memory. A name may occur several times.
+        casting: See `Casting`.
     """
 
-    def __init__(self, parts: Sequence[tuple[str, LocalPart]]) -> None:
+    def __init__(self, parts: Sequence[tuple[str, LocalPart]], casting: Casting = "same_kind") -> None:
         super().__init__()
+        self._casting = casting
         self._parts = parts
 
     def select(self, opened: OpenCheckpoint, options: LoadOptions, check: Callable[[], None]) -> list[str]:
@@ -286,7 +312,8 @@ class PartsTarget(LoadTarget):
     def _fits(self, stored: str, dtype: torch.dtype) -> bool:
         """Return whether the dtypes are the same, or both are floating."""
         own = TORCH_DTYPES.get(stored)
-        return own is None or own == dtype or (own.is_floating_point and dtype.is_floating_point)
+        both_float = own is not None and own.is_floating_point and dtype.is_floating_point
+        return own is None or own == dtype or (both_float and super()._fits(stored, dtype))
 
     def discard(self) -> None:
         """See `LoadTarget.discard`."""

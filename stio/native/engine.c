@@ -505,9 +505,10 @@ static bool populate(const chunk *one, stio_failure *failure) {
     int code;
     do code = madvise((void *)start, nbytes, MADV_POPULATE_READ) == 0 ? 0 : errno;
     while (code == EINTR);
-    if (code == EFAULT || code == EINVAL) {
+    if (code == EFAULT || code == EINVAL || code == EPERM || code == ENOSYS) {
         /* EFAULT: a failing disk, or a file that was cut; a read returns an error number, a page fault does not.
-         * EINVAL: a kernel before 5.14; a read brings the pages into the page cache, where faults find them. */
+         * EINVAL: a kernel before 5.14; a read brings the pages into the page cache, where faults find them.
+         * EPERM, ENOSYS: a sandbox. */
         char scratch[GAP_BYTES];
         failure->doing = 0;
         for (int64_t at = one->begin; at < one->end; at += GAP_BYTES) {

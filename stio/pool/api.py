@@ -6,15 +6,19 @@ notifier of its own. Whether a caller got its model or left first is decided by 
 
 from __future__ import annotations
 
+import os
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from math import inf
 from typing import Any, Self
 
 import torch
 
 from stio.device.base import current_device, with_current_index
 from stio.device.tensors import DtypesLike
-from stio.errors import listed, printable
+from stio.errors import CheckpointNotFoundError, listed, printable
 from stio.loading.api import load
 from stio.loading.cache.disk_cache import DiskCache
 from stio.loading.cache.host_cache import HostCache
@@ -25,11 +29,14 @@ from stio.pool.policy import Policy
 from stio.pool.status import ModelStatus, PoolStats, Tier
 from stio.pool.thread import Caller, PooledModel, PoolThread, Update
 from stio.runtime import clock
+from stio.runtime.blocking import AsyncOnly
 from stio.runtime.keywords import described_by
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
+from stio.runtime.urls import is_url
+from stio.storage.checks import broken_link
 
 RING_BYTES = 96 << 20
 """Most staging memory of loads to a device."""
@@ -37,9 +44,10 @@ RING_BYTES = 96 << 20
 _LEAST_BUDGET_BYTES = 4 << 20
 
 
-class ModelUse(Caller):
+class ModelUse(AsyncOnly, Caller):
     """One use of a model, entered once by `async with`; made by `ModelPool.use`."""
 
+    _sync_name = "ModelPool"
     _is_entered = False
 
     async def __aenter__(self) -> Any:
@@ -68,7 +76,7 @@ class ModelUse(Caller):
             self.leave()
 
 
-class ModelPool:
+class ModelPool(AsyncOnly):
     """Serves more models than a device holds: each is loaded when it is needed, and evicted when others need its room.
 
         async with stio.ModelPool(device="cuda", device_bytes="60GB", host_bytes="200GB") as pool:
@@ -95,12 +103,15 @@ class ModelPool:
         disk: A `stio.DiskCache` for models with a URL.
         max_hold_seconds: See above. A step of priority counts as so much time of waiting.
         max_loads: Most loads to the device at one time.
+        idle_seconds: Evict models that were not used for so long, except pinned ones. None: only for others.
         trace: A `stio.Trace` that records loads, evictions and updates.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: A size or a time is out of range.
     """
+
+    _sync_name = "ModelPool"
 
     def __init__(
         self,
@@ -111,14 +122,17 @@ class ModelPool:
         disk: DiskCache | None = None,
         max_hold_seconds: float = 1.0,
         max_loads: int = 1,
+        idle_seconds: float | None = None,
         trace: Trace | None = None,
     ) -> None:
         if not isinstance(device, str | int | torch.device):
             raise TypeError(f"device= takes a device of torch's or 'auto', not {device!r}")
-        if isinstance(max_hold_seconds, bool) or not isinstance(max_hold_seconds, int | float):
-            raise TypeError(f"max_hold_seconds= takes a number of seconds, not {max_hold_seconds!r}")
-        if not max_hold_seconds >= 0:
-            raise ValueError(f"max_hold_seconds must not be negative, not {max_hold_seconds!r}")
+        idle_seconds = inf if idle_seconds is None else idle_seconds
+        for keyword, seconds in (("max_hold_seconds", max_hold_seconds), ("idle_seconds", idle_seconds)):
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+                raise TypeError(f"{keyword}= takes a number of seconds, not {seconds!r}")
+            if not seconds >= 0:
+                raise ValueError(f"{keyword} must not be negative, not {seconds!r}")
         if not isinstance(max_loads, int) or max_loads < 1:
             raise ValueError(f"max_loads must be a positive whole number, not {max_loads!r}")
         if disk is not None and not isinstance(disk, DiskCache):
@@ -137,7 +151,9 @@ class ModelPool:
             device=where, memory="copy", budget_bytes=budget, cache=caches, trace=trace, streams="copy"
         )
         self._entries: dict[str, PooledModel] = {}
-        policy: Policy[PooledModel] = Policy(bound, hold_seconds=max_hold_seconds, max_loads=max_loads)
+        policy: Policy[PooledModel] = Policy(
+            bound, hold_seconds=max_hold_seconds, max_loads=max_loads, idle_seconds=idle_seconds
+        )
         self._thread = PoolThread(policy, where, trace)
         _pools.add(self)
 
@@ -155,7 +171,7 @@ class ModelPool:
         verify: bool = False,
         follow_symlinks: bool = False,
     ) -> None:
-        """Add a model. Nothing is read before it is needed.
+        """Add a model. Nothing is read before it is needed; a path must exist.
 
         Args:
             name: Its name in the pool.
@@ -170,6 +186,7 @@ class ModelPool:
         Raises:
             TypeError: An argument has the wrong type.
             ValueError: The pool has a model of this name, or an argument is wrong.
+            CheckpointNotFoundError: There is nothing at this path.
             ClosedError: The pool was closed.
         """
         self._thread.require_not_closed()
@@ -177,6 +194,8 @@ class ModelPool:
             raise TypeError(f"the name of a model is a str, not {name!r}")
         if make is not None and not callable(make):
             raise TypeError(f"make= takes a function that returns a module, not {make!r}")
+        if isinstance(source, str | os.PathLike) and not is_url(path := os.fspath(source)) and not os.path.exists(path):
+            raise CheckpointNotFoundError(f"there is no such file or directory{broken_link(path)}", path=path)
         options = replace(
             self._options, dtype=dtype, strict=strict, limits=limits, verify=verify, follow_symlinks=follow_symlinks
         )
@@ -251,6 +270,44 @@ class ModelPool:
         self._thread.require_open()
         self._thread.post(self._thread.called, update)
         await update.wait()
+
+    async def evict(self, name: str, *, host: bool = False) -> None:
+        """Remove a model from the device, also if it is pinned; the next use loads it again.
+
+        This waits until the model has no users, and it gets none meanwhile. Do not call it inside a use of the model.
+
+        Args:
+            name: Name of the model.
+            host: Remove its files from host memory too.
+
+        Raises:
+            ValueError: There is no such model.
+            ClosedError: The pool is not open, or the model is removed.
+        """
+        await self._take_out(name, None, host=host)
+
+    async def remove(self, name: str) -> None:
+        """Remove a model from the pool, with its files in host memory; see `evict`.
+
+        Callers that wait for it get `ClosedError`. Its name can be added again.
+
+        Args:
+            name: Name of the model.
+
+        Raises:
+            ValueError: There is no such model.
+            ClosedError: The pool is not open, or the model is removed.
+        """
+        await self._take_out(name, partial(self._entries.pop, name, None), host=True)
+
+    async def _take_out(self, name: str, on_removal: Callable[[], object] | None, *, host: bool) -> None:
+        entry = self._entry(name)
+        self._thread.require_open()
+        update = Update(self._thread, entry, on_removal=on_removal)
+        self._thread.post(self._thread.called, update)
+        await update.wait()
+        if host and self._host is not None:
+            self._host.evict(entry.source)
 
     def status(self, name: str) -> ModelStatus:
         """Return where a model is now.

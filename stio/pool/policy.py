@@ -12,6 +12,7 @@ model serves many callers between two swaps, and each wait ends if each use ends
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Generic, Literal, TypeVar
 
 State = Literal["absent", "measuring", "loading", "resident", "evicting", "updating"]
@@ -83,13 +84,15 @@ class Policy(Generic[M]):
         device_bytes: Most bytes of the device.
         hold_seconds: See above.
         max_loads: Most loads at one time.
+        idle_seconds: Models that were not used for so long are evicted.
     """
 
-    def __init__(self, device_bytes: int, *, hold_seconds: float, max_loads: int) -> None:
+    def __init__(self, device_bytes: int, *, hold_seconds: float, max_loads: int, idle_seconds: float = inf) -> None:
         self.device_bytes = device_bytes
         """See above."""
         self._hold_seconds = hold_seconds
         self._max_loads = max_loads
+        self._idle_seconds = idle_seconds
         self.models: list[M] = []
         """All models."""
         self.leftover_bytes = 0
@@ -149,6 +152,10 @@ class Policy(Generic[M]):
         decision: Decision[M] = Decision()
         limit = self.device_bytes if limit is None else min(limit, self.device_bytes)
         closed = self._make_room(now, limit, decision)
+        for model in self._idle():
+            if now - model.used >= self._idle_seconds:
+                model.state = "evicting"
+                decision.evict.append(model)
         for model in self.models:
             if model.state in ("loading", "measuring") and not model.calls:
                 decision.cancel.append(model)
@@ -160,6 +167,15 @@ class Policy(Generic[M]):
             elif model.state == "resident" and model.calls and model not in closed and not model.wants_update:
                 decision.grant.append((model, self._grant(model, now)))
         return decision
+
+    def idle_in(self, now: float) -> float | None:
+        """Return the seconds until the next model is evicted that nobody uses; None if there is none."""
+        return min((max(0.0, model.used + self._idle_seconds - now) for model in self._idle()), default=None)
+
+    def _idle(self) -> list[M]:
+        """Return the models that `idle_seconds` applies to."""
+        is_on = self._idle_seconds < inf
+        return [model for model in self._evictable() if is_on and not model.num_users and not model.calls]
 
     def _make_room(self, now: float, limit: int, decision: Decision[M]) -> list[M]:
         """Decide on loads and evictions, the first caller's first; return models that get no further users now."""

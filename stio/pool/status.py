@@ -52,6 +52,6 @@ class PoolStats:
     load_seconds: float = 0.0
     """Time of all loads that succeeded."""
     num_evictions: int = 0
-    """Models that were removed from the device for others."""
+    """Models that were removed from the device."""
     num_updates: int = 0
     """Updates that succeeded."""

@@ -7,7 +7,6 @@ the pool's thread, so no state is shared.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ from stio.pool.policy import Model, ModelRequest, Policy
 from stio.pool.status import PoolStats
 from stio.runtime import clock
 from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Operation
+from stio.runtime.operation import Operation, copy_of
 from stio.runtime.trace import Trace, traced
 
 Outcome: TypeAlias = tuple[Any, BaseException | None]
@@ -87,12 +86,21 @@ class Caller(ModelRequest):
 
 
 class Update(Caller):
-    """A call of `ModelPool.update`."""
+    """A call of `ModelPool.update`; without a source one of `evict`, or of `remove`."""
 
-    def __init__(self, thread: PoolThread, entry: PooledModel, source: SourceLike, make: Make | None) -> None:
+    def __init__(
+        self,
+        thread: PoolThread,
+        entry: PooledModel,
+        source: SourceLike | None = None,
+        make: Make | None = None,
+        on_removal: Callable[[], object] | None = None,
+    ) -> None:
         super().__init__(thread, entry)
         self.source, self.make = source, make
         """See `ModelPool.update`."""
+        self.on_removal = on_removal
+        """Called when the model leaves the pool; None: it stays."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -111,6 +119,7 @@ class PooledModel(Model):
     """What is under way with it, or was last."""
     steps: Steps | None = None
     """What gets the outcome of the operation; None: none is under way."""
+    is_removed: bool = False
 
 
 class PoolThread:
@@ -196,6 +205,8 @@ class PoolThread:
         """Add a caller, or an update."""
         if self.is_closed:
             caller.end(error=ClosedError("the pool was closed"))
+        elif caller.entry.is_removed:
+            caller.end(error=_removed(caller.entry))
         elif isinstance(caller, Update):
             caller.entry.updates.append(caller)
             caller.entry.wants_update = True
@@ -235,7 +246,10 @@ class PoolThread:
                 for entry, steps, ended in self._ended():
                     self._go_on(entry, steps, _outcome_of(ended))
                 self._decide()
-                self._notifier.block_until(lambda: bool(self._inbox or operation.cancelled or self._ended()))
+                self._notifier.block_until(
+                    lambda: bool(self._inbox or operation.cancelled or self._ended()),
+                    self.policy.idle_in(clock.monotonic()),
+                )
         except BaseException as failed:  # there is no such device
             error = self._failure = failed
             raise
@@ -258,7 +272,7 @@ class PoolThread:
         for entry in self.policy.models:
             callers: list[Any] = [*entry.calls, *entry.updates]
             for caller in callers:
-                caller.end(error=_own(error))
+                caller.end(error=copy_of(error))
             if entry.num_users:
                 entry.content.forget()
             else:
@@ -333,7 +347,7 @@ class PoolThread:
         entry.nbytes = None  # the files may be others at the next attempt
         callers: list[Any] = self.policy.failed(entry)
         for caller in callers:
-            caller.end(error=_own(error))
+            caller.end(error=copy_of(error))
 
     def _too_large(self, entry: PooledModel) -> DeviceMemoryError:
         limit = self._limit()
@@ -411,9 +425,32 @@ class PoolThread:
         self._leftovers += [left] if left else []
         self.policy.evicted(entry)
 
+    def _take_out(self, entry: PooledModel, update: Update) -> Steps:
+        """Evict a model for a caller; remove it from the pool if the caller wants that."""
+        nbytes = entry.nbytes
+        if nbytes is not None:  # it is on the device
+            self._count(num_evictions=1)
+            left = yield from self._free(entry, None)
+            self._freed(entry, left)
+        self.policy.updated(entry, resident=False)
+        entry.nbytes = nbytes
+        entry.updates.popleft()
+        entry.wants_update = bool(entry.updates)
+        if update.on_removal is not None:
+            entry.is_removed = True
+            self.policy.models.remove(entry)
+            update.on_removal()
+            others: list[Any] = [*self.policy.failed(entry), *entry.updates]
+            for caller in others:
+                caller.end(error=_removed(entry))
+        update.end()
+
     def _update(self, entry: PooledModel) -> Steps:
         """Replace the weights of a model: in place if the new ones fit there, else it is loaded at the next use."""
         update, old = entry.updates[0], entry.contents
+        if (source := update.source) is None:
+            yield from self._take_out(entry, update)
+            return
         content = entry.content if update.make is None else Content(entry.name, update.make, entry.content.options)
         is_resident = entry.nbytes is not None
         left: Leftover | None = None
@@ -424,13 +461,13 @@ class PoolThread:
 
         def work(operation: Operation[Any]) -> Contents:
             nonlocal is_resident, left
-            new = content.measure(operation, update.source)
+            new = content.measure(operation, source)
             if is_resident:
                 _wait_for(entry.events)
                 is_resident = False  # until all tensors are new
                 try:
                     if in_place and old is not None and new.can_replace and new.tensors == old.tensors:
-                        content.replace(operation, update.source)
+                        content.replace(operation, source)
                         operation.refuse_cancel()
                         is_resident = True
                 finally:
@@ -445,7 +482,7 @@ class PoolThread:
         self.policy.updated(entry, resident=is_resident)
         entry.wants_update = bool(entry.updates)
         if error is None:
-            entry.content, entry.contents, entry.source = content, new, update.source
+            entry.content, entry.contents, entry.source = content, new, source
             self._count(num_updates=1)
         if (error is None or is_resident) and entry.contents is not None:
             entry.nbytes = entry.contents.nbytes
@@ -456,7 +493,11 @@ def _outcome_of(operation: Operation[Any]) -> Outcome:
     try:
         return operation.outcome(), None
     except BaseException as error:
-        return None, error
+        return None, operation.failure or error.with_traceback(None)  # without the frames of the pool's thread
+
+
+def _removed(entry: PooledModel) -> ClosedError:
+    return ClosedError(f"the model {printable(entry.name)!r} was removed from the pool")
 
 
 def _wait_for(events: list[TorchEvent]) -> None:
@@ -470,13 +511,3 @@ def _is_pending(event: TorchEvent) -> bool:
         return not event.query()
     except DeviceError:  # work that failed has ended
         return False
-
-
-def _own(error: BaseException) -> BaseException:
-    """Return a copy of an error for one of several callers: raising it adds to its traceback."""
-    try:
-        made = copy.copy(error)
-    except Exception:
-        return error
-    made.__cause__ = error.__cause__
-    return made if type(made) is type(error) else error

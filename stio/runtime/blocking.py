@@ -14,7 +14,7 @@ import asyncio
 import sys
 from collections.abc import Coroutine
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -67,3 +67,17 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     finally:
         coroutine.close()  # an interrupt before its first step would otherwise warn that it was never awaited
     raise RuntimeError("a coroutine of stio waited for something else than an operation; this is a bug in stio")
+
+
+class AsyncOnly:
+    """Base of objects that take `async with`: a plain `with` raises an error that names their blocking twin."""
+
+    _sync_name: ClassVar[str]
+    """Name of the twin, or of the function that makes it, in `stio.sync`."""
+
+    def __enter__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"{name} takes `async with`; for a plain `with`, use stio.sync.{self._sync_name}")
+
+    def __exit__(self, *error: object) -> None:
+        """Python looks for it before it calls `__enter__`."""

@@ -103,7 +103,10 @@ def num_processors() -> int:
 
     The affinity includes the control groups' sets of processors.
     """
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        count = len(os.sched_getaffinity(0))
+    except (OSError, AttributeError):  # a sandbox refuses it, or the system does not have it
+        count = os.cpu_count() or 1
     for version, path in _groups("cpu"):
         if version == 1:
             quota, period = _number(f"{path}/cpu.cfs_quota_us", 0), _number(f"{path}/cpu.cfs_period_us", 0)

@@ -16,10 +16,13 @@ def log(level: int, message: str, *values: object) -> None:
     Args:
         level: A level of `logging`.
         message: The line, with `%` placeholders.
-        values: Values of the placeholders.
+        values: Values of the placeholders. Of an error its text is logged: a handler may keep the record, and the error
+            refers to the frames of callers.
     """
     with suppress(Exception):
-        _logger.log(level, message, *values, stacklevel=2)
+        if _logger.isEnabledFor(level):
+            texts = [str(value) if isinstance(value, BaseException) else value for value in values]
+            _logger.log(level, message, *texts, stacklevel=2)
 
 
 class RareWarnings:

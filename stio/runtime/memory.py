@@ -20,12 +20,13 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from stio.errors import HostMemoryError
+from stio.runtime.contexts import contextmanager
 from stio.runtime.control_groups import address_space_left, available_bytes, room_in_memory
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, HUGE_PAGE_BYTES
 

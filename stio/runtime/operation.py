@@ -18,6 +18,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import atexit
+import copy
 import errno
 import inspect
 import logging
@@ -25,7 +26,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import anyio
@@ -33,6 +34,7 @@ import anyio
 from stio.errors import ClosedError, StioError, StorageError, printable
 from stio.runtime import clock, stats
 from stio.runtime.blocking import run_blocking, runs_blocking
+from stio.runtime.contexts import contextmanager
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
 from stio.runtime.process import after_fork_in_child, this_thread
@@ -62,6 +64,26 @@ def without_panic(error: BaseException) -> BaseException:
     )
 
 
+def copy_of(error: BaseException) -> BaseException:
+    """Return a copy of an error, for another caller: raising an error adds the frames of that caller to it.
+
+    An error that cannot be copied is returned itself.
+    """
+    kind = type(error)
+    made: BaseException | None = None
+    try:
+        with suppress(Exception):  # its `__init__` may take other arguments than those that it keeps
+            made = copy.copy(error)
+        if type(made) is not kind or made.args != error.args:
+            made = kind.__new__(kind, *error.args)
+        made.__dict__.update(error.__dict__)
+    except Exception:
+        return error
+    made.__cause__, made.__context__ = error.__cause__, error.__context__
+    made.__suppress_context__ = error.__suppress_context__
+    return made.with_traceback(error.__traceback__)
+
+
 T = TypeVar("T")
 logger = logging.getLogger("stio")
 
@@ -74,6 +96,15 @@ _BEGIN_SECONDS = 1.0
 
 EXIT_PATIENCE_SECONDS = 10.0
 """Seconds that the interpreter's exit waits for cancelled operations to release their buffers."""
+
+
+_progressed = 0.0  # time of the last `mark_progress`
+
+
+def mark_progress() -> None:
+    """Note that work goes on (for bodies and their threads): the interpreter's exit waits as long as it does."""
+    global _progressed
+    _progressed = clock.monotonic()
 
 
 class Cancelled(BaseException):
@@ -127,7 +158,7 @@ class Operation(Generic[T]):
         notifier: Notified when the body has ended. A caller that also waits for other events of the body passes its
             own.
         discard: Called with the value of the body if the operation was cancelled before a caller took the value.
-        exit_patience: Seconds that the interpreter's exit waits for its end before it is cancelled.
+        exit_patience: Seconds without progress (`mark_progress`) after which the interpreter's exit cancels it.
     """
 
     def __init__(
@@ -299,15 +330,15 @@ class Operation(Generic[T]):
 
         A KeyboardInterrupt in a blocked thread is raised at once: it is the second one, or the caller waits again.
         """
-        interrupted: BaseException | None = None
+        interrupted: list[BaseException] = []
         with _shielded():
             while self.running and current_operation() is not self:  # a finaliser may run on its own thread
                 try:
                     await self._notifier.wait_for(lambda: self._done)
                 except asyncio.CancelledError as error:
-                    interrupted = error  # asyncio's own task.cancel() passes through anyio's shield
-        if interrupted is not None:
-            raise interrupted
+                    interrupted = [error]  # asyncio's own task.cancel() passes through anyio's shield
+        if interrupted:
+            raise interrupted.pop()  # its traceback refers to this frame, which must not refer to it
 
     def result(self) -> T:
         """Wait for the result in this thread; see `wait`."""
@@ -325,6 +356,9 @@ class Operation(Generic[T]):
     def outcome(self) -> T:
         """Return the value of the body, or raise its error; only when `done`.
 
+        The error gets the frames of the caller, with their variables. So the operation does not keep it: a later call
+        raises a copy.
+
         Raises:
             ClosedError: The operation was cancelled, and not by the caller that waits.
             BaseException: The error of the body, as it was raised.
@@ -337,7 +371,11 @@ class Operation(Generic[T]):
         if isinstance(error, StopIteration | StopAsyncIteration):  # in a coroutine or an iterator it would mean the end
             raise RuntimeError(f"the {self._name} was ended by {type(error).__name__} out of a callback") from error
         if error is not None:
-            raise error
+            self._error = copy_of(error)
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame
         return self._value  # type: ignore[return-value]  # set whenever there is no error
 
     def _run_once(self) -> None:
@@ -349,6 +387,7 @@ class Operation(Generic[T]):
         self._started = True
         this_thread.operation = self
         self._run()
+        del self  # as in `_run`
 
     def _run(self) -> None:
         self._log("begins")
@@ -367,6 +406,7 @@ class Operation(Generic[T]):
         self._count_end()
         self._done = True
         self._notifier.notify()
+        del self  # the traceback of the error refers to this frame
 
     def _count_end(self) -> None:
         """Count the end, and log it, before any caller is woken."""
@@ -458,23 +498,23 @@ async def close_all(
     """
     for operation in operations:
         operation.cancel()
-    interrupted: BaseException | None = None
+    interrupted: list[BaseException] = []
     for operation in operations:
         while operation.running and may_wait:
             try:
                 await operation.ended()
             except GeneratorExit as error:
-                interrupted, may_wait = error, False
+                interrupted, may_wait = [error], False
             except BaseException as error:
-                interrupted = error
+                interrupted = [error]
     left = [operation for operation in operations if operation.running]
     if left:
         with suppress(RuntimeError):  # no more threads: what they use is freed with the last reference
             start_thread(lambda: _release_after(left, release), name="close")
     else:
         release()
-    if interrupted is not None:
-        raise interrupted
+    if interrupted:
+        raise interrupted.pop()  # see `Operation.ended`
 
 
 def _release_after(operations: Collection[Operation[Any]], release: Callable[[], None]) -> None:
@@ -494,14 +534,37 @@ def end_all_at_exit() -> None:
     """
     operations: list[Operation[Any]] = list(stats.running)
     begin = clock.monotonic()
+    given_up: set[Operation[Any]] = set()
     for operation in sorted(operations, key=lambda operation: operation.exit_patience):
-        operation.join(max(0.0, begin + operation.exit_patience - clock.monotonic()))
+        with suppress(KeyboardInterrupt):
+            _wait_while_it_progresses(operation, begin)
+        if operation.exit_patience and not (operation.done or operation.cancelled):
+            given_up.add(operation)
         operation.cancel()
     deadline = clock.monotonic() + EXIT_PATIENCE_SECONDS
     for operation in operations:
         operation.close(max(0.0, deadline - clock.monotonic()))
+        what = f"{operation._name} {printable(operation.about)}".rstrip()
         if not operation.done:
-            log(logging.WARNING, "%s did not end within %.0f s of exit", operation._name, EXIT_PATIENCE_SECONDS)
+            level = logging.ERROR if operation in given_up else logging.WARNING
+            log(level, "%s did not end within %.0f s of exit", what, EXIT_PATIENCE_SECONDS)
+        elif operation in given_up and isinstance(operation._error, Cancelled):
+            log(
+                logging.ERROR,
+                "%s was rolled back at the program's end (Ctrl-C, or %.0f s without progress); wait for its result, or "
+                "close its saver, before the program ends",
+                what,
+                operation.exit_patience,
+            )
+
+
+def _wait_while_it_progresses(operation: Operation[Any], begin: float) -> None:
+    """Wait until an operation has ended, or nothing has made progress for as long as its patience lasts."""
+    while not operation.done:
+        last = max(begin, _progressed)
+        operation.join(max(0.0, last + operation.exit_patience - clock.monotonic()))
+        if last == max(begin, _progressed) or not operation.exit_patience:
+            return
 
 
 @after_fork_in_child

@@ -12,9 +12,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from stio.errors import printable
+from stio.runtime.contexts import contextmanager
 from stio.runtime.locks import forget_held, new_lock
 
 NICENESS = 5

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
+from stio.runtime.contexts import contextmanager
 from stio.runtime.process import thread_name
 from stio.runtime.spans import CALLER, Span, in_tracks
 from stio.runtime.text import counted

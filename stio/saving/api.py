@@ -7,6 +7,7 @@ the caller's code runs.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections import deque
@@ -15,19 +16,19 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, NoReturn, Self, TypeAlias
 from weakref import WeakSet
 
 from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StorageError, printable
 from stio.format.shared import SharedPolicy
 from stio.runtime import memory
-from stio.runtime.blocking import runs_blocking
+from stio.runtime.blocking import AsyncOnly, runs_blocking
 from stio.runtime.hashing import HashName
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Operation, close_all, current_operation
+from stio.runtime.operation import Operation, close_all, current_operation, end_all_at_exit
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
@@ -124,7 +125,7 @@ async def save(
 
 
 @described_by(save)
-class Saver:
+class Saver(AsyncOnly):
     """Saves with a caller that waits only for the snapshot: writing and committing continue in the background.
 
         async with stio.Saver(keep_last=3) as saver:
@@ -143,8 +144,11 @@ class Saver:
             same number are one step, whatever their names and folders (`model/step-3`, `optim-3.safetensors`). It is
             the last number in the name after `step`, `epoch`, `iter`, `iteration`, `checkpoint` or `ckpt`; else that of
             the nearest folder such as `step-3`; else the parent folder, if its name is a number; else the last number
-            in the name. A destination without any is a step of its own. What another program has replaced, changed or
-            added stays, and a warning names it.
+            in the name. A destination without any, such as `best`, is never deleted. What another program has replaced,
+            changed or added stays, and a warning names it. Each deletion is a line of the logger `stio`, level INFO.
+        keep_every: Steps that this number divides stay, beside those of `keep_last`; None: there are no such steps.
+        drop_higher: Delete steps with a higher number once a step that is saved after them is complete, for a run that
+            went back. Of an earlier run those of `adopt` are deleted.
         adopt: Directory of the steps of an earlier run that this run goes on from: its complete checkpoints count as
             steps of this saver, in the order of their numbers, so `keep_last` deletes them too. Of them only files of
             tensors, indexes and manifests are deleted. A directory that does not exist is no error. None: what earlier
@@ -158,10 +162,15 @@ class Saver:
         ...: The other arguments are those of `stio.save`.
     """
 
+    _sync_name = "Saver"
+    _is_used = True  # also of one whose `__init__` raised
+
     def __init__(
         self,
         *,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        drop_higher: bool = False,
         adopt: str | os.PathLike[str] | None = None,
         max_pending: int = 1,
         when_full: WhenFull = "wait",
@@ -179,21 +188,26 @@ class Saver:
         trace: Trace | None = None,
         switch_interval: float | None = None,
     ) -> None:
-        if keep_last is not None:
-            _require_count("keep_last", keep_last)
-        adopted = adopted_directory(adopt, keep_last)
+        for keyword, count in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if count is not None:
+                _require_count(keyword, count)
+        for keyword, value in (("adopt", adopt), ("keep_every", keep_every), ("drop_higher", drop_higher or None)):
+            if value is not None and keep_last is None:
+                raise ValueError(f"{keyword}= needs keep_last=: without it no step is deleted")
+        adopted = None if adopt is None else adopted_directory(adopt)
         _require_count("max_pending", max_pending)
         if when_full not in ("wait", "error"):
             raise ValueError(f"when_full= takes 'wait' or 'error', not {when_full!r}")
         self._options = SaveOptions(**keywords_for(SaveOptions, locals()))
-        self._keep_last = keep_last
+        self._new_retention = partial(Retention, keep_last, keep_every=keep_every, drop_higher=drop_higher)
         self._max_pending = max_pending
         self._when_full = when_full
         self._budget_bytes = budget_bytes
         self._closed = False
         self._start_afresh()
-        self._retention = Retention(keep_last, adopted)
+        self._retention = self._new_retention(adopt=adopted)
         _savers.add(self)
+        self._is_used = False
 
     def _start_afresh(self) -> None:
         """Reset to no saves. In a forked child, the saves and the checkpoints so far belong to the parent."""
@@ -202,7 +216,18 @@ class Saver:
         self._lock = new_lock(of_callers=True)
         self._saves: list[PendingSave] = []  # in their order; ended ones leave in `_collect`
         self._failures: deque[BaseException] = deque()
-        self._retention = Retention(self._keep_last)
+        self._retention = self._new_retention()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies and pickles.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "a Saver cannot be pickled or copied: its threads and its staging memory belong to this process; make a "
+            "Saver where it is used"
+        )
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:
@@ -296,9 +321,9 @@ class Saver:
                 open.
             StioError: An earlier save failed.
         """
-        failed = await self._close(self._drain)
-        if failed is not None:
-            raise failed
+        failures = await self._close(self._drain)
+        if failures:
+            raise failures.popleft()  # its traceback refers to this frame, which must not refer to it
 
     async def __aenter__(self) -> Self:
         return self
@@ -337,6 +362,7 @@ class Saver:
             destination: Its destination.
             options: Its keywords.
         """
+        self._is_used = True
         while True:
             self._require_open(destination)
             if not self._has_place():
@@ -388,7 +414,10 @@ class Saver:
             failure = self._failures.popleft()
         except IndexError:
             return
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback refers to this frame
 
     def _has_place(self) -> bool:
         return self._closed or len(self.pending) < self._max_pending
@@ -432,19 +461,21 @@ class Saver:
             try:
                 save.outcome()
             except BaseException as error:
-                if save.cancelled and not isinstance(error, CommitUncertainError):
-                    continue  # rolled back, as intended
-                self._failures.append(error)
+                is_uncertain = isinstance(error, CommitUncertainError)
+                if (save.cancelled and not is_uncertain) or save.operation.failure is None:
+                    continue  # rolled back, as intended; or at the exit, which logs it
+                # Without the frames of this thread: they refer to those of the callers.
+                self._failures.append(save.operation.failure)
                 log(logging.ERROR, "saving failed, and was not awaited: %s", error)
 
-    async def _close(self, end_saves: Callable[[], Awaitable[None]]) -> BaseException | None:
-        """Refuse further saves, end those under way, release the memory; return the first failure not awaited."""
+    async def _close(self, end_saves: Callable[[], Awaitable[None]]) -> deque[BaseException]:
+        """Refuse further saves, end those under way, release the memory; return the failures that were not awaited."""
         if self._is_own_thread():
             raise SaveInProgressError(
                 "a save of this saver is under way, and its own thread cannot wait for its end; use another thread"
             )
         with self._lock:
-            self._closed = True
+            self._closed = self._is_used = True
         try:
             await end_saves()
         finally:
@@ -454,7 +485,7 @@ class Saver:
                 with suppress(StorageError):  # no more threads: the pool is released with the last save of the caller's
                     Operation(lambda _: pool.clear(), name="release").start()  # it takes a lock
             failures, self._failures = self._failures, deque()
-        return failures[0] if failures else None
+        return failures
 
     async def _drain(self) -> None:
         try:
@@ -469,6 +500,10 @@ class Saver:
     async def _roll_back(self) -> None:
         operations = self._cancel_all()
         await close_all(operations)
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            log(logging.WARNING, "a Saver saved nothing: await its save(), or use stio.sync.Saver, which needs no loop")
 
     def _cancel_all(self) -> list[Operation[Any]]:
         pending = self.pending
@@ -485,6 +520,14 @@ def _require_count(keyword: str, value: int) -> None:
 
 
 _savers: WeakSet[Saver] = WeakSet()
+
+
+@atexit.register
+def _report_at_exit() -> None:
+    """Log failures of saves that nobody has awaited; there is no later call of the saver that raises them."""
+    end_all_at_exit()
+    for saver in list(_savers):
+        saver._collect()
 
 
 @after_fork_in_child

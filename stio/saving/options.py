@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from threading import TIMEOUT_MAX
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
@@ -120,20 +120,16 @@ def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
         raise ValueError(f"the destination {printable(path)!r} {advice}")
 
 
-def adopted_directory(adopt: str | os.PathLike[str] | None, keep_last: int | None) -> str | None:
+def adopted_directory(adopt: str | os.PathLike[str]) -> str:
     """Return the directory whose steps a saver takes over, as an absolute path.
 
     Raises:
-        TypeError: `adopt` is no path.
-        ValueError: It is a URL, empty or a file, or nothing is ever deleted.
+        TypeError: It is no path.
+        ValueError: It is a URL, empty or a file.
     """
-    if adopt is None:
-        return None
     path = local_directory(adopt, "adopt=")
     if os.path.exists(path) and not os.path.isdir(path):
         raise ValueError(f"adopt= takes a directory, not {printable(os.fsdecode(adopt))!r}")
-    if keep_last is None:
-        raise ValueError("adopt= needs keep_last=: without it no step is deleted")
     return path
 
 
@@ -256,6 +252,8 @@ class SaveResult:
     """Time from the call until the checkpoint was published and durable."""
     hashes: Mapping[str, str]
     """Digest of each file by its name; empty without `hash=`."""
+    out_of_range: Mapping[str, int] = field(default_factory=dict)
+    """By name, the number of values that were outside the range of the dtype to which they were cast."""
 
     def __repr__(self) -> str:
         size = f"{counted(len(self.files), 'file')}, {show_bytes(self.total_bytes)}"

@@ -27,7 +27,15 @@ from stio.format.directory import INDEX_NAME, NamedCheckpoint, choose, of_index,
 from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
 from stio.format.index import ShardIndex, parse_index
 from stio.format.manifest import FileState, manifest_change
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, index_name, manifest_name, shard_number
+from stio.format.naming import (
+    FILE_SUFFIX,
+    INDEX_SUFFIX,
+    MANIFEST_SUFFIX,
+    index_name,
+    manifest_name,
+    shard_number,
+    step_of,
+)
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
 from stio.runtime.hashing import Hasher, new_hasher
@@ -59,7 +67,7 @@ from stio.storage.commit.transaction import begin_local
 from stio.storage.open import open_directory
 
 EXIT_PATIENCE_SECONDS = 60.0
-"""Longest time that the interpreter's exit waits for a save before it is rolled back."""
+"""Longest time that the interpreter's exit waits for saves that make no progress, before they are rolled back."""
 
 Planner: TypeAlias = Callable[[Sequence[TensorSource], int], WritePlan]
 """Assigns each tensor to a file, and makes the headers; called with the tensors and the block size in bytes."""
@@ -270,6 +278,8 @@ class PendingSave:
             durability=options.durability,
         )
         try:
+            if isinstance(self.destination, str | os.PathLike) and isinstance(where, str):
+                warn_of_link_to_step(where, transaction.path)
             if options.hash is not None:
                 transaction.require_names(self._manifest_name(transaction.shard_names))
             if transaction.is_recorded and self._retention is not None:
@@ -349,6 +359,13 @@ class PendingSave:
         return manifest_name(self._options.filename_pattern)
 
     # The caller's interface, from any thread.
+
+    def __repr__(self) -> str:
+        failure = self.operation.failure
+        state = "saved" if self._committed else "rolled back"
+        if failure is not None:
+            state = f"failed, {type(failure).__name__}"
+        return f"<PendingSave {printable(shown(self.destination))!r}: {state if self.done() else 'under way'}>"
 
     def done(self) -> bool:
         """Whether the save has ended: durable, failed or rolled back."""
@@ -452,6 +469,25 @@ class PendingSave:
             log(logging.ERROR, "saving to %s failed, and was not awaited: %s", self.destination, error)
 
 
+def warn_of_link_to_step(path: str, resolved: str) -> None:
+    """Log that a destination leads by a link to a step, which the save replaces.
+
+    Args:
+        path: The destination, absolute.
+        resolved: The same without links.
+    """
+    named, reached = step_of(os.path.normpath(path)), step_of(resolved)
+    if reached is not None and (named is None or named[0] != reached[0]) and os.path.lexists(reached[1]):
+        log(
+            logging.WARNING,
+            "%s leads by a link to %s, so the save replaces step %d; save to a path of its own, and change the link "
+            "when that save is durable",
+            printable(path),
+            printable(resolved),
+            reached[0],
+        )
+
+
 def hiding_index(root: Root, index: str | None, files: Collection[str], tensors: Iterable[str]) -> str | None:
     """Return the index by which a load of a directory gets other files than those of a save; None: there is none.
 
@@ -490,7 +526,7 @@ def warn_of_another_name(root: Root, tensors: Iterable[str]) -> None:
         root: The directory, on this machine, to which a save with the default pattern of names has saved.
         tensors: Names of the tensors of the saved checkpoint.
     """
-    for name, library in _READ_BY_NAME.items():
+    for name in _READ_BY_NAME.keys() & {*root.listdir()}:
         with suppress(StioError), closing(root.open(name)) as file:
             if _tensors_of(file).isdisjoint(tensors):
                 continue
@@ -499,7 +535,7 @@ def warn_of_another_name(root: Root, tensors: Iterable[str]) -> None:
                 "%s: saved, but %s reads %s there, which has tensors of these names; save with filename_pattern=%r, or "
                 "delete that file",
                 printable(root.path),
-                library,
+                _READ_BY_NAME[name],
                 name,
                 name.replace(FILE_SUFFIX, "{suffix}" + FILE_SUFFIX),
             )

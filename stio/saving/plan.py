@@ -115,8 +115,8 @@ class WritePlan:
     """Names that were dropped, to the name whose data they share."""
     total_bytes: int
     """Bytes of all tensors, headers not counted."""
-    metadata: Mapping[str, str]
-    """The caller's text metadata."""
+    metadata: Mapping[str, str | int]
+    """The caller's text metadata; a number is in the index alone."""
     ready_index: bytes | None = None
     """The index, where the caller of `plan_files` made it."""
 

@@ -1,8 +1,8 @@
 """Counts the steps that a saver has saved, and deletes the oldest ones (`keep_last`).
 
 All that belongs to one step is kept or deleted together: a step is the number that `step_of` finds in the path of a
-destination. In doubt a checkpoint stays. What a save wrote, and whether it is still unchanged,
-`stio.storage.commit.retention` compares when it deletes.
+destination. A destination without one is never deleted. In doubt a checkpoint stays. What a save wrote, and whether it
+is still unchanged, `stio.storage.commit.retention` compares when it deletes.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TypeAlias
 
-from stio.errors import StioError, printable
-from stio.format.naming import FILE_SUFFIX, series_of, step_named, step_of
+from stio.errors import StioError, listed, printable
+from stio.format.naming import is_hidden, series_of, step_of
 from stio.runtime.log import log
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Identity, Published
+from stio.storage.checks import steps_in
 from stio.storage.commit.destination import DirectoryIdentity
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.written_list import EarlierSave, find_earlier_saves
@@ -30,9 +32,11 @@ _Place: TypeAlias = tuple[str, str | None]
 _MOST_ATTEMPTS = 256
 """Most records of saves that were begun, and of which nothing is durable."""
 
-_FILES = (FILE_SUFFIX, ".ckpt")
 _MOST_SHOWN = 8
 """Most steps that a warning lists."""
+
+_made: dict[str, DirectoryIdentity] = {}
+"""Directories that savers of this process made and that still exist. The last saver to delete a part deletes them."""
 
 _MOST_UNDELETED = 16
 """Most checkpoints whose deletion is tried again."""
@@ -60,18 +64,27 @@ class Retention:
 
     Args:
         keep_last: Number of complete steps to keep; None: all.
+        keep_every: Steps that it divides are never deleted as old ones; None: there are none.
+        drop_higher: Whether a complete step deletes those with a higher number.
         adopt: Directory whose steps of earlier runs count as steps of this saver; None: there is none.
     """
 
-    def __init__(self, keep_last: int | None, adopt: str | None = None) -> None:
-        self._keep_last = keep_last
+    def __init__(
+        self,
+        keep_last: int | None,
+        *,
+        keep_every: int | None = None,
+        drop_higher: bool = False,
+        adopt: str | None = None,
+    ) -> None:
+        self._keep_last, self._keep_every, self._drop_higher = keep_last, keep_every, drop_higher
         self._adopt = adopt
-        self._begun: set[str] = set()  # directories of steps that were examined
+        self._known: dict[str, set[int]] = {}  # steps in each directory: those before this saver, and its own
+        self._last: dict[str, int] = {}  # the one that was begun last
         self._earlier: list[tuple[int, EarlierSave]] = []  # with their steps
         self._adopted: set[int] = set()  # steps of earlier runs that were not saved again
         self._attempts: deque[_Place] = deque(maxlen=_MOST_ATTEMPTS)
-        self._steps: dict[int | _Place, _Step] = {}  # by number; without one by place. The newest is the last one
-        self._made: dict[str, DirectoryIdentity] = {}  # directories that the saver made, of all steps
+        self._steps: dict[int, _Step] = {}  # by number, in the order of the saves
         self._undeleted: deque[Published] = deque(maxlen=_MOST_UNDELETED)
 
     def attempt(self, destination: object, filename_pattern: str) -> None:
@@ -105,10 +118,12 @@ class Retention:
         self._take_over(series_of(path), filename_pattern)
         named = step_of(path)
         folder = os.path.dirname(named[1] if named else path)
-        if named is None or is_url(path) or folder in self._begun:
+        if named is None or is_url(path) or self._last.get(folder) == named[0]:
             return
-        self._begun.add(folder)
-        warn_of_higher_steps(folder, named[0])
+        self._last[folder] = named[0]
+        dropped = self._steps if self._drop_higher else ()
+        present = warn_of_higher_steps(folder, named[0], among=self._known.get(folder), dropped=dropped)
+        self._known.setdefault(folder, present).add(named[0])
 
     def _take_over(self, series: str | None, filename_pattern: str | None) -> None:
         """Let the earlier saves of a series count as those of this saver, before all of its own."""
@@ -128,8 +143,8 @@ class Retention:
             place = save.path, save.filename_pattern
             step.saves[place] = save.written
             step.saved.add(place)
-            self._made |= save.written.directories
-        adopted: dict[int | _Place, _Step] = {}
+            _made.update(save.written.directories)
+        adopted: dict[int, _Step] = {}
         for number in sorted(self._adopted & self._steps.keys()):
             adopted[number] = self._steps.pop(number)
             adopted[number].attempted = {*adopted[number].saves}
@@ -153,23 +168,25 @@ class Retention:
         self._take_attempts()
         place = path, filename_pattern
         named = step_of(path)
-        key = place if named is None else named[0]
         for step in self._steps.values():
             for other, older in step.saves.items():
                 if isinstance(older, WrittenFiles) and not older.files.keys().isdisjoint(written.files):
                     files = {file: identity for file, identity in older.files.items() if file not in written.files}
                     step.saves[other] = WrittenFiles(files, older.directories, older.made)
+        if named is None:
+            return
+        key, _ = named
         step = self._steps.setdefault(key, _Step())
         if place in step.saved:
             # The step is saved again: it is the newest one, and complete when all of it was.
             step.saved.clear()
             step.num_expected = 1
             self._steps[key] = self._steps.pop(key)
-            self._adopted -= {named[0]} if named else set()
+            self._adopted.discard(key)
         step.saved.add(place)
         step.saves[place] = written
         if isinstance(written, WrittenFiles):
-            self._made |= {made: written.directories[made] for made in written.made}
+            _made.update({made: written.directories[made] for made in written.made})
         self._delete_old(self._keep_last)
 
     def _take_attempts(self) -> None:
@@ -184,9 +201,9 @@ class Retention:
         for key in [key for key, step in self._steps.items() if not step.saves][:-_MOST_ATTEMPTS]:
             del self._steps[key]
 
-    def _complete_steps(self) -> list[int | _Place]:
+    def _complete_steps(self) -> list[int]:
         """Return the steps that are complete, in their order."""
-        complete: list[int | _Place] = []
+        complete: list[int] = []
         earlier = previous = 0
         for key, step in self._steps.items():
             step.num_expected = max(step.num_expected, earlier, previous)
@@ -198,9 +215,18 @@ class Retention:
     def _delete_old(self, keep_last: int) -> None:
         complete = self._complete_steps()
         old: list[Published] = []
+        if self._drop_higher and complete:
+            earlier = [*takewhile(lambda key: key != complete[-1], self._steps)]
+            for key in [key for key in earlier if key > complete[-1] and not self._is_folder_of_steps(key)]:
+                old += self._taken_out(key, f"since step {complete[-1]} was saved after it")
+            complete = [key for key in complete if key in self._steps]
         if len(complete) >= keep_last:
             for key in [*takewhile(lambda key: key != complete[-keep_last], self._steps)]:
-                old += self._all_of(self._steps.pop(key))
+                is_mark = self._keep_every is not None and key % self._keep_every == 0
+                if is_mark or self._is_folder_of_steps(key):
+                    del self._steps[key]
+                else:
+                    old += self._taken_out(key, f"by keep_last={keep_last}")
         spare = {file for step in self._steps.values() for save in step.saves.values() for file in save.files}
         again = [*self._undeleted]
         self._undeleted.clear()
@@ -216,8 +242,18 @@ class Retention:
                         error,
                     )
 
-    def _all_of(self, step: _Step) -> list[Published]:
-        """Return all that was published of a step; files of this machine with the directories that the saver made."""
+    def _is_folder_of_steps(self, key: int) -> bool:
+        """Return whether a step is the name of a folder with a run in it: `step-500/best` beside `step-500/step-7`."""
+        saves = self._steps[key].saves
+        above = {named[1] for path, _ in saves if (named := step_of(path)) is not None and named[1] != path}
+        others = [path for other, step in self._steps.items() if other != key for path, _ in step.saves]
+        return any(_is_below(path, folder) for path in others for folder in above)
+
+    def _taken_out(self, key: int, reason: str) -> list[Published]:
+        """Take a step out, to delete it; return what was published, with the directories that the saver made."""
+        step = self._steps.pop(key)
+        if step.saves:
+            log(logging.INFO, "step %d is deleted %s: %s", key, reason, listed(path for path, _ in step.saves))
         files: dict[str, Identity] = {}
         directories: dict[str, DirectoryIdentity] = {}
         remote: list[Published] = []
@@ -228,11 +264,10 @@ class Retention:
             else:
                 remote.append(save)
         tops = {named[1] if (named := step_of(path)) else path for path, _ in step.saves}
-        made = {
-            directory: self._made.pop(directory)
-            for directory in [*self._made]
-            if any(_is_below(directory, top) for top in tops)
-        }
+        for directory in [*_made]:
+            if not os.path.isdir(directory):
+                _made.pop(directory, None)
+        made = {directory: _made[directory] for directory in [*_made] if any(_is_below(directory, top) for top in tops)}
         return [WrittenFiles(files, directories | made, made.keys()), *remote]
 
 
@@ -248,25 +283,48 @@ def _earlier_saves(directory: str) -> list[tuple[int, EarlierSave]]:
     return [(named[0], save) for named, save in found if named is not None and len(named[1]) > len(root)]
 
 
-def warn_of_higher_steps(directory: str, step: int) -> None:
-    """Log a warning if a directory holds steps above the one at which a run begins there.
+def warn_of_higher_steps(
+    directory: str, step: int, *, among: Collection[int] | None = None, dropped: Collection[int] = ()
+) -> set[int]:
+    """Log a warning if a directory holds checkpoints of higher steps than the one at which a run is.
 
     What resumes from the highest step, and what deletes by the number, would take those.
+
+    Args:
+        directory: The directory of the steps.
+        step: The step.
+        among: The steps that count; None: all.
+        dropped: Steps that do not count.
+
+    Returns:
+        The steps in the directory.
     """
-    steps: set[int] = set()
-    with suppress(OSError), os.scandir(directory) as entries:  # without it the save itself raises, or makes it
-        for entry in entries:
-            found = step_named(entry.name)
-            if found is not None and found > step and (entry.name.endswith(_FILES) or entry.is_dir()):
-                steps.add(found)
-    if steps:
-        higher = sorted(steps)
+    present: dict[int, list[str]] = {}
+    with suppress(OSError):  # without it the save itself raises, or makes it
+        present = {number: paths for number, paths in steps_in(directory).items() if number is not None}
+    higher = sorted(
+        number
+        for number, paths in present.items()
+        if number > step
+        and (among is None or number in among)
+        and number not in dropped
+        and any(map(_holds_files, paths))
+    )
+    if higher:
         shown = map(str, higher if len(higher) <= _MOST_SHOWN else [*higher[:2], "...", *higher[-2:]])
         log(
             logging.WARNING,
-            "%s: this run begins at step %d, and there are higher steps already: %s. What resumes from the highest "
-            "step takes one of those; save to a new directory, or remove them",
+            "%s: this run is at step %d, and there are higher steps already: %s. What resumes from the highest step, "
+            "such as by stio.latest, takes one of those; save to a new directory, or remove them (stio.Saver has "
+            "drop_higher=)",
             printable(directory),
             step,
             ", ".join(shown),
         )
+    return {*present}
+
+
+def _holds_files(path: str) -> bool:
+    if not os.path.isdir(path):
+        return True
+    return any(not is_hidden(name) for _, _, names in os.walk(path) for name in names)

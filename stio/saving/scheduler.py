@@ -29,7 +29,7 @@ from stio.runtime import memory, stats
 from stio.runtime.control_groups import num_processors
 from stio.runtime.hashing import Hasher
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled
+from stio.runtime.operation import Cancelled, mark_progress
 from stio.runtime.process import be_nice, collection_paused
 from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
 from stio.runtime.trace import Trace, traced
@@ -193,6 +193,7 @@ class SaveScheduler:
     def _work(self) -> None:
         while (job := self._next_job()) is not None:
             job()
+            mark_progress()
 
     def _next_job(self) -> Callable[[], None] | None:
         """Wait for something to do; return it, None at the end."""
@@ -369,6 +370,7 @@ class SaveScheduler:
             self._changed.notify_all()
 
     def _require_going_on(self) -> None:
+        mark_progress()
         if self._workers.stopped:
             raise Cancelled
 

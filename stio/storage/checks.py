@@ -14,14 +14,18 @@ import os
 import re
 import stat
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
+from stio.format.naming import FILE_SUFFIXES, is_dated, is_hidden, step_named
 from stio.format.other_sources import NO_HOME
-from stio.runtime.urls import without_secrets
+from stio.runtime.contexts import contextmanager
+from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Identity
 
 if sys.platform != "win32":
@@ -30,15 +34,28 @@ if sys.platform != "win32":
 # O_NONBLOCK: opening a FIFO must not wait for its writer.
 OPEN_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
+CHECKPOINT_SUFFIXES = (*FILE_SUFFIXES, ".ckpt")
+"""Ends of the names of files that are checkpoints: those of safetensors, and of Lightning by stio."""
+
+UNSUPPORTED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EPERM})
+"""Error numbers of a call that the kernel, the filesystem or a sandbox (seccomp, gVisor) does not support."""
+
+_USUAL_OPEN_FILES = 1024
 _HUB_CACHE_PREFIXES = ("models--", "datasets--", "spaces--")
 
 
-def refused(action: str, path: str, error: OSError | ValueError, *, offset: int | None = None) -> StorageError:
+def refused(
+    action: str, path: str, error: OSError | ValueError, *, offset: int | None = None, again: str = "load"
+) -> StorageError:
     """Return the error to raise for an error of the operating system, or for a path that it does not accept."""
     number = getattr(error, "errno", None)
     reason = os.strerror(number) if number else str(error)
     if number in (errno.EMFILE, errno.ENFILE):
         reason += f"; raise the limit of {open_files_limit():,} open files (ulimit -n) or load fewer shards at once"
+    if number == errno.ESTALE:
+        reason += f"; the file was replaced on the server: {again} again"
+    if number == errno.ENOTCONN:
+        reason += f"; the mount is gone: mount it, and {again} again"
     return StorageError(f"{action} failed: {reason}", path=path, errno=number, offset=offset)
 
 
@@ -69,7 +86,10 @@ def open_files_limit() -> int:
     """Return how many files this process may open at one time."""
     if sys.platform == "win32":
         return sys.maxsize
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    except OSError:  # a sandbox refuses it
+        limit = _USUAL_OPEN_FILES
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
@@ -162,6 +182,48 @@ def require_inside(real: str, root: str, path: str) -> None:
     )
 
 
+_BLOB = re.compile(r"[0-9a-f]{64}")
+_IN_HUB_CACHE = re.compile(
+    r"(?:(?P<cache>.*)/(?P<kind>model|dataset|space)s--(?P<id>[^/]+)/snapshots/|hf://(?P<url_id>[^/@]+/[^/@]+)@)"
+    r"(?P<commit>[^/]+)/(?P<file>.+)"
+)
+
+
+def digest_in_name(path: str) -> str:
+    """Return the SHA-256 that is the name of a file in `blobs`, as in the cache of the hub; "" for other names.
+
+    Args:
+        path: Path of the file, or of a link to it.
+    """
+    folder, name = os.path.split("" if is_url(path) else os.path.realpath(path))
+    return name if os.path.basename(folder) == "blobs" and _BLOB.fullmatch(name) else ""
+
+
+def commits_in(repository: str) -> list[str]:
+    """Return the commits that a repository's directory in the hub's cache has, [] for other directories."""
+    with suppress(OSError):
+        if os.path.basename(os.path.realpath(repository)).startswith(_HUB_CACHE_PREFIXES):
+            return sorted(os.listdir(os.path.join(repository, "snapshots")))
+    return []
+
+
+def advice_for_hub_cache(path: str) -> str:
+    """Return a clause with the command that fetches a damaged file of the hub's cache again, "" for other files.
+
+    Args:
+        path: Path of the file, or its URL with the commit.
+    """
+    folder, name = os.path.split(path)
+    found = _IN_HUB_CACHE.fullmatch(path if is_url(path) else os.path.join(os.path.realpath(folder), name))
+    if found is None:
+        return f"; delete {os.path.realpath(path)} and download it again" if digest_in_name(path) else ""
+    kind = f" --repo-type {found['kind']}" if found["kind"] not in (None, "model") else ""
+    cache = f" --cache-dir {quote(found['cache'])}" if found["cache"] else ""
+    repository = found["url_id"] or found["id"].replace("--", "/", 1)
+    command = f"hf download {quote(repository)} {quote(found['file'])} --revision {quote(found['commit'])}"
+    return f"; if the copy in the hub's cache is damaged, fetch it again: {command}{kind}{cache} --force-download"
+
+
 def stat_of(fd: int, path: str) -> os.stat_result:
     """Return `os.fstat`; its error is raised as a `StorageError`."""
     with refusals("reading the status", path):
@@ -205,6 +267,28 @@ def local_directory(path: object, keyword: str) -> str:
     if _SCHEME.fullmatch(first) and not os.path.isdir(first):
         raise ValueError(f"{keyword} takes a directory of this machine, not the URL {printable(without_secrets(text))}")
     return os.path.abspath(text)
+
+
+def steps_in(directory: str) -> dict[int | None, list[str]]:
+    """Return the paths in a directory that may be checkpoints of a training, by the steps in their names.
+
+    Under None are those whose names hold a date instead. Hidden names and files of other kinds are left out.
+
+    Raises:
+        OSError: The operating system reported an error.
+    """
+    by_step: dict[int | None, list[str]] = defaultdict(list)
+    for name in sorted(os.listdir(directory)):
+        step, path = step_named(name), os.path.join(directory, name)
+        if (step is not None or (is_dated(name) and not is_hidden(name))) and _may_be_checkpoint(path):
+            by_step[step].append(path)
+    return by_step
+
+
+def _may_be_checkpoint(path: str) -> bool:
+    if os.path.islink(path) and not os.path.exists(path):
+        return path.endswith(CHECKPOINT_SUFFIXES) or not os.path.splitext(path)[1]
+    return os.path.isdir(path) or (path.endswith(CHECKPOINT_SUFFIXES) and os.path.isfile(path))
 
 
 def resolve_links(path: str) -> str:

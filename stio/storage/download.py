@@ -14,9 +14,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from stio.runtime import memory
+from stio.runtime.contexts import contextmanager
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, is_interrupted
 from stio.runtime.workers import WorkerPool

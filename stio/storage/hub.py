@@ -26,6 +26,7 @@ from stio.runtime.log import log
 from stio.runtime.urls import without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
+from stio.storage.checks import commits_in
 from stio.storage.open import open_file
 
 T = TypeVar("T")
@@ -264,6 +265,7 @@ class HubRoot:
             self._commit, self._files = self._listed(location.revision)
         except _UnreachableError as error:
             if not cached:
+                error.error.message += self._cached_commits()
                 raise error.error from error.__cause__
             self._commit, self._unreachable = cached, error
             level = logging.INFO if self._constants.HF_HUB_OFFLINE else logging.WARNING
@@ -314,6 +316,12 @@ class HubRoot:
         except (OSError, ValueError):
             return ""
         return commit if _COMMIT.fullmatch(commit) else ""
+
+    def _cached_commits(self) -> str:
+        """Return a clause with the URLs of the commits that the cache has, "" without any."""
+        commits = commits_in(cache_folder(self._location.shown(None)))
+        shown = " and ".join(map(self._location.shown, commits))
+        return f"; the cache does not say which commit that is; it has {shown}" if shown else ""
 
     def _cached_files(self) -> list[str]:
         """Return the files of the commit that are in the cache."""

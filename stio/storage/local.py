@@ -46,6 +46,7 @@ from stio.runtime.memory import SYSTEM_PAGE_BYTES, Region, libc, quick_libc
 from stio.storage.base import Identity, Source
 from stio.storage.checks import (
     OPEN_FLAGS,
+    UNSUPPORTED,
     cut_short,
     identity_of,
     refusals,
@@ -442,9 +443,10 @@ class MappedFile:
         number = errno.EINTR
         while number == errno.EINTR:
             number = memory.populate(self.region.sub(offset, nbytes))
-        if number in (errno.EFAULT, errno.EINVAL):
+        if number == errno.EFAULT or number in UNSUPPORTED:
             # EFAULT: a failing disk, or a file that was cut; a read returns an error number, a page fault does not.
             # EINVAL: a kernel before 5.14; a plain read brings the pages into the page cache, where faults find them.
+            # EPERM, ENOSYS: a sandbox.
             self._read_through(offset, nbytes)
         elif number not in (0, errno.EAGAIN):
             raise refused("populating", self.file.path, OSError(number, ""), offset=offset)

@@ -64,6 +64,7 @@ def test_nothing_to_do(place: Path) -> None:
         "unused": [],
         "aborted": [],
         "newer": [],
+        "failed": [],
     }
 
 

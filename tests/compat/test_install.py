@@ -28,7 +28,7 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
-from support import python_path
+from checkout import python_path
 
 import stio.compat
 import stio.compat.safetensors

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support import python_path
+from checkout import python_path
 
 SOURCE = Path(__file__).with_name("shim.c")
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from crash.generations import MANY, leftovers, look, look_by_stio, save
-from crash.zygote import script, started
+from crash.held_saves import script, started
 
 NAMES = ["model", "model.safetensors"]
 

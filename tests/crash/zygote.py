@@ -1,7 +1,8 @@
 """Processes that begin with torch and stio imported, and end as any interpreter does: forked, not started.
 
 An import takes seconds on a busy machine. The parent of them all runs `crash/zygote_main.py`: it forks for each
-request. `Zygote.run` runs a script; `Zygote.python` is a program with the command line of an interpreter.
+request. `Zygote.run` runs a script; `Zygote.python` is a program with the command line of an interpreter. Under
+`tests/run.py` a zygote that needs torch is itself forked, from one that all lanes share.
 """
 
 from __future__ import annotations
@@ -17,39 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support import eventually, python_path
+from checkout import python_path
 
-SAVING = """
-import asyncio, atexit, faulthandler, os, signal, sys, threading
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-import stio
-from stio import sync
-from stio.runtime import operation as runtime
-from stio.storage.commit import syscalls as calls
-from crash.generations import MANY, save, tensors_of
-from support import eventually
-where, keywords = Path(sys.argv[1]), {} if sys.argv[1].endswith(".safetensors") else MANY
-plain, reached, opened = calls.fsync, threading.Event(), threading.Event()
-
-def held(fd):
-    reached.set()
-    opened.wait(30)
-    plain(fd)
-
-calls.fsync = held
-
-def open_once_cancelled():
-    def body():
-        running = runtime.stats.running
-        if not eventually(lambda: bool(running) and all(o.cancelled for o in list(running)), 20):
-            faulthandler.dump_traceback()
-            raise AssertionError(f"not cancelled: {list(running)}")
-        opened.set()
-    threading.Thread(target=body, daemon=True).start()
-"""
-"""Begin of scripts about a save that is held where it syncs its first file, until `opened` is set."""
+WITH_TORCH = "STIO_TEST_PYTHON_WITH_TORCH"
+"""The variable that names the `python` of a zygote that has imported torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +34,6 @@ class Finished:
     """What it printed."""
     stderr: str
     """What it complained of."""
-
-
-def script(code: str) -> str:
-    """Return a script about a save that is held."""
-    return SAVING + textwrap.dedent(code)
 
 
 class Child:
@@ -101,7 +68,8 @@ class Zygote:
 
     def __init__(self, directory: Path, modules: Sequence[str] = ("torch", "stio.sync", "support")) -> None:
         address = f"stio-zygote-{os.getpid()}-{secrets.token_hex(8)}"
-        command = [sys.executable, Path(__file__).with_name("zygote_main.py"), address, python_path(), *modules]
+        python = os.environ.get(WITH_TORCH, sys.executable) if "torch" in modules else sys.executable
+        command = [python, Path(__file__).with_name("zygote_main.py"), address, python_path(), *modules]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -143,10 +111,3 @@ class Zygote:
         with self._process:
             assert self._process.stdin is not None
             self._process.stdin.close()
-
-
-def started(zygote: Zygote, code: str, *arguments: object) -> Child:
-    """Start a script about a save that is held, and wait until it says that it is up."""
-    child = zygote.start(script(code), *arguments)
-    assert eventually(lambda: child.stdout() == "up\n", 20), child.wait()
-    return child

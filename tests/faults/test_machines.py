@@ -22,9 +22,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkout import REPOSITORY
 from click.testing import CliRunner
 from crash.zygote import Finished
-from support import PATIENCE_SECONDS, REPOSITORY, eventually, require_equal
+from support import PATIENCE_SECONDS, eventually, require_equal
 from torch import nn
 
 import stio

@@ -136,8 +136,8 @@ def retire(directory: Path, between: Callable[[Path], object], destination: str 
     with nothing_left(), sync.Saver(keep_last=1, **keywords) as saver:
         saver.save(generation(1), directory / destination).result()
         between(directory / destination)
-        saver.save(generation(2), directory / "newest")
-    require_generation(directory / "newest", 2)
+        saver.save(generation(2), directory / "step-2")
+    require_generation(directory / "step-2", 2)
     assert leftovers(directory) == []
     return directory / destination
 
@@ -431,7 +431,7 @@ def test_c225_retention_deletes_nothing_behind_a_planted_link(sticky: Path, vict
         saver.save(generation(2), sticky / "model").result()
         shutil.rmtree(sticky / "model")
         plant(sticky / "model", victim)
-        saver.save(generation(3), sticky / "newest")
+        saver.save(generation(3), sticky / "step-3")
     assert snapshot(victim) == before
 
 

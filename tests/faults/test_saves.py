@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from checkout import REPOSITORY
 from crash.zygote import Zygote
 from faults.save_helpers import (
     ACCESS_ACL,
@@ -38,7 +39,7 @@ from faults.save_helpers import (
     require_generation,
     script,
 )
-from support import REPOSITORY, eventually_async, require_equal
+from support import eventually_async, require_equal
 
 import stio
 from stio import sync

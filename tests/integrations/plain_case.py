@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from support import REPOSITORY
+from checkout import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 

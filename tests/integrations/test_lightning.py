@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkout import python_path
 from crash.zygote import Zygote
 from integrations.lightning_case import STEPS_PER_EPOCH, Small, Validated, loader, make_trainer
 from integrations.test_train_example import run_kills
@@ -26,7 +27,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from safetensors.torch import save_file
-from support import eventually, python_path, require_equal
+from support import eventually, require_equal
 from torch import nn
 from torch.utils.data import DataLoader
 

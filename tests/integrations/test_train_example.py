@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkout import REPOSITORY, python_path
 from crash.zygote import Zygote
 from integrations.plain_case import NUM_STEPS
-from support import REPOSITORY, python_path
 
 from stio import sync
 

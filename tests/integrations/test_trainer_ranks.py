@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import python_path
+from checkout import python_path
 
 
 @pytest.mark.slow

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkout import python_path
 from integrations.trainer_case import NUM_STEPS, STEPS_PER_EPOCH, WEIGHTS, AtStep, make_model, make_trainer, result
 from safetensors.torch import load_file
-from support import python_path, require_equal
+from support import require_equal
 from transformers import EarlyStoppingCallback, GPT2LMHeadModel, Trainer, TrainerCallback
 
 import stio

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
@@ -21,6 +20,7 @@ from xml.sax.saxutils import escape
 from servers import RunningServer
 
 _TIME = "2026-01-01T00:00:00.000Z"
+_LAST_MODIFIED = "Thu, 01 Jan 2026 00:00:00 GMT"
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("If-Match", found.etag) != found.etag:
             self._answer(412)
             return
-        headers = {**_state(found), "Last-Modified": formatdate(usegmt=True)}
+        headers = {**_state(found), "Last-Modified": _LAST_MODIFIED}
         text = self.headers.get("Range")
         if text is None:
             self._answer(200, found.data, headers)

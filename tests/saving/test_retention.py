@@ -47,12 +47,12 @@ def test_one_place_in_two_spellings_is_one_checkpoint(tmp_path, spelling, keywor
 
 
 def test_a_link_to_a_file(tmp_path):
-    (tmp_path / "link.safetensors").symlink_to("blob")
-    left = saved(tmp_path, tmp_path / "link.safetensors", tmp_path / "y.safetensors", hash="sha256")
-    assert left == ["y.safetensors", "y.safetensors.manifest.json"]
+    (tmp_path / "link.safetensors").symlink_to("blob-0")
+    left = saved(tmp_path, tmp_path / "link.safetensors", tmp_path / "y-1.safetensors", hash="sha256")
+    assert left == ["y-1.safetensors", "y-1.safetensors.manifest.json"]
 
 
-@pytest.mark.parametrize("places", [["run", "run/x"], ["run", "run/x/y"], ["run/x", "run"], ["run", "run/x", "run"]])
+@pytest.mark.parametrize("places", [["7", "7/step-1"], ["7", "7/x/step-1"], ["7/step-1", "7"], ["7", "7/step-1", "7"]])
 def test_one_inside_another(tmp_path, places):
     left = saved(tmp_path, *(tmp_path / place for place in places))
     assert left == [f"{places[-1]}/model.safetensors"]
@@ -71,19 +71,16 @@ def test_two_families_of_names_in_one_directory(tmp_path):
     families = [
         {"filename_pattern": name, "max_shard_size": 20} for name in ("a{suffix}.safetensors", "b{suffix}.safetensors")
     ]
-    left = saved(tmp_path, *((tmp_path / "run", family) for family in families))
-    assert left == [
-        "run/b-00001-of-00002.safetensors",
-        "run/b-00002-of-00002.safetensors",
-        "run/b.safetensors.index.json",
-    ]
+    left = saved(tmp_path, *((tmp_path / "run", family) for family in families))  # names no step: both stay
+    names = ("-00001-of-00002.safetensors", "-00002-of-00002.safetensors", ".safetensors.index.json")
+    assert left == [f"run/{family}{name}" for family in "ab" for name in names]
 
 
 def test_a_directory_whose_name_ends_like_a_file(tmp_path):
-    (tmp_path / "x.safetensors").mkdir()
-    (tmp_path / "x.safetensors" / "mine").touch()
-    left = saved(tmp_path, f"{tmp_path}/x.safetensors/", tmp_path / "y")
-    assert left == ["x.safetensors/mine", "y/model.safetensors"]
+    (tmp_path / "x-0.safetensors").mkdir()
+    (tmp_path / "x-0.safetensors" / "mine").touch()
+    left = saved(tmp_path, f"{tmp_path}/x-0.safetensors/", tmp_path / "y-1")
+    assert left == ["x-0.safetensors/mine", "y-1/model.safetensors"]
 
 
 def test_the_working_directory_changes(tmp_path, monkeypatch):

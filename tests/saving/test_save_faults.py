@@ -28,8 +28,8 @@ from crash.generations import (
     save,
     tensors_of,
 )
+from crash.held_saves import script
 from crash.powercut import why_not
-from crash.zygote import script
 from support import eventually, nothing_left, require_equal
 
 import stio

@@ -387,26 +387,26 @@ async def test_c95_a_cancel_at_every_await(tmp_path, anyio_backend, call, how):
 
 
 async def test_c122_keeps_the_newest_and_what_is_not_its_own(tmp_path):
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "config.json").write_text("{}")
+    (tmp_path / "old-0").mkdir()
+    (tmp_path / "old-0" / "config.json").write_text("{}")
     async with stio.Saver(keep_last=2) as saver:
-        for name in ("old", "a", "b.safetensors", "c", "a", "d"):
+        for name in ("old-0", "a-1", "b-2.safetensors", "c-3", "a-1", "d-4"):
             await (await saver.save(generation(1), tmp_path / name))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "d", "old"]
-    assert [path.name for path in (tmp_path / "old").iterdir()] == ["config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a-1", "d-4", "old-0"]
+    assert [path.name for path in (tmp_path / "old-0").iterdir()] == ["config.json"]
 
 
 async def test_c122_nothing_goes_before_the_newer_is_durable(tmp_path, monkeypatch):
     async with stio.Saver(keep_last=1) as saver:
-        await (await saver.save(generation(1), tmp_path / "a"))
+        await (await saver.save(generation(1), tmp_path / "a-1"))
         failing(monkeypatch)
-        pending = await saver.save(generation(2), tmp_path / "b")
+        pending = await saver.save(generation(2), tmp_path / "b-2")
         with pytest.raises(stio.StorageError):
             await pending
         monkeypatch.undo()
-        require_equal(await stio.load(tmp_path / "a"), generation(1))
-        await (await saver.save(generation(3), tmp_path / "c"))
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+        require_equal(await stio.load(tmp_path / "a-1"), generation(1))
+        await (await saver.save(generation(3), tmp_path / "c-3"))
+    assert [path.name for path in tmp_path.iterdir()] == ["c-3"]
 
 
 # The blocking twin.

@@ -121,8 +121,8 @@ def test_a_producer_that_is_cancelled_fails_its_save(tmp_path):
 def test_a_saver_starts_afresh_in_a_forked_child(tmp_path):
     gate = Gate()
     with stio.sync.Saver(budget_bytes=1 << 20, keep_last=1) as saver:
-        saver.save({"a": torch.zeros(3)}, tmp_path / "before").result()
-        thread = threading.Thread(target=saver.save, args=(gate.lazy(), tmp_path / "parent"))
+        saver.save({"a": torch.zeros(3)}, tmp_path / "before-0").result()
+        thread = threading.Thread(target=saver.save, args=(gate.lazy(), tmp_path / "parent-1"))
         thread.start()
         assert gate.reached.wait(PATIENCE_SECONDS)
         with warnings.catch_warnings():
@@ -131,16 +131,16 @@ def test_a_saver_starts_afresh_in_a_forked_child(tmp_path):
         if not child:
             code = 1
             try:
-                saver.save({"a": torch.ones(3)}, tmp_path / "child").result(PATIENCE_SECONDS)
+                saver.save({"a": torch.ones(3)}, tmp_path / "child-2").result(PATIENCE_SECONDS)
                 saver.close()
-                code = 0 if (tmp_path / "before").exists() else 2
+                code = 0 if (tmp_path / "before-0").exists() else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         gate.opened.set()
         thread.join(PATIENCE_SECONDS)
-    require_equal(stio.sync.load(tmp_path / "child"), {"a": torch.ones(3)})
-    assert sorted(os.listdir(tmp_path)) == ["child", "parent"]
+    require_equal(stio.sync.load(tmp_path / "child-2"), {"a": torch.ones(3)})
+    assert sorted(os.listdir(tmp_path)) == ["child-2", "parent-1"]
 
 
 @pytest.mark.parametrize("length", [242, 255])

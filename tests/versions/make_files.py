@@ -31,10 +31,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch._dynamo  # an optimizer's first step imports it, for seconds
+from checkout import python_path
 from crash import shim
 from crash.generations import fast_directory
 from crash.shim import KILL, KILL_AFTER, MKDIR, OPEN, RENAME, UNLINK, WRITE, Fault, Shim
-from support import ALL_DTYPES, python_path, ramp
+from support import ALL_DTYPES, ramp
 from versions import archive, look
 from versions.look import MANY, describe_state, describe_tensors, tensors_of
 

@@ -182,13 +182,14 @@ def test_the_next_save_replaces_it(scenario: Scenario, place: Path) -> None:
 @pytest.mark.parametrize("name", ["index-committed", "files-one-replaced", "first-published"])
 def test_a_saver_replaces_it_and_deletes_its_own_only(name: str, place: Path) -> None:
     """`keep_last` counts no checkpoint of another process, and removes no file of the user's."""
-    root = of(name).unpack(place)
+    (place / "step-2").mkdir()
+    root = of(name).unpack(place / "step-2")
     users = set(of(name).says.get("users", ()))
     with stio.sync.Saver(keep_last=1, **look.MANY) as saver:
-        for where in ("first", "model", "last"):
-            saver.save(look.tensors_of(look.EXAMPLE_GENERATION), root / where).result()
-            assert look.found_by("load", root / where) == of(name).states["next"]
-    assert not (root / "first").exists()
+        for where in (place / "step-1", root / "model", place / "step-3"):
+            saver.save(look.tensors_of(look.EXAMPLE_GENERATION), where).result()
+            assert look.found_by("load", where) == of(name).states["next"]
+    assert not (place / "step-1").exists()
     assert {path.name for path in (root / "model").glob("*.safetensors*")} <= {Path(user).name for user in users}
     assert users <= set(look.listing(root))
 

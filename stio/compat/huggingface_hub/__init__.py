@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +54,7 @@ from stio.device.tensor_memory import require_data_of, require_values
 from stio.errors import printable
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.loading.module_tree import require_memory_of
+from stio.runtime.contexts import contextmanager
 from stio.storage.open import open_directory
 
 __all__ = [

@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from stio.loading.body import collect, reading_operation
 from stio.loading.module_tree import require_memory_of
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions
+from stio.runtime.contexts import contextmanager
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
 from stio.storage.base import Root
@@ -97,7 +98,7 @@ def open_files(root: Root, names: Sequence[str], *, safe: bool) -> Iterator[list
             path, opened = os.path.join(root.path, name), None
             with _explained(path, safe=safe), _refusals(path):
                 if safe or name.lower().endswith(FILE_SUFFIX):
-                    opened = stack.enter_context(closing(open_checkpoint(SingleFileRoot(root, name))))
+                    opened = stack.enter_context(closing(open_checkpoint(SingleFileRoot(root, name), strict=False)))
                     _require_format(opened.headers[0], path)
                     if in_turns:
                         opened.files[0].close()

@@ -7,7 +7,6 @@ streams in torch, or one that does not exist: there torch itself copies, or rais
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -20,6 +19,7 @@ from stio.errors import DeviceError, DeviceMemoryError
 from stio.loading.body import collect
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
+from stio.runtime.contexts import contextmanager
 from stio.runtime.operation import Operation
 
 

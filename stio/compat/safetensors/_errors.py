@@ -9,9 +9,9 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from stio.errors import CheckpointNotFoundError, LimitError, StioError, StorageError, TruncatedError, printable
+from stio.runtime.contexts import contextmanager
 
 
 class ErrorBase(Exception):

@@ -22,7 +22,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from stio.errors import ChangedDuringReadError, StioError, StorageError
 from stio.format.naming import FILE_SUFFIX
 from stio.loading.cache.entries import CacheStats, counted, on_own_thread
 from stio.runtime import clock, memory
+from stio.runtime.contexts import contextmanager
 from stio.runtime.limits import checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.log import log

@@ -31,7 +31,7 @@ from stio.loading.warm_start.load import (
     require_supported,
     restore_ended,
 )
-from stio.runtime.blocking import runs_blocking
+from stio.runtime.blocking import AsyncOnly, runs_blocking
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation, close_all
@@ -99,7 +99,7 @@ def warm_start(
     return WarmStart(module, source, options, order)
 
 
-class WarmStart:
+class WarmStart(AsyncOnly):
     """A warm start under way, made by `async with stio.warm_start(...)`.
 
     Args:
@@ -108,6 +108,8 @@ class WarmStart:
         settings: Options of the load.
         order: See `warm_start`.
     """
+
+    _sync_name = "warm_start"
 
     def __init__(
         self, module: nn.Module, source: SourceLike, settings: LoadOptions, order: Iterable[str] | None
@@ -196,7 +198,8 @@ class WarmStart:
         try:
             match = Match.of(module, into, names, opened, dtype=settings.casts, strict=settings.strict)
             verify(operation, opened, settings)
-            options = replace(settings, dtype=None, streams="copy")  # `casts` has the dtype of each tensor that is cast
+            # `casts` has the dtype of each tensor that is cast.
+            options = replace(settings, dtype=None, streams="copy", lost={})
             buffers: list[LoadedGroup] = []
             if match.buffers:  # on the copy stream the load ends when all casts have: a forward may run on any stream
                 stored = list(dict.fromkeys(match.buffers.values()))

@@ -28,11 +28,11 @@ from torch.utils.hooks import RemovableHandle
 from stio.device.base import LoadedGroup, current_streams
 from stio.device.cuda import TorchAccelerator, default_stream
 from stio.device.tensor_memory import TargetMemory, copy_all
-from stio.device.tensors import TORCH_DTYPES, DtypeOf, cast, loses_values, require_dtypes
+from stio.device.tensors import TORCH_DTYPES, DtypeOf, as_scalar, cast, loses_values, require_dtypes
 from stio.device.torch_private import copy_of, moved
 from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
 from stio.format.state_tree import STATE_KEY
-from stio.loading.casts import planned_casts
+from stio.loading.casts import planned_casts, report_lost
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import is_from
 from stio.loading.open import OpenCheckpoint
@@ -285,6 +285,7 @@ class WarmStartLoad:
                 self._reorder()  # for uses that started to wait before there was a scheduler
                 operation.on_cancel(scheduler.stop)
                 scheduler.run()
+                report_lost(self._options.lost or {}, self._path)
         finally:
             self._release_all()
 
@@ -313,7 +314,7 @@ class WarmStartLoad:
                     if not owner.left and owner.handle is not None:
                         owner.handle.remove()
                         owner.handle = None
-                placeholder.fill(tensor)
+                placeholder.fill(as_scalar(tensor) if not placeholder.parameter.dim() else tensor)
 
     # Called by uses of parameters.
 
@@ -556,4 +557,5 @@ def _placed(old: torch.Tensor, new: torch.Tensor, is_used: bool, name: str, path
         with torch.no_grad():
             copy_all([old], [new], [name], path=path)
             return old
+    new = as_scalar(new) if not old.dim() else new
     return copy_of(new) if is_used else new

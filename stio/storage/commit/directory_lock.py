@@ -22,12 +22,14 @@ import secrets
 import socket
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 
 from stio.errors import ConcurrentSaveError, printable
 from stio.runtime import clock
+from stio.runtime.contexts import contextmanager
 from stio.runtime.log import log
+from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.files import ACCESS_LIST, USER_OBJ, FileAttributes, entries_of, packed_list, status_at
 
@@ -245,11 +247,9 @@ class _DirectoryLock(FileLock):
             OSError: The file could not be made.
         """
         must_create = may_create and status_at(self._dir_fd, self.name) is None
-        fd = self._create() if must_create else self._open()
-        if fd is None:
-            return self._refused()
         try:
-            return self._try(fd)
+            fd = self._create() if must_create else self._open()
+            return self._refused() if fd is None else self._try(fd)
         except NoLocksError:
             return None
 
@@ -287,6 +287,8 @@ class _DirectoryLock(FileLock):
                 calls.unlink(new, dir_fd=self._dir_fd)
             if isinstance(error, FileExistsError | FileNotFoundError):  # not found: a recovery has removed it
                 return None
+            if isinstance(error, OSError) and error.errno in UNSUPPORTED:
+                raise NoLocksError(*error.args[:2]) from error
             raise
         return fd
 

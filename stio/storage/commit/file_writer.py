@@ -27,7 +27,7 @@ from stio.errors import NoSpaceError, StorageError
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
-from stio.storage.checks import refusals, refused
+from stio.storage.checks import UNSUPPORTED, refusals, refused
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.files import FileAttributes, closing
 from stio.storage.local import is_local
@@ -45,9 +45,12 @@ the same place, and have then written those pages too."""
 def free_bytes(fd: int) -> int | None:
     """Return how many bytes an unprivileged process may still write on the filesystem of an open file or directory.
 
-    None where the filesystem does not count (ramfs, some in user space).
+    None where the filesystem does not count (ramfs, some in user space), or the system does not say.
     """
-    found = os.fstatvfs(fd)
+    try:
+        found = os.fstatvfs(fd)
+    except OSError:
+        return None
     return found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
@@ -72,7 +75,7 @@ def write_refused(
     """
     number = getattr(error, "errno", None)
     if number not in _NO_SPACE:
-        return refused(action, path, error, offset=offset)
+        return refused(action, path, error, offset=offset, again="save")
     reason = {
         errno.EDQUOT: "the quota of this user is used up",
         errno.EFBIG: "the file would be larger than the filesystem or the process's limit (ulimit -f) allows",
@@ -249,7 +252,7 @@ class LocalFileWriter:
                 try:
                     self._direct_fd = self._open(_O_DIRECT)
                 except StorageError as error:
-                    if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    if error.errno not in UNSUPPORTED:
                         raise
                     self.direct_refused = True
             return self._fd, self._direct_fd

@@ -18,10 +18,11 @@ import os
 import stat
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from stio.errors import StorageError
+from stio.runtime.contexts import contextmanager
 from stio.storage.checks import OPEN_FLAGS, open_by_rule, require_regular, stat_by_rule
 from stio.storage.commit import syscalls as calls
 

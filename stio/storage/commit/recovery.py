@@ -94,6 +94,8 @@ class GarbageReport:
     """Objects of a store with an upload that was begun and not completed, and that was aborted."""
     newer: tuple[str, ...] = ()
     """Those of `kept` that another version of stio has left, and only that version can complete or roll back."""
+    failed: tuple[str, ...] = ()
+    """Those of `kept` that have no owner, and that the system did not let this process recover or remove."""
 
     def __add__(self, other: GarbageReport) -> GarbageReport:
         return GarbageReport(*map(add, astuple(self), astuple(other)))
@@ -171,23 +173,24 @@ def recover(
         where = os.path.join(path, name)
         check()
         if name.startswith(DELETED_PREFIX):
-            is_left = not _is_trusted(home_fd, status_at(home_fd, name)) or (
-                not dry_run and not _delete(home_fd, name, check)
-            )
-            report += GarbageReport(**{"kept" if is_left else "removed": (where,)})
+            is_trusted = _is_trusted(home_fd, status_at(home_fd, name))
+            has_failed = is_trusted and not dry_run and not _delete(home_fd, name, check)
+            report += GarbageReport(**{"removed" if is_trusted and not has_failed else "kept": (where,)})
+            report += GarbageReport(failed=(where,) if has_failed else ())
         elif is_directory_lock(name) and not dry_run:
             remove_free_lock(home_fd, name)
         elif _STAGING_NAME.fullmatch(name) or name.startswith(ASIDE_PREFIX):
             try:
                 outcome, deleted = _recover_one(home_fd, name, path, max_age_seconds, dry_run, timeout, check)
-                if deleted is not None:
-                    _delete(home_fd, deleted, check)
+                if deleted is not None and not _delete(home_fd, deleted, check) and deleted == name:
+                    raise OSError(errno.ENOTEMPTY, "it cannot be removed")
             except (OSError, ConcurrentSaveError) as error:
                 # A read-only directory too: a process that can write there will clean it up.
                 log(logging.DEBUG, "%s is left alone: %s", where, error)
                 outcome = "kept"
-                if isinstance(error, UnknownRecordError):
-                    report += GarbageReport(newer=(where,))
+                if isinstance(error, OSError):
+                    is_newer = isinstance(error, UnknownRecordError)
+                    report += GarbageReport(**{"newer" if is_newer else "failed": (where,)})
             if outcome is not None:
                 report += GarbageReport(**{outcome: (where,)})
     return report
@@ -217,7 +220,7 @@ def _recover_one(
         What was done, None if another recovery did it; and the directory's new name, to delete it by. It is deleted
         when none of its files is open: filesystems in user space keep the names of open files.
     """
-    is_aside = name.startswith(ASIDE_PREFIX)
+    is_aside, fd = name.startswith(ASIDE_PREFIX), -1
     with ExitStack() as stack:
         try:
             fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=home_fd)))
@@ -226,6 +229,10 @@ def _recover_one(
             lock = fd if is_aside else _open_lock(home_fd, fd, may_create=not dry_run)
         except FileNotFoundError:
             return None, None
+        except PermissionError:
+            if fd < 0:  # that of another user, whose save may run
+                return "kept", None
+            raise
         if lock is None:
             return "kept", None
         if lock != fd:

@@ -16,11 +16,12 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from stio.errors import listed, printable
 from stio.format.naming import INDEX_SUFFIX, MANIFEST_SUFFIX
+from stio.runtime.contexts import contextmanager
 from stio.runtime.log import log
 from stio.storage.base import Identity
 from stio.storage.checks import refusals, refused, resolve_links

@@ -16,14 +16,17 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import NamedTuple, Self
 
 from stio.errors import printable
+from stio.runtime.contexts import contextmanager
 from stio.runtime.log import log
+from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import FileLock, is_same
 from stio.storage.commit.files import closing
+from stio.storage.commit.journal import remove_record
 
 STAGING_PREFIX = ".stio-"
 """Prefix of a staging directory's name; the rest is the save's id."""
@@ -36,6 +39,10 @@ LOCK_NAME = "lock"
 
 FILES_NAME = "new"
 """Directory in a staging directory for the new files."""
+
+
+class NoRenameError(OSError):
+    """The filesystem renames no directories."""
 
 
 class StagingDirectory:
@@ -65,6 +72,7 @@ class StagingDirectory:
             None if the name is taken, or if a recovery took the directory before it was locked.
 
         Raises:
+            NoRenameError: The filesystem renames no directories, so that nothing could be published.
             OSError: The operating system reported an error.
         """
         name = STAGING_PREFIX + save_id
@@ -79,7 +87,7 @@ class StagingDirectory:
                 lock = FileLock(LOCK_NAME, fd, stays=True)
                 stack.callback(lock.release)
                 if lock.try_lock() and is_same(home_fd, name, fd):
-                    calls.make_directory(FILES_NAME, dir_fd=fd)
+                    _make_and_rename(fd)
                     created = cls(
                         home_fd, save_id, fd=fd, files_fd=calls.open_directory(FILES_NAME, dir_fd=fd), lock=lock
                     )
@@ -118,8 +126,21 @@ class StagingDirectory:
                 calls.close(fd)
 
 
+def _make_and_rename(fd: int) -> None:
+    """Make the directory for the new files by a rename: a mounted bucket would refuse that of the commit too."""
+    calls.make_directory(f"{FILES_NAME}.made", dir_fd=fd)
+    try:
+        calls.rename(f"{FILES_NAME}.made", FILES_NAME, source_fd=fd, target_fd=fd)
+    except OSError as error:
+        if error.errno in UNSUPPORTED or error.errno == errno.EXDEV:
+            raise NoRenameError(*error.args[:2]) from error
+        raise
+
+
 def rename_for_deletion(home_fd: int, name: str) -> str:
     """Rename a directory to a name with `DELETED_PREFIX`, before it is deleted; return the new name.
+
+    Where the filesystem has no renames it keeps its name, and loses its record.
 
     Raises:
         OSError: The operating system reported an error.
@@ -128,7 +149,14 @@ def rename_for_deletion(home_fd: int, name: str) -> str:
     # the old one in it: that may be as long as the system allows.
     is_staged = name.startswith(STAGING_PREFIX)
     deleted = DELETED_PREFIX + (name.removeprefix(STAGING_PREFIX) if is_staged else secrets.token_hex(5))
-    calls.rename(name, deleted, source_fd=home_fd, target_fd=home_fd)
+    try:
+        calls.rename(name, deleted, source_fd=home_fd, target_fd=home_fd)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        with closing(calls.open_directory(name, dir_fd=home_fd)) as fd:
+            remove_record(fd, durable=False)
+        return name
     return deleted
 
 

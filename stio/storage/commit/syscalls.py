@@ -18,7 +18,7 @@ from typing import Any
 
 from stio.runtime.memory import libc
 from stio.runtime.process import after_fork_in_child
-from stio.storage.checks import open_resolved
+from stio.storage.checks import UNSUPPORTED, open_resolved
 from stio.storage.local import function_of
 
 fcntl: ModuleType | None
@@ -32,8 +32,6 @@ _FILE_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getat
 _WRITE_MAX_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB a call
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
-_NOT_SUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
-
 
 _INT, _UINT, _TEXT, _OFFSET = ctypes.c_int, ctypes.c_uint, ctypes.c_char_p, ctypes.c_int64
 _linux = libc if sys.platform == "linux" else None
@@ -92,7 +90,7 @@ def rename_new(source: str, target: str, *, source_fd: int, target_fd: int, is_d
         names = os.fsencode(source), os.fsencode(target)
         if _renameat2(source_fd, names[0], target_fd, names[1], _RENAME_NOREPLACE) == 0:
             return
-        if ctypes.get_errno() not in _NOT_SUPPORTED:
+        if ctypes.get_errno() not in UNSUPPORTED:
             _check(-1, source, target)
     if not is_directory:
         try:
@@ -123,7 +121,7 @@ def unlink(name: str, *, dir_fd: int) -> None:
     os.unlink(name, dir_fd=dir_fd)
 
 
-def remove_directory(name: str, *, dir_fd: int) -> None:
+def remove_directory(name: str, *, dir_fd: int | None = None) -> None:
     """Remove an empty directory."""
     os.rmdir(name, dir_fd=dir_fd)
 
@@ -175,7 +173,7 @@ def sync_directory(fd: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
+        if error.errno not in UNSUPPORTED - {errno.EPERM}:
             raise
 
 
@@ -234,7 +232,7 @@ def reserve(fd: int, nbytes: int) -> None:
     if nbytes and _fallocate is not None:
         while _fallocate(fd, 0, 0, nbytes) < 0:
             number = ctypes.get_errno()
-            if number in _NOT_SUPPORTED:
+            if number in UNSUPPORTED:
                 break
             if number != errno.EINTR:
                 raise OSError(number, os.strerror(number))

@@ -20,7 +20,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Literal, Self
 
@@ -57,7 +57,7 @@ from stio.storage.commit.journal import MAX_NOTE_BYTES, is_plain
 from stio.storage.commit.publication import Publication
 from stio.storage.commit.recovery import recover
 from stio.storage.commit.retention import WrittenFiles
-from stio.storage.commit.staging_dir import FILES_NAME, STAGING_PREFIX, StagingDirectory
+from stio.storage.commit.staging_dir import FILES_NAME, STAGING_PREFIX, NoRenameError, StagingDirectory
 from stio.storage.local import is_local, open_at
 
 NONCE_NAME = "shared"
@@ -287,7 +287,15 @@ class LocalTransaction(FilesTransaction):
             if isinstance(error, StorageError):
                 raise
             failure = write_refused("beginning the save", destination.path, error)
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            if isinstance(error, NoRenameError):
+                failure.message += (
+                    "; a save publishes by a rename, which this filesystem does not have: save to another one, or to a "
+                    "bucket that is mounted here (mount-s3) by its URL, s3://bucket/path"
+                )
+                for parent in reversed(self._parents):
+                    with suppress(OSError):  # it has been used meanwhile
+                        calls.remove_directory(parent)
+            elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 failure.message += f"; the directory that holds the checkpoint must be {needed}"
             raise failure from error
         self._files_fd = self._staging.files_fd

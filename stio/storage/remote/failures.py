@@ -21,6 +21,7 @@ from stio.errors import (
     StorageError,
     listed,
     one_line,
+    printable,
 )
 from stio.runtime.operation import PanicError, without_panic
 from stio.runtime.urls import without_secrets
@@ -28,8 +29,8 @@ from stio.storage.remote.settings import set_variables
 
 Kind = Literal[
     "busy", "stalled", "broken", "unreachable", "wrong", "expired", "anonymous",  # another attempt may succeed
-    "missing", "no bucket", "no name", "changed", "denied", "unranged", "tls", "elsewhere", "range", "other", "panic",
-    "no credentials", "page",
+    "missing", "no bucket", "no name", "odd key", "changed", "denied", "unranged", "tls", "elsewhere", "range", "other",
+    "panic", "no credentials", "page",
 ]  # fmt: skip
 """Kinds of failures."""
 
@@ -44,6 +45,7 @@ _PROVIDER = re.compile(r"credential provider: (Busy)?CredentialsError: (.*)")
 _ANSWERED = re.compile("Server returned non-2xx status code: ")
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+_ODD_KEY = re.compile(r'object with invalid path: [\w ]*"(.*?)"(?: contained|: Encountered)', re.DOTALL)
 _LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://[^\s<>\"']+")
 _TLS = re.compile(
     r"InvalidCertificate\(\s*\w+|AlertReceived|Peer(Incompatible|Misbehaved)|Invalid(Message|ContentType)"
@@ -173,6 +175,12 @@ _MESSAGES: dict[Kind, tuple[str, str, int]] = {
     ),
     "no bucket": ("there is no such bucket or container; check the URL and the endpoint", "or make it", errno.ENOENT),
     "no name": ("the name of the object is not allowed", "use another one", errno.EINVAL),
+    "odd key": (
+        "the directory cannot be listed, since obstore refuses keys with an empty segment, `.`, `..` or a control "
+        "character",
+        "delete or rename the object, or load the URL of an index or a file, which lists nothing",
+        errno.EILSEQ,
+    ),
     "denied": ("the store refuses access", "check the credentials, and what they allow", errno.EACCES),
     "unranged": (
         "the server sends no parts of files (it ignores Range), so it cannot be streamed",
@@ -251,6 +259,7 @@ _RULES: tuple[tuple[Kind, str], ...] = (
     ("no credentials", _PROVIDER.pattern),
     ("anonymous", r"169\.254\.\d+\.\d+|metadata\.google\.internal|/latest/api/token|/metadata/identity"),
     ("no name", "Could not parse path"),
+    ("odd key", r"\AInvalidPathError "),
     ("busy", "ConditionalRequestConflict"),  # S3 has not compared: another request to the object was under way
     ("missing", r"\A(NotFoundError |\w+ (404|410) )"),
     ("changed", r"\A(PreconditionError |AlreadyExistsError |\w+ 412 )"),
@@ -271,6 +280,8 @@ def _of_text(name: str, text: str, details: str) -> RequestFailure:
     answered = _STATUS.search(text)
     status = int(answered[1]) if answered else 0
     summary = summary_of(text)
+    if name == "InvalidPathError" and (key := _ODD_KEY.search(text)):
+        summary = printable(repr(key[1]))
     kind = next((kind for kind, pattern in _RULES if re.search(pattern, f"{name} {status} {text}")), None)
     if kind == "no credentials" and (found := _PROVIDER.search(text)):
         return RequestFailure("busy" if found[1] else "no credentials", found[2])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,9 @@ from stio.errors import CheckpointNotFoundError, StioError, StorageError
 from stio.runtime import memory
 from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.locks import Condition
+from stio.runtime.log import log
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled, is_interrupted
+from stio.runtime.operation import Cancelled, is_interrupted, mark_progress
 from stio.runtime.workers import WorkerPool
 from stio.storage.remote.failures import RequestFailure, failure_of
 from stio.storage.remote.source import RemoteRoot
@@ -114,12 +115,15 @@ class Folder:
         except StorageError as error:
             if error.errno != errno.EINVAL:  # it has no first byte
                 raise
-        with suppress(CheckpointNotFoundError):
-            return self._run(lambda store: _state_of(require_obstore().head(store, self.key(name))), name), ""
-        return {}, ""
+        meta = self._meta(name)
+        return (_state_of(meta) if meta else {}), ""
 
-    def list(self) -> dict[str, Listed]:
+    def list(self, known: Callable[[], Iterable[str]] | None = None) -> dict[str, Listed]:
         """Return the objects in it, by name.
+
+        Args:
+            known: Returns the names to look for if obstore cannot list the directory because of one of its keys. None:
+                that is an error.
 
         Raises:
             StorageError: There is no such bucket or container, or it cannot be listed.
@@ -131,10 +135,20 @@ class Folder:
         except CheckpointNotFoundError as error:
             message = "there is no such bucket or container"
             raise StorageError(message, path=self.path, errno=errno.ENOENT) from error
+        except StorageError as error:
+            if error.errno != errno.EILSEQ or known is None:
+                raise
+            log(self.root.requester.warnings.level(), "%s. The save replaces what the index names", error)
+            found = {"objects": [meta for name in known() if (meta := self._meta(name))]}
         return {
             one["path"][start:]: Listed(one["e_tag"] or "", one["last_modified"].timestamp())
             for one in found["objects"]
         }
+
+    def _meta(self, name: str) -> Any:
+        with suppress(CheckpointNotFoundError):
+            return self._run(lambda store: require_obstore().head(store, self.key(name)), name)
+        return None
 
     def put_once(self, name: str, data: bytes, mode: Any) -> State:
         """Put a small object under a condition, in one attempt; return its state.
@@ -445,6 +459,7 @@ class Upload:
                 part = self._ready.popleft()
                 self._changed.notify_all()
             yield part
+            mark_progress()
             del part
 
 

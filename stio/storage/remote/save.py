@@ -366,17 +366,23 @@ class _Directory(RemoteTransaction):
         super().__init__(folder, buffer_bytes, index_name(pattern))
         # After the index was read: shards of a save that commits in between would not be deleted otherwise. Those of
         # one that commits later are in it too; it cannot commit any more once this one has.
+        found = folder.list(lambda: {*self._indexed(), shard_name(pattern, 0, 1)})
         self._old = {
-            name: one for name, one in folder.list().items() if name != self._last and is_checkpoint_file(name, pattern)
+            name: one for name, one in found.items() if name != self._last and is_checkpoint_file(name, pattern)
         }
         self.shard_names = tuple(shard_name(pattern, k, num_shards, save_id=self._id) for k in range(num_shards))
+
+    def _indexed(self) -> set[str]:
+        with suppress(IndexFormatError):  # it is replaced
+            return _shards_of(self._folder, self._last)
+        return set()
 
     def _put_last(self, index: bytes) -> None:
         self._state = self._put(self._last, index, self._found)
 
     def _delete_old(self) -> None:
         if self._old:
-            now = self._folder.list()  # what another program has put there since the save began stays
+            now = self._folder.list(lambda: self._old)  # what another program has put there since the save began stays
             self._folder.delete([name for name, one in self._old.items() if now.get(name) == one])
 
 

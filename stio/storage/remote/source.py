@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from stio.errors import CheckpointNotFoundError, StioError, StorageError
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_file
 from stio.runtime import memory
 from stio.runtime.calls import Call
+from stio.runtime.contexts import contextmanager
 from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.memory import Region
@@ -165,7 +166,8 @@ class RemoteRoot:
     def listdir(self) -> list[str]:
         """Return the names of the objects of the directory, sorted.
 
-        A server of http lists nothing. Its directory has the usual name of an index, or that of a single file.
+        A server of http lists nothing. Its directory has the usual name of an index, or that of a single file. The same
+        holds where obstore cannot list a directory because of one of its keys.
 
         Raises:
             StioError: The store cannot be listed.
@@ -173,8 +175,16 @@ class RemoteRoot:
         if self.location.scheme in ("http", "https"):
             return self._usual_names()
         listing = partial(require_obstore().list_with_delimiter, prefix=self.location.key or None)
-        with self.explained(_USUAL_NAMES[0]):
-            found = self.requester.run(lambda store: listing(store), self.path)
+        try:
+            with self.explained(_USUAL_NAMES[0]):
+                found = self.requester.run(lambda store: listing(store), self.path)
+        except StorageError as error:
+            if error.errno == errno.EILSEQ:  # a key that has nothing to do with the checkpoint
+                with suppress(CheckpointNotFoundError):
+                    names = self._usual_names()
+                    log(self.requester.warnings.level(), "%s. Only %s was looked for", error, names[0])
+                    return names
+            raise
         if not found["objects"] and not found["common_prefixes"]:
             self._require_store()
         start = len(self.location.key) + 1 if self.location.key else 0

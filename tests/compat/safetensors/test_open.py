@@ -21,7 +21,8 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch as official
 import torch
-from support import needs_f4, python_path
+from checkout import python_path
+from support import needs_f4
 
 import stio.compat.safetensors as package
 from stio.compat.safetensors import SafetensorError, safe_open

@@ -1,0 +1,99 @@
+"""Faults 409 and 467: saves under way at the program's end are completed, or reported; SIGTERM loses no step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from crash.zygote import Zygote
+from pages import DOCS, blocks_of
+
+import stio
+from stio import sync
+
+UNCLOSED = """
+import errno, os, sys, threading
+import torch
+import stio.saving.pending
+from stio import sync
+from stio.runtime import clock, operation
+from stio.storage.commit import syscalls as calls
+from support import eventually
+
+where, mode = sys.argv[1:]
+plain, joined = calls.fsync, operation.Operation.join
+reached, permits, now = threading.Event(), threading.Semaphore(0), [clock.monotonic()]
+
+def fsync(fd):
+    reached.set()
+    if mode == "full":
+        permits.acquire()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    permits.acquire()
+    plain(fd)
+
+def join(self, timeout=None):
+    # The disk syncs one file at the end of each wait.
+    if self.done or mode == "full" or not self.exit_patience:
+        return joined(self, timeout)
+    now[0] += timeout
+    if mode == "stuck":
+        if self.cancelled:
+            permits.release(99)
+        return joined(self, 20 if self.cancelled else 0)
+    before = operation._progressed
+    permits.release()
+    assert eventually(lambda: self.done or operation._progressed != before, 20)
+    return self.done
+
+calls.fsync, operation.Operation.join, clock.monotonic = fsync, join, lambda: now[0]
+saver = sync.Saver(max_shard_size=100)
+pending = saver.save({f"t{k}": torch.full((20,), float(k)) for k in range(6)}, where)
+assert reached.wait(20)
+if mode == "full":
+    permits.release(99)
+    assert eventually(pending.done, 20)
+    del pending
+"""
+
+
+def end_of_program(zygote: Zygote, where: Path, mode: str) -> str:
+    """Run a program that ends without closing its saver; return what it reports."""
+    ended = zygote.run(UNCLOSED, where, mode)
+    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
+    return ended.stderr
+
+
+def test_c409_a_slow_disk_is_waited_for(tmp_path: Path, zygote: Zygote) -> None:
+    """The disk takes longer than the exit's whole patience for each of six files."""
+    assert end_of_program(zygote, tmp_path / "step-1", "slow") == ""
+    assert len(sync.load(tmp_path / "step-1")) == 6
+
+
+def test_c409_what_is_given_up_is_reported(tmp_path: Path, zygote: Zygote) -> None:
+    report = end_of_program(zygote, tmp_path / "step-1", "stuck")
+    assert report == (
+        f"save {tmp_path}/step-1 was rolled back at the program's end (Ctrl-C, or 60 s without progress); wait "
+        "for its result, or close its saver, before the program ends\n"
+    )
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_c409_a_failure_that_nobody_awaited_is_reported(tmp_path: Path, zygote: Zygote) -> None:
+    report = end_of_program(zygote, tmp_path / "step-1", "full")
+    assert report.startswith(f"saving failed, and was not awaited: {tmp_path}/step-1/model-0000")
+    assert report.count("\n") == 1
+
+
+def test_c467_the_recipe_for_sigterm_keeps_the_last_step(tmp_path: Path, zygote: Zygote) -> None:
+    """The page's own code; its disk is still busy with the last save when the loop ends."""
+    (recipe,) = (block.text for block in blocks_of(DOCS / "howto/training.md") if "signal.SIGTERM" in block.text)
+    slow = """
+    import os, time, torch, stio, stio.sync
+    from stio.storage.commit import syscalls as calls
+    plain, model, train = calls.fsync, torch.nn.Linear(2, 2), lambda: None
+    calls.fsync = lambda fd: (time.sleep(0.05), plain(fd))
+    """
+    ended = zygote.run("\n".join(line.strip() for line in slow.splitlines()) + recipe, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "7\n", "")
+    assert sorted(path.name for path in (tmp_path / "preempted").iterdir()) == ["step-5", "step-7"]
+    assert stio.latest(tmp_path / "preempted") == str(tmp_path / "preempted" / "step-7")
