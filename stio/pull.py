@@ -28,7 +28,7 @@ from stio.errors import (
 )
 from stio.format.directory import NamedCheckpoint, choose, of_index
 from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, advice_for_destination, is_index
-from stio.format.other_sources import advice_for_slash, refuse_pickle_at_url
+from stio.format.other_sources import advice_for_slash
 from stio.loading.integrity import judge_files, read_manifest
 from stio.loading.open import OpenCheckpoint, chosen, open_checkpoint
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
@@ -123,7 +123,6 @@ def pull(
         advice = advice_for_slash(url, SCHEMES)
         why = f"{without_secrets(url)!r} is no URL" + f": {advice}" * bool(advice)
         raise ValueError(f"pull copies from a URL, such as s3://bucket/model; {why}")
-    refuse_pickle_at_url(url)
     target = local_directory(directory, "pull")
     parent, name = os.path.split(target)
     if not name or os.path.ismount(target):

@@ -75,6 +75,7 @@ async def convert(
             in addition.
         key: Key of the tensors in a pickle that holds other values too, such as `"state_dict"`; or a path of keys, such
             as `"model.state_dict"` or `("model", "state_dict")`. The number of an item of a list is a key.
+            Beside the tensors, values of classes that are not plain are skipped; their code is not run.
         trust_pickle: Unpickle any object. **This executes code that the author of the file chose.**
         ...: The other arguments are those of `stio.save`.
 

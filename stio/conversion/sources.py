@@ -21,7 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from stio.conversion.torch_files import Key, is_safetensors, kind_of_file, read_pickle, read_start, tensors_in, value_at
+from stio.conversion.torch_files import (
+    Key,
+    is_safetensors,
+    kind_of_file,
+    part_beside_code,
+    read_pickle,
+    read_start,
+    tensors_in,
+    value_at,
+)
 from stio.device.describe import LazyTensor, describe_tensors
 from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, Lost, cast, cast_dtype, require_dtypes, torch_shape
 from stio.errors import (
@@ -37,8 +46,8 @@ from stio.errors import (
 from stio.format.directory import beside, require_complete, warning_of_gone_shards, warning_of_others, without_index
 from stio.format.header import TensorInfo
 from stio.format.index import ShardIndex, parse_index
-from stio.format.naming import FILE_SUFFIX, is_hidden, is_index, names_checkpoint, whole_name
-from stio.format.other_sources import PICKLE_SUFFIXES, is_pickle_of_weights
+from stio.format.naming import FILE_SUFFIX, PICKLE_SUFFIXES, is_hidden, is_index, names_checkpoint, whole_name
+from stio.format.other_sources import is_pickle_of_weights
 from stio.format.safe_pickle import PickleRefused, PlainPickles, decode_name, looks_encoded, shown
 from stio.format.shared import UNDECLARED, TiedNames, may_be_copied, resolve_shared
 from stio.loading.body import collect
@@ -246,7 +255,8 @@ def open_source(
     tied = UNDECLARED
     for file in pickles:
         check()
-        loaded = read_pickle(file, trust_pickle=trust_pickle, mapped=True)
+        beside_code = partial(part_beside_code, file, key)
+        loaded = read_pickle(file, trust_pickle=trust_pickle, mapped=True, beside_code=beside_code)
         part = tensors_in(file, loaded, key)
         module = loaded if key is None else value_at(file, loaded, key)
         if isinstance(module, nn.Module) and len(pickles) == 1:

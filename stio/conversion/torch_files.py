@@ -12,10 +12,11 @@ import re
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
-from typing import Any, BinaryIO
+from types import SimpleNamespace
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import nn
@@ -63,7 +64,7 @@ def read_start(path: str, nbytes: int) -> bytes:
 def kind_of_file(path: str) -> FileKind | None:
     """Return the kind of a file that is not safetensors; None: it may be safetensors, or is of no known kind."""
     with _opened(path) as (file, nbytes):
-        return kind_of(lambda begin, end: os.pread(file.fileno(), end - begin, begin), nbytes)
+        return kind_of(lambda begin, end: os.pread(file.fileno(), end - begin, begin), nbytes, path)
 
 
 def is_safetensors(path: str) -> bool:
@@ -71,7 +72,14 @@ def is_safetensors(path: str) -> bool:
     return starts_like_safetensors(read_start(path, HEAD_BYTES), os.stat(path).st_size)
 
 
-def read_pickle(path: str, *, map_location: Any = "cpu", trust_pickle: bool = False, mapped: bool = False) -> Any:
+def read_pickle(
+    path: str,
+    *,
+    map_location: Any = "cpu",
+    trust_pickle: bool = False,
+    mapped: bool = False,
+    beside_code: Callable[[Any, str], Any] | None = None,
+) -> Any:
     """Return the object that `torch.save` wrote.
 
     Args:
@@ -80,6 +88,8 @@ def read_pickle(path: str, *, map_location: Any = "cpu", trust_pickle: bool = Fa
         trust_pickle: Execute the code in the pickle (`weights_only=False`), with a warning.
         mapped: Map a file of the new format instead of reading it, so that its tensors cost page cache only. A file of
             the old format is read in any case.
+        beside_code: Called if torch refuses the file for its objects, with the value, in which placeholders stand for
+            all that needs code, and with the message of the refusal. Returns what this function returns, or raises.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
@@ -100,21 +110,22 @@ def read_pickle(path: str, *, map_location: Any = "cpu", trust_pickle: bool = Fa
             RuntimeWarning,
             stacklevel=3,
         )
+    options = {"map_location": map_location, "mmap": mapped and in_zip and not path.endswith(FILE_SUFFIX)}
     try:
-        with reporting_shortage(path), ExitStack() as closing:
-            source: Any = path
-            if path.endswith(FILE_SUFFIX):  # torch would read it as safetensors
-                source = closing.enter_context(open(path, "rb"))
-            mapped = mapped and in_zip and source is path
-            return _load(source, map_location=map_location, mmap=mapped, weights_only=not trust_pickle)
+        return _load(path, weights_only=not trust_pickle, **options)
     except HostMemoryError:
         raise
     except pickle.UnpicklingError as error:
         refused = None if trust_pickle else _REFUSED.search(str(error))
+        is_blocked = "is blocked" in str(error)
+        message = f"the file cannot be unpickled: {_reason(error)}{'' if trust_pickle else _ON_TRUST}"
         if refused is not None:
-            raise FormatError(_about_class(refused[1], is_blocked="is blocked" in str(error)), path=path) from error
-        hint = "" if trust_pickle else _ON_TRUST
-        raise FormatError(f"the file cannot be unpickled: {_reason(error)}{hint}", path=path) from error
+            message = _about_class(refused[1], is_blocked=is_blocked)
+        if beside_code is not None and not (trust_pickle or is_blocked):
+            value = _without_code(path, options)
+            if value is not None:
+                return beside_code(value, message)
+        raise FormatError(message, path=path) from error
     except OSError as error:
         raise StorageError(f"the file cannot be read: {printable(str(error))}", path=path, errno=error.errno) from error
     except Exception as error:  # torch raises nearly any error for a malformed file
@@ -124,15 +135,83 @@ def read_pickle(path: str, *, map_location: Any = "cpu", trust_pickle: bool = Fa
         raise FormatError(f"the file is damaged: {_reason(error)}; fetch it again", path=path) from error
 
 
-def _load(source: Any, *, mmap: bool, **options: Any) -> Any:
+def _load(path: str, *, mmap: bool, **options: Any) -> Any:
     """Return `torch.load` of a file; one that the system does not map is read."""
+    with reporting_shortage(path), ExitStack() as closing:
+        source: Any = path
+        if path.endswith(FILE_SUFFIX):  # torch would read it as safetensors
+            source = closing.enter_context(open(path, "rb"))
+        try:
+            return torch.load(source, mmap=mmap, **options)
+        except Warning:  # an error by the filters of the caller, such as `python -W error`; the file is not damaged
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if source is not path:
+                    source.seek(0)
+                return torch.load(source, mmap=mmap, **options)
+        except RuntimeError as error:  # before anything is unpickled
+            if not mmap or not str(error).startswith("unable to mmap "):
+                raise
+            log_unmapped(path, _reason(error))
+            return torch.load(source, mmap=False, **options)
+
+
+def _without_code(path: str, options: Mapping[str, Any]) -> Any:
+    """Return the value of a file with placeholders for what needs code; None: the file is damaged too."""
     try:
-        return torch.load(source, mmap=mmap, **options)
-    except RuntimeError as error:  # before anything is unpickled
-        if not mmap or not str(error).startswith("unable to mmap "):
-            raise
-        log_unmapped(source, _reason(error))
-        return torch.load(source, mmap=False, **options)
+        return _load(path, weights_only=False, pickle_module=_PICKLES_WITHOUT_CODE, **options)
+    except HostMemoryError:
+        raise
+    except Exception:  # torch raises nearly any error for a malformed file
+        return None
+
+
+class _Uncalled:
+    """An object whose class or function is not called: takes any arguments and items, and keeps none."""
+
+    def __new__(cls, *args: object, **keywords: object) -> _Uncalled:
+        return object.__new__(cls)
+
+    def __call__(self, *args: object, **keywords: object) -> _Uncalled:
+        return self
+
+    append = extend = add = __setitem__ = __call__
+
+
+_Unpickler: Any = pickle._Unpickler
+
+
+class _UnpicklerWithoutCode(_Unpickler):  # type: ignore[misc]  # typeshed knows only what the one in C has
+    """Makes tensors and plain values; imports nothing, and calls nothing that the file names but torch's for tensors.
+
+    It is Python's, and not the one in C, because no state may be set: that of a class or a function in the pickle
+    would change it for the whole process.
+    """
+
+    dispatch: ClassVar = {**_Unpickler.dispatch, pickle.BUILD[0]: lambda unpickler: unpickler.stack.pop()}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in _MAKE_TENSORS and name in _MAKE_TENSORS[module]:
+            return vars(sys.modules[module])[name]
+        found = vars(torch).get(name) if module == "torch" else None
+        return found if isinstance(found, torch.dtype) else type(name.rpartition(".")[2], (_Uncalled,), {})
+
+    def get_extension(self, code: int) -> None:
+        self.append(_Uncalled)  # not what the program has registered
+
+
+_MAKE_TENSORS = {
+    "collections": ("OrderedDict",),
+    "torch": ("Size",),
+    "torch._utils": ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
+    "torch.storage": ("UntypedStorage",),
+}
+_PICKLES_WITHOUT_CODE = SimpleNamespace(
+    __name__=__name__,
+    Unpickler=_UnpicklerWithoutCode,
+    load=lambda file, **options: _UnpicklerWithoutCode(file, **options).load(),
+)
+"""What `torch.load` uses in place of the module `pickle`."""
 
 
 _ZIP_START = b"PK\x03\x04"
@@ -216,7 +295,7 @@ def tensors_in(path: str, loaded: Any, key: Key | None) -> dict[str, torch.Tenso
             error.path = path
             raise
         except (TypeError, ValueError) as error:  # the file is wrong here, not the call
-            raise FormatError(str(error), path=path) from error
+            raise FormatError(f"{error}; do that in Python, and give the tensors to stio.save", path=path) from error
         return tensors
     before = () if key is None else _steps(loaded, key) or ()
     advice = _advice(loaded, [(*before, *steps) for steps in _paths_to_tensors(value)])
@@ -231,6 +310,20 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(name, str) and isinstance(one, torch.Tensor) for name, one in value.items()
     )
+
+
+def part_beside_code(path: str, key: Key | None, value: Any, refusal: str) -> Any:
+    """Return a value with placeholders if what `key` means has none; see `read_pickle`.
+
+    Raises:
+        TensorNotFoundError: It has no such key.
+        FormatError: The part needs code. The message names the keys that lead to tensors.
+    """
+    if _is_flat(value if key is None else value_at(path, value, key)):
+        return value
+    paths = list(_paths_to_tensors(value))
+    message = f"{refusal.partition('; ')[0]}; {_advice(value, paths)}, which needs no code" if paths else refusal
+    raise FormatError(message, path=path)
 
 
 def value_at(path: str, loaded: Any, key: Key) -> Any:

@@ -207,6 +207,15 @@ def is_packed(value: object) -> bool:
     return isinstance(value, torch.nn.Module) and any(hasattr(one, "_packed_params") for one in value.modules())
 
 
+def _from_numpy(array: Any) -> str:
+    """Return the call that makes a tensor of an array of numpy; torch does not take the dtypes of ml_dtypes."""
+    if array.dtype.type.__module__ != "ml_dtypes":
+        return "torch.as_tensor()"
+    if getattr(torch, array.dtype.name, None) not in FORMAT_DTYPES:
+        return "torch.as_tensor(ARRAY.astype('f4'))"
+    return f"torch.as_tensor(ARRAY.view('i{array.dtype.itemsize}')).view(torch.{array.dtype.name})"
+
+
 def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
     """Return a plain tensor over the memory of an instance of a subclass.
 
@@ -222,7 +231,7 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
         elif name.endswith("_extra_state"):  # of torch: what `get_extra_state` returns
             advice = "extra state that is no tensor is saved by stio.save_state(module.state_dict(), ...)"
         elif kind == "ndarray":
-            advice = f"torch.as_tensor() makes one of it, and {advice}"
+            advice = f"{_from_numpy(tensor)} makes one of it, and {advice}"
         raise TypeError(f"{shown!r} is no tensor, its type is {kind}; {advice}")
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         raise ValueError(f"tensor {shown!r} is a lazy parameter without data; run the module once, then save")

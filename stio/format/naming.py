@@ -19,6 +19,9 @@ FILE_SUFFIX = ".safetensors"
 FILE_SUFFIXES = (FILE_SUFFIX, ".sft")
 """Ends of names of files of tensors that are read; stio writes the first one."""
 
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+"""Ends of names of files of `torch.save`."""
+
 INDEX_SUFFIX = ".index.json"
 """Follows the name that a single file would have."""
 
@@ -80,6 +83,11 @@ def is_index(name: str) -> bool:
 def names_checkpoint(name: str) -> bool:
     """Return whether a path ends in the name of a safetensors file, or of an index of such files."""
     return name.endswith(FILE_SUFFIXES) or (is_index(name) and whole_name(name).endswith(FILE_SUFFIXES))
+
+
+def names_file(path: str) -> bool:
+    """Return whether a path ends in the name of a file of weights, also one of `torch.save`, or of an index."""
+    return path.endswith((*FILE_SUFFIXES, *PICKLE_SUFFIXES)) or is_index(path)
 
 
 def whole_name(index: str) -> str:

@@ -635,7 +635,7 @@ def _load(file: str, map_location: Any) -> dict[str, Any]:
     """Load a checkpoint; see `StioCheckpointIO.load_checkpoint`."""
     if not (map_location is None or isinstance(map_location, str | torch.device) or callable(map_location)):
         raise TypeError(f"map_location must be a device, not {type(map_location).__name__}")
-    if kind_of_file(file) is TORCH_SAVE:
+    if kind_of_file(file) == TORCH_SAVE:
         raise FormatError(
             "this is a checkpoint of torch.save, and StioCheckpointIO loads its own ones. It makes one of it by "
             "`StioCheckpointIO(asynchronous=False).save_checkpoint(torch.load(OLD, map_location='cpu'), NEW)`",

@@ -55,13 +55,13 @@ from stio.format.manifest import MAX_MANIFEST_BYTES
 from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, MANIFEST_SUFFIX, is_index, shard_number
 from stio.format.other_sources import (
     HEAD_BYTES,
+    PAGE,
     SAFETENSORS,
     FileKind,
     advice_for_index,
     advice_for_missing,
     kind_of,
     pickle_of_another,
-    refuse_pickle_at_url,
     starts_like_safetensors,
 )
 from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
@@ -305,8 +305,20 @@ class _Opening:
             raise
 
     def _at_url(self, url: str) -> OpenCheckpoint:
-        refuse_pickle_at_url(url)
         root, name = open_url(url)
+        # With a query it is often a link for downloads, and the server may have the same answer below it.
+        link = _link(url) if not name and "?" in url else None
+        if link is None:
+            try:
+                return self._named_at(root, name)
+            except CheckpointNotFoundError:
+                link = None if name else _link(url)
+                if link is None:
+                    raise
+        return self._named_at(*link)
+
+    def _named_at(self, root: Root, name: str) -> OpenCheckpoint:
+        """Open a file or an index by its name in a store, or without a name the directory."""
         if name and not is_index(name):
             root = SingleFileRoot(root, name)
         opened = self._in_root(root, name if is_index(name) else None)
@@ -576,6 +588,18 @@ def chosen(root: Root) -> tuple[Sequence[str], NamedCheckpoint]:
     return names, choose(names, path=root.path, kind_of=partial(_kind_of_name, root))
 
 
+def _link(url: str) -> tuple[Root, str] | None:
+    """Return the place and the name of a file whose URL does not end in its name; None: its content is none of a file.
+
+    A web page is none: servers show a directory, or an error, as one.
+    """
+    if is_hub(url) or url.partition("?")[0].endswith("/"):
+        return None
+    root, name = open_url(url, is_file=True)
+    kind = _kind_of_name(root, name) if name else None
+    return None if kind is None or kind.name == PAGE else (root, name)
+
+
 def _exists(root: Root, name: str) -> bool:
     try:
         root.open(name).close()
@@ -585,7 +609,7 @@ def _exists(root: Root, name: str) -> bool:
 
 
 def _kind_of(file: Source) -> FileKind | None:
-    return kind_of(lambda begin, end: _read(file, begin, end - begin), file.identity.nbytes)
+    return kind_of(lambda begin, end: _read(file, begin, end - begin), file.identity.nbytes, file.path)
 
 
 def _kind_of_name(root: Root, name: str) -> FileKind | None:

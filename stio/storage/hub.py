@@ -18,8 +18,9 @@ from importlib import import_module
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from stio.errors import CheckpointNotFoundError, StioError, StorageError, install_command, one_line
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_checkpoint
+from stio.errors import CheckpointNotFoundError, FormatError, StioError, StorageError, install_command, one_line
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, PICKLE_SUFFIXES, names_checkpoint, whole_name
+from stio.format.other_sources import CONVERT
 from stio.runtime.calls import Call
 from stio.runtime.log import log
 from stio.runtime.urls import without_secrets
@@ -122,8 +123,15 @@ def locate(url: str) -> tuple[HubLocation, str]:
 
 
 def open_url(url: str) -> tuple[HubRoot, str]:
-    """Return the directory of a URL, and a name; see `stio.storage.open.open_url`."""
+    """Return the directory of a URL, and a name; see `stio.storage.open.open_url`.
+
+    Raises:
+        FormatError: It names a file of torch.save, which would be downloaded in full to be refused.
+    """
     location, name = locate(url)
+    if whole_name(location.folder).endswith(PICKLE_SUFFIXES):
+        path = without_secrets(url)
+        raise FormatError(f"files of torch.save are not read from the hub; download it, then {CONVERT}", path=path)
     return HubRoot(location), name
 
 

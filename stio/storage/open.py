@@ -36,13 +36,14 @@ def open_file(path: str) -> Source:
     return local.open_file(path) if local.HAVE_PREADV else async_files.open_at(path, path, None)
 
 
-def open_url(url: str) -> tuple[Root, str]:
+def open_url(url: str, *, is_file: bool = False) -> tuple[Root, str]:
     """Return the place of a URL in its store, and the name of an object in it that the URL names; "": a directory.
 
     Sends nothing.
 
     Args:
         url: A URL with one of `stio.runtime.urls.SCHEMES`.
+        is_file: It names an object, whatever its name. Not for URLs of the hub.
 
     Raises:
         ImportError: obstore, or for hf:// huggingface_hub, is not installed.
@@ -50,7 +51,10 @@ def open_url(url: str) -> tuple[Root, str]:
         StorageError: The settings for this store are wrong.
     """
     root: Root
-    root, name = import_module("stio.storage.hub" if is_hub(url) else "stio.storage.remote.source").open_url(url)
+    if is_hub(url):
+        root, name = import_module("stio.storage.hub").open_url(url)
+    else:
+        root, name = import_module("stio.storage.remote.source").open_url(url, is_file=is_file)
     return root, name
 
 

@@ -490,7 +490,7 @@ def test_a_checkpoint_of_dcp_is_named_with_what_converts_it(tmp_path, tensors):
     directory = tmp_path / "dcp"
     dcp.save({name: tensor for name, tensor in tensors.items() if tensor.dim()}, checkpoint_id=directory)
     assert {".metadata", "__0_0.distcp"} <= {path.name for path in directory.iterdir()}
-    advice = r"torch.distributed.checkpoint wrote this one: torch's dcp_to_torch_save .*`stio convert"
+    advice = r"this is a checkpoint of torch.distributed.checkpoint: torch's dcp_to_torch_save .*`stio convert"
     refused(CheckpointNotFoundError, directory, advice)
     with pytest.raises(CheckpointNotFoundError, match=advice):
         sync.convert(directory, tmp_path / "out")

@@ -309,7 +309,7 @@ def test_a_link_in_place_of_the_staging_directory(model: str, tmp_path: Path) ->
 def test_what_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "is no URL" in run("model", tmp_path / "m", status=2)
     assert "looks like the URL hf://a/b, with a slash missing" in run("hf:/a/b", tmp_path / "m", status=2)
-    assert "files of torch.save are not read from URLs" in run(model.replace("?", "/w.pt?"), tmp_path / "m", status=2)
+    assert "the store has no such object" in run(model.replace("?", "/w.pt?"), tmp_path / "m", status=2)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("")
     assert "holds something else" in run(model, tmp_path / "full", status=2)

@@ -80,7 +80,7 @@ def header_of(read: Callable[[int, int], bytes], *, file_bytes: int, path: str, 
         phrase = "header too large" if isinstance(error, LimitError) else "invalid header length"
         if len(prefix) < PREFIX_BYTES:
             phrase = "header too small"
-        kind = kind_of(read, file_bytes)
+        kind = kind_of(read, file_bytes, path)
         reason = str(error) if kind is None else f"{printable(path)}: {kind.refusal(path)}"
         raise SafetensorError(f"Error while {what}: {phrase}: {reason}") from error
     text = read(PREFIX_BYTES, PREFIX_BYTES + nbytes)

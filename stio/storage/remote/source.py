@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_checkpoint
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_file
 from stio.runtime import memory
 from stio.runtime.calls import Call
 from stio.runtime.contexts import contextmanager
@@ -101,10 +101,10 @@ class Answer:
     """The state of the object."""
 
 
-def open_url(url: str) -> tuple[RemoteRoot, str]:
+def open_url(url: str, *, is_file: bool = False) -> tuple[RemoteRoot, str]:
     """Return the place of a URL, and the name of the file or index that it names; see `stio.storage.open.open_url`."""
     location = locate(url)
-    if not names_checkpoint(location.key):
+    if not (is_file or names_file(location.key)):
         return RemoteRoot(location), ""
     folder, _, name = location.key.rpartition("/")
     return RemoteRoot(replace(location, key=folder)), name

@@ -78,7 +78,7 @@ def locate(url: str) -> Location:
 
     Raises:
         CheckpointNotFoundError: It names no bucket, container or host.
-        StorageError: No bucket has such a name, or the URL has a signature.
+        StorageError: No bucket has such a name, or the URL has a signature or the id of a version.
     """
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
@@ -114,10 +114,18 @@ def locate(url: str) -> Location:
             path=_hidden(url),
             errno=errno.EINVAL,
         )
+    if scheme == "s3" and _VERSION.search(key):
+        raise StorageError(
+            "stio reads the newest version of an object only; `boto3.client('s3').download_file(BUCKET, KEY, FILE, "
+            "{'VersionId': ID})` downloads another one",
+            path=without_secrets(url),
+            errno=errno.EINVAL,
+        )
     return Location(scheme, bucket, key.strip("/"))
 
 
 _BUCKET = re.compile(r"[A-Za-z0-9._$-]+|arn:[!-~]+")
+_VERSION = re.compile(r"\?(.*&)?versionId=", re.IGNORECASE | re.DOTALL)
 _SIGNATURE = re.compile(r"\?(.*&)?(sig|signature|x-amz-signature|x-goog-signature)=", re.IGNORECASE | re.DOTALL)
 
 

@@ -1,0 +1,105 @@
+"""Faults 436 and 438: what a URL names is judged by the answer, and not by its last characters."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from remote.servers import Fault, HttpServer, Request
+
+import stio
+from stio import sync
+
+WEIGHTS = {"w": torch.arange(6.0).reshape(2, 3)}
+PATHS = ["/download?id=3", "/api/models/12345?token=SECRET&type=Model", "/f/5e884898da28047151d0e56f8dc62927", "/w.gz"]
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/w.bin", "/dir/model.ckpt?download=true", "/w.gguf"])
+def test_c438_the_content_decides(server: HttpServer, path: str) -> None:
+    server.put(path.partition("?")[0], safetensors.torch.save(WEIGHTS))
+    url = server.url + path
+    assert torch.equal(sync.load(url)["w"], WEIGHTS["w"])
+    with sync.open(url) as checkpoint:
+        assert list(checkpoint.keys()) == ["w"]
+
+
+def test_c438_a_server_that_ignores_the_path(server: HttpServer) -> None:
+    """One script answers all that begins with its name, and judges by the query."""
+
+    class Same(dict[str, bytes]):
+        def get(self, key: str, default: Any = None) -> Any:
+            return safetensors.torch.save(WEIGHTS)
+
+        __getitem__ = get
+
+        def __contains__(self, key: object) -> bool:
+            return True
+
+    server.objects = Same()
+    assert torch.equal(sync.load(f"{server.url}/download.php?file=7")["w"], WEIGHTS["w"])
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/w.pt", "/w.bin?raw=1", "/x.safetensors"])
+def test_c438_a_file_of_another_kind_is_named(server: HttpServer, path: str, tmp_path: Path) -> None:
+    torch.save(WEIGHTS, tmp_path / "w.pt")
+    for content, said in (
+        ((tmp_path / "w.pt").read_bytes(), "this is a file of torch.save, and .*; download it, then `stio convert"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2, 3) + bytes(64), "this is a GGUF file"),
+        (json.dumps({"error": "no such model"}).encode(), "this is JSON text"),
+    ):
+        server.put(path.partition("?")[0], content)
+        with pytest.raises(stio.FormatError, match=said) as caught:
+            sync.load(server.url + path)
+        assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["/models/llama", "/models/llama/", "/models/llama?token=SECRET"])
+@pytest.mark.parametrize("page", [b"", b"<!DOCTYPE html><html><title>Index of /models</title></html>"])
+def test_c438_a_page_or_nothing_is_no_file(server: HttpServer, path: str, page: bytes) -> None:
+    def fault(number: int, request: Request) -> Fault | None:
+        return Fault(status=404) if "model.safetensors" in request.path or not page else None
+
+    server.fault = fault
+    server.put("/models/llama", page)
+    server.put("/models/llama/", page)
+    with pytest.raises(
+        stio.CheckpointNotFoundError, match="the server has no model.*; give the URL of an index or of a"
+    ):
+        sync.load(server.url + path)
+
+
+def test_c438_a_directory_is_still_one(server: HttpServer, tmp_path: Path) -> None:
+    server.put("/m/model.safetensors", safetensors.torch.save(WEIGHTS))
+    for url in (f"{server.url}/m", f"{server.url}/m/", f"{server.url}/m?token=SECRET"):
+        assert torch.equal(sync.load(url)["w"], WEIGHTS["w"])
+
+
+@pytest.mark.parametrize("key", ["models/weights", "w.bin", "w.dat"])
+def test_c438_an_object_of_s3_without_the_suffix(s3: Any, key: str) -> None:
+    s3.put_object(Bucket="bucket", Key=key, Body=safetensors.torch.save(WEIGHTS))
+    assert torch.equal(sync.load(f"s3://bucket/{key}")["w"], WEIGHTS["w"])
+    s3.put_object(Bucket="bucket", Key=key, Body=b"|TZR|" + bytes(64))
+    with pytest.raises(stio.FormatError, match="this is a file of tensorizer"):
+        sync.load(f"s3://bucket/{key}")
+
+
+def test_c436_a_version_of_an_object_is_named(s3: Any, tmp_path: Path) -> None:
+    import boto3
+
+    s3.create_bucket(Bucket="versions")
+    s3.put_bucket_versioning(Bucket="versions", VersioningConfiguration={"Status": "Enabled"})
+    content = safetensors.torch.save(WEIGHTS)
+    version = s3.put_object(Bucket="versions", Key="w.safetensors", Body=content)["VersionId"]
+    s3.put_object(Bucket="versions", Key="w.safetensors", Body=safetensors.torch.save({"newer": torch.ones(1)}))
+    for call in (sync.load, lambda url: sync.save(WEIGHTS, url)):
+        with pytest.raises(stio.StorageError, match="reads the newest version of an object only") as caught:
+            call(f"s3://versions/w.safetensors?versionId={version}")
+    code = str(caught.value).split("`")[1]
+    file = tmp_path / "w.safetensors"
+    eval(code, {"boto3": boto3, "BUCKET": "versions", "KEY": "w.safetensors", "FILE": str(file), "ID": version})
+    assert torch.equal(sync.load(file)["w"], WEIGHTS["w"])
