@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from stio.device.base import LoadedGroup
+from stio.device.describe import as_in_files, names_in_files, unnumbered
 from stio.device.tensor_memory import copy_all, has_memory, require_memory
 from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
@@ -164,13 +165,16 @@ class ModuleTarget(LoadTarget):
             submodules are compared when their hooks have run.
 
         Raises:
-            MismatchError: A shape differs; or names do, and `strict`; or a tensor of the module cannot be filled.
+            MismatchError: A shape differs; or names do, and `strict`, or if transformers must convert them; or a tensor
+                of the module cannot be filled, or a buffer on `meta` is not persistent.
             WarmStartError: With `fills`, a submodule is hooked.
         """
         self._begin(path)
         self._strict = strict
         if TREE_TENSOR in stored and not self._tree.expects(TREE_TENSOR):  # the checkpoint of a state
             stored = {name: one for name, one in stored.items() if name != TREE_TENSOR}
+        if not self._targets.keys() <= stored.keys():
+            self._use_names_of_files(stored)
         self._find_ties()
         self._aliases = {a: t for a, t in aliases.items() if self._tree.expects(a) or self._tree.is_hooked(a)}
         self._names = dict.fromkeys([*stored, *self._aliases])
@@ -193,6 +197,7 @@ class ModuleTarget(LoadTarget):
                 f"{reason}: missing {listed(missing)}; unexpected {listed(unexpected)}{_advice(missing, unexpected)}",
                 path=path,
             )
+        self._require_values()
         self._report = LoadReport(missing, unexpected, tuple(self._tree.never_stored), path)
         sources = {name: self._source_of(name) for name in present if not self._tree.is_hooked(name)}
         require_together(
@@ -269,6 +274,51 @@ class ModuleTarget(LoadTarget):
         )
         unexpected = tuple(name for name in stored if not tree.expects(name) and not tree.is_hooked(name))
         return missing, unexpected
+
+    def _use_names_of_files(self, names: Collection[str]) -> None:
+        """Fill views that have the names and shapes of the checkpoint, if transformers has changed those of the module.
+
+        Raises:
+            MismatchError: The module has no memory, or is not the same as views of it.
+        """
+        tree, held = self._tree, self._targets
+        only_in_files = names_in_files(self._module)[1]
+        if not any(unnumbered(name) in only_in_files for name in names if not tree.expects(name)):
+            return
+        can_fill = not (
+            self.assigns or self._fills or self._parts or tree.hooked or any(map(is_on_meta, held.values()))
+        )
+        views = as_in_files(self._module, held) if can_fill else {}
+        keys = {key: name for name, key in memory_keys(views).items()}
+        if (
+            not views
+            or overlapping(views, keys)
+            or not set(map(_storage_of, held.values())) >= set(map(_storage_of, views.values()))
+        ):
+            raise MismatchError(
+                "transformers gives tensors of this model other names and shapes in files than in the module, and "
+                "from_pretrained converts them: call that after stio.compat.install(), which reads by stio too; or "
+                "save with save_pretrained(..., save_original_format=False)"
+                + (
+                    "; or load without assign=True into a module that is not on 'meta'"
+                    if self.assigns or self._fills
+                    else ""
+                )
+                + f". Only in files: {listed(only_in_files.values())}",
+                path=self._path,
+            )
+        tree.tensors = self._targets = views
+
+    def _require_values(self) -> None:
+        """Raise for buffers that neither the checkpoint nor the module has values for: a forward would fail."""
+        left = [name for name in self._tree.never_stored if self._tree.has_no_data(name)]
+        if left := [name for name in left if not self._tree.is_hooked(name)]:  # a hook may compute the others
+            raise MismatchError(
+                "no checkpoint holds these buffers (persistent=False), and they are on 'meta', without values; before "
+                "the load, assign each its values (setattr of its submodule), or make it on a device and not on "
+                f"'meta': {listed(left)}",
+                path=self._path,
+            )
 
     def _require_shapes(self, stored: Mapping[str, Stored]) -> None:
         wrong = []
@@ -574,6 +624,10 @@ class ModuleTarget(LoadTarget):
         self._groups.clear()
         self._loaded.clear()
         self._made.clear()
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _kind_of(value: object) -> str:
