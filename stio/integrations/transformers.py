@@ -17,8 +17,8 @@ errors: an error of one process is raised on all of them. If the model is sharde
 they hold into one staging directory, and the first one publishes it. Otherwise one process saves.
 
 transformers 5 gives weights of many models other names in files than in the module. Checkpoints have those of the
-files, except under FSDP2, where no process has whole tensors. Trainer itself would load only weights whose names are
-the same in both, without an error.
+files, except under FSDP2, where no process has whole tensors, and for models whose files hold several tensors of the
+module as one. Trainer itself would load only weights whose names are the same in both, without an error.
 
 Three methods of a trainer are replaced while it resumes: `get_batch_samples` of a training that is complete, and
 `_load_from_checkpoint` and `_load_best_model`, which are not public.
@@ -43,7 +43,7 @@ import torch
 from torch import nn
 
 from stio import PendingSave, sync
-from stio.device.describe import as_in_files, names_in_files
+from stio.device.describe import names_in_files
 from stio.errors import CheckpointNotFoundError, MismatchError, install_command, listed
 from stio.integrations._hub_pushes import HubPushes
 from stio.integrations._processes import exchange, on_all
@@ -57,6 +57,7 @@ from stio.integrations._step_dirs import (
     resumable_checkpoints,
 )
 from stio.integrations._tagged import from_plain, to_plain
+from stio.loading.module_tree import views_in_files
 from stio.runtime.hashing import HashName
 from stio.saving.retention import warn_of_higher_steps
 from stio.saving.tensors import tied_names
@@ -109,12 +110,12 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     It saves in place of Trainer, when `TrainingArguments` requests it (`save_strategy="steps"`, `"epoch"` or `"best"`,
     `save_steps`), to `checkpoint-<step>` in `output_dir`. The directory appears when it is complete and durable. It
-    holds the files for `from_pretrained` (with the names of the weights in memory), `trainer_state.json`, and
-    `training_state/` for `stio.load_state`. There is no pickle, so no `training_args.bin` either. Of a PEFT model only
+    holds the files for `from_pretrained` (with the names that `save_pretrained` gives to weights), `trainer_state.json`,
+    and `training_state/` for `stio.load_state`. There is no pickle, so no `training_args.bin` either. Of a PEFT model only
     the adapters are saved, by PEFT itself, while the training waits.
 
     Train with `resume(trainer)`. `trainer.train(resume_from_checkpoint=True)` works too if the trainer has this
-    callback. **Without the callback** Trainer loads only the model from such a checkpoint, without a warning.
+    callback, and weights have the same names in files as in the module. **Without the callback** Trainer loads only the model from such a checkpoint, without a warning.
 
     `load_best_model_at_end` loads the best checkpoint, and no limit deletes it before. With `push_to_hub`, a checkpoint
     is pushed when it is durable, as `hub_strategy` says; a failed push logs a warning.
@@ -732,7 +733,7 @@ def _weights_of(model: Any) -> nn.Module | dict[str, torch.Tensor] | None:
     for name, source in tied_names(model, state).sources.items():
         if source in state and state[name].is_set_to(state[source]):
             del state[name]
-    return as_in_files(model, state)
+    return views_in_files(model, state) or model  # a resume could not convert tensors that are no views
 
 
 def _is_converted(model: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from stio.device.base import LoadedGroup
-from stio.device.describe import as_in_files, names_in_files, unnumbered
+from stio.device.describe import names_in_files, unnumbered
 from stio.device.tensor_memory import copy_all, has_memory, require_memory
 from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
@@ -30,6 +30,7 @@ from stio.loading.module_tree import (
     memory_key,
     memory_keys,
     overlapping,
+    views_in_files,
     why_not_copied,
     why_refused,
 )
@@ -279,22 +280,17 @@ class ModuleTarget(LoadTarget):
         """Fill views that have the names and shapes of the checkpoint, if transformers has changed those of the module.
 
         Raises:
-            MismatchError: The module has no memory, or is not the same as views of it.
+            MismatchError: The module has no memory, or the tensors of the files are no views of it.
         """
-        tree, held = self._tree, self._targets
+        tree = self._tree
         only_in_files = names_in_files(self._module)[1]
         if not any(unnumbered(name) in only_in_files for name in names if not tree.expects(name)):
             return
-        can_fill = not (
-            self.assigns or self._fills or self._parts or tree.hooked or any(map(is_on_meta, held.values()))
+        cannot = (
+            self.assigns or self._fills or self._parts or tree.hooked or any(map(is_on_meta, tree.tensors.values()))
         )
-        views = as_in_files(self._module, held) if can_fill else {}
-        keys = {key: name for name, key in memory_keys(views).items()}
-        if (
-            not views
-            or overlapping(views, keys)
-            or not set(map(_storage_of, held.values())) >= set(map(_storage_of, views.values()))
-        ):
+        views = {} if cannot else views_in_files(self._module, tree.tensors)
+        if not views:
             raise MismatchError(
                 "transformers gives tensors of this model other names and shapes in files than in the module, and "
                 "from_pretrained converts them: call that after stio.compat.install(), which reads by stio too; or "
@@ -624,10 +620,6 @@ class ModuleTarget(LoadTarget):
         self._groups.clear()
         self._loaded.clear()
         self._made.clear()
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _kind_of(value: object) -> str:
