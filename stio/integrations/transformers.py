@@ -110,12 +110,13 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     It saves in place of Trainer, when `TrainingArguments` requests it (`save_strategy="steps"`, `"epoch"` or `"best"`,
     `save_steps`), to `checkpoint-<step>` in `output_dir`. The directory appears when it is complete and durable. It
-    holds the files for `from_pretrained` (with the names that `save_pretrained` gives to weights), `trainer_state.json`,
-    and `training_state/` for `stio.load_state`. There is no pickle, so no `training_args.bin` either. Of a PEFT model only
-    the adapters are saved, by PEFT itself, while the training waits.
+    holds the files for `from_pretrained` (with the names that `save_pretrained` gives to weights),
+    `trainer_state.json`, and `training_state/` for `stio.load_state`. There is no pickle, so no `training_args.bin`
+    either. Of a PEFT model only the adapters are saved, by PEFT itself, while the training waits.
 
     Train with `resume(trainer)`. `trainer.train(resume_from_checkpoint=True)` works too if the trainer has this
-    callback, and weights have the same names in files as in the module. **Without the callback** Trainer loads only the model from such a checkpoint, without a warning.
+    callback, and the model's weights have the same names in files as in the module. **Without the callback** Trainer
+    loads only the model from such a checkpoint, without a warning.
 
     `load_best_model_at_end` loads the best checkpoint, and no limit deletes it before. With `push_to_hub`, a checkpoint
     is pushed when it is durable, as `hub_strategy` says; a failed push logs a warning.

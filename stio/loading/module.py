@@ -211,10 +211,11 @@ class ModuleTarget(LoadTarget):
         if stored and not present and not self._tree.hooked:
             log(
                 logging.WARNING,
-                "%s: no tensor has a name of the module, so nothing is loaded: missing %s; unexpected %s",
+                "%s: no tensor has a name of the module, so nothing is loaded: missing %s; unexpected %s%s",
                 path,
                 listed(missing),
                 listed(unexpected),
+                _advice(missing, unexpected),
             )
         if self._leaves_all_to_torch():
             self._tree.hook([""])
@@ -651,7 +652,11 @@ def _advice(missing: Sequence[str], unexpected: Sequence[str]) -> str:
         return ""
     bare = [{_without_wrappers(name) for name in names} for names in (missing, unexpected)]
     if not (bare[0] <= bare[1] or bare[1] <= bare[0]):
-        return _advice_on_prefix(missing, unexpected) or _advice_on_prefix(unexpected, missing, "checkpoint")
+        return (
+            _advice_on_prefix(missing, unexpected)
+            or _advice_on_prefix(unexpected, missing, "checkpoint")
+            or _advice_on_adapters(missing, unexpected)
+        )
     added = [sorted({w for n in names for w in _WRAPPERS if w in n}) for names in (missing, unexpected)]
     return (
         f"; names differ by what wrappers add: {', '.join(added[0]) or 'nothing'} in the module's names, "
@@ -680,6 +685,19 @@ def _advice_on_prefix(longer: Sequence[str], shorter: Sequence[str], which: str 
         remedy = "load with stio.load, remove the prefix from the names, and call the module's load_state_dict"
     others = "" if number == len(longer) else f", {number:,} of {len(longer):,}"
     return f"; only the {which}'s names begin with {printable(prefix)!r}{others}: {remedy}"
+
+
+def _advice_on_adapters(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Return advice if the checkpoint lacks what PEFT adds to names: `lora_A.default.weight`."""
+    parts = [name.rsplit(".", 2) for name in missing if name.count(".") > 1]
+    shorter = {f"{start}.{end}": part for start, part, end in parts}
+    if 2 * sum(name in shorter for name in unexpected) < len(unexpected):
+        return ""
+    part = next(shorter[name] for name in unexpected if name in shorter)
+    return (
+        f"; only the module's names have {printable(f'.{part}.')!r}, as PEFT names an adapter: "
+        "peft.set_peft_model_state_dict(module, stio.load(...)) puts the adapter's tensors in place"
+    )
 
 
 def _prefix_of(name: str, known: Collection[str]) -> str:
