@@ -6,16 +6,12 @@ For each tensor, only calls of torch that keep the GIL are made (`torch_private`
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.overrides import TorchFunctionMode
 
 from stio.device.copy_out import PLAIN_LAYOUT
 from stio.device.cuda import require_streams
@@ -186,63 +182,6 @@ def state_of_object(value: object) -> str:
         if callable(getattr(kind, method, None)):
             return f"its {method}()"
     return "its bit_generator.state" if kind.__module__.startswith("numpy.random") else ""
-
-
-def as_in_files(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors of a module under the names, and in the shapes, in which transformers 5 writes them.
-
-    It renames, splits and transposes tensors of many models when it saves them, and reverses that in
-    `from_pretrained`. Its own function is called here, if a program has imported it. Copies nothing that torch can
-    describe as a view of the same memory.
-
-    Args:
-        module: A model of transformers, or a module with such submodules; of others the tensors are returned as they
-            are, and so they are if the conversion fails.
-        tensors: Its tensors, by name.
-    """
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    convert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
-    result = dict(tensors)
-    if kind is None or convert is None:
-        return result
-    outermost = "\0"
-    for path, part in module.named_modules():
-        prefix = f"{path}." if path else ""
-        if not isinstance(part, kind) or prefix.startswith(outermost):
-            continue
-        outermost = prefix
-        own = {name.removeprefix(prefix): result[name] for name in tensors if name.startswith(prefix)}
-        with suppress(Exception), torch.no_grad(), _Views():  # of a quantizer, or of another library's class
-            converted = convert(part, own)
-            result = {name: tensor for name, tensor in result.items() if not name.startswith(prefix)}
-            result.update((prefix + name, tensor) for name, tensor in converted.items())
-    return result
-
-
-class _Views(TorchFunctionMode):
-    """Keeps views as they are where the code inside would copy them."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if function is torch.Tensor.contiguous else function(*args, **(kwargs or {}))
-
-
-def names_in_files(module: torch.nn.Module) -> tuple[dict[str, str], dict[str, str]]:
-    """Return names that only a module has, and those that only the files of `as_in_files` have.
-
-    Returns:
-        A name of each kind, by its `unnumbered` form.
-    """
-    named = chain(module.named_parameters(), module.named_buffers())
-    tensors = {unnumbered(name): (name, tensor) for name, tensor in named}
-    empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.values()}
-    names = [{unnumbered(name): name for name in found} for found in (empty, as_in_files(module, empty))]
-    own, files = ({key: name for key, name in some.items() if key not in other} for some, other in (names, names[::-1]))
-    return own, files
-
-
-def unnumbered(name: str) -> str:
-    """Return a name with 0 for each of its numbers: names of all layers, and of all experts, become one."""
-    return ".".join("0" if part.isdigit() else part for part in name.split("."))
 
 
 def is_packed(value: object) -> bool:

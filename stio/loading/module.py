@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from stio.device.base import LoadedGroup
-from stio.device.describe import names_in_files, unnumbered
-from stio.device.tensor_memory import copy_all, has_memory, require_memory
+from stio.device.tensor_memory import copy_all, has_memory, names_in_files, require_memory, unnumbered
 from stio.device.tensors import TORCH_DTYPES, loses_values, torch_shape
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
 from stio.format.state_tree import STATE_KEY, TREE_TENSOR
