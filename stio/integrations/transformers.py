@@ -16,8 +16,12 @@ Processes that train together get the same events in the same order. At each sav
 errors: an error of one process is raised on all of them. If the model is sharded (FSDP2), all of them write what
 they hold into one staging directory, and the first one publishes it. Otherwise one process saves.
 
-Three methods of a trainer are replaced while it resumes: `get_batch_samples` of a training that is complete, and under
-FSDP `_load_from_checkpoint` and `_load_best_model`, which are not public.
+transformers 5 gives weights of many models other names in files than in the module. Checkpoints have those of the
+files, except under FSDP2, where no process has whole tensors, and for models whose files hold several tensors of the
+module as one. Trainer itself would load only weights whose names are the same in both, without an error.
+
+Three methods of a trainer are replaced while it resumes: `get_batch_samples` of a training that is complete, and
+`_load_from_checkpoint` and `_load_best_model`, which are not public.
 """
 
 from __future__ import annotations
@@ -35,9 +39,11 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from stio import PendingSave, sync
+from stio.device.tensor_memory import names_in_files
 from stio.errors import CheckpointNotFoundError, MismatchError, install_command, listed
 from stio.integrations._hub_pushes import HubPushes
 from stio.integrations._processes import exchange, on_all
@@ -51,8 +57,10 @@ from stio.integrations._step_dirs import (
     resumable_checkpoints,
 )
 from stio.integrations._tagged import from_plain, to_plain
+from stio.loading.module_tree import views_in_files
 from stio.runtime.hashing import HashName
 from stio.saving.retention import warn_of_higher_steps
+from stio.saving.tensors import tied_names
 from stio.sync import load_state
 
 try:
@@ -78,7 +86,7 @@ _BATCHES = "get_batch_samples"
 """Method of Trainer that returns the batches of the next step."""
 
 _LOAD_CHECKPOINT, _LOAD_BEST = "_load_from_checkpoint", "_load_best_model"
-"""Methods of Trainer that load weights; under FSDP they read files of accelerate only."""
+"""Methods of Trainer that load weights: under FSDP from files of accelerate only, else by the names of the module."""
 
 _REPLACED = (_BATCHES, _LOAD_CHECKPOINT, _LOAD_BEST)
 
@@ -102,12 +110,13 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     It saves in place of Trainer, when `TrainingArguments` requests it (`save_strategy="steps"`, `"epoch"` or `"best"`,
     `save_steps`), to `checkpoint-<step>` in `output_dir`. The directory appears when it is complete and durable. It
-    holds the files for `from_pretrained` (with the names of the weights in memory), `trainer_state.json`, and
-    `training_state/` for `stio.load_state`. There is no pickle, so no `training_args.bin` either. Of a PEFT model only
-    the adapters are saved, by PEFT itself, while the training waits.
+    holds the files for `from_pretrained` (with the names that `save_pretrained` gives to weights),
+    `trainer_state.json`, and `training_state/` for `stio.load_state`. There is no pickle, so no `training_args.bin`
+    either. Of a PEFT model only the adapters are saved, by PEFT itself, while the training waits.
 
     Train with `resume(trainer)`. `trainer.train(resume_from_checkpoint=True)` works too if the trainer has this
-    callback. **Without the callback** Trainer loads only the model from such a checkpoint, without a warning.
+    callback, and the model's weights have the same names in files as in the module. **Without the callback** Trainer
+    loads only the model from such a checkpoint, without a warning.
 
     `load_best_model_at_end` loads the best checkpoint, and no limit deletes it before. With `push_to_hub`, a checkpoint
     is pushed when it is durable, as `hub_strategy` says; a failed push logs a warning.
@@ -218,8 +227,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         found = self._newest(trainer.args) if checkpoint is None else os.fspath(checkpoint)
         self._trainer, self._resume_from = trainer, found
         own = {name: vars(trainer)[name] for name in _REPLACED if name in vars(trainer)}
-        if getattr(trainer, "is_fsdp_enabled", False):
-            _load_weights_by_stio(trainer)
+        _load_weights_by_stio(trainer)
         try:
             result = trainer.train(resume_from_checkpoint=found, **keywords)
         except BaseException:
@@ -672,8 +680,10 @@ def _require_supported(args: TrainingArguments, state: TrainerState, model: nn.M
     others = set(state.stateful_callbacks) - {TrainerControl.__name__, _STATE_KEY}
     if not args.restore_callback_states_from_checkpoint:
         others = set()
-    if not by_resume and (is_sharded or others):
-        what = f"it cannot reach the states of {listed(sorted(others))}" if others else "under FSDP2"
+    loads_weights = state.global_step > 0 or args.load_best_model_at_end
+    if not by_resume and (is_sharded or others or (loads_weights and _is_converted(model))):
+        what = "under FSDP2" if is_sharded else "Trainer itself loads only weights whose names are those of the module"
+        what = f"it cannot reach the states of {listed(sorted(others))}" if others else what
         raise ValueError(f"StioCallback: {what}: train with StioCallback.resume(trainer)")
 
 
@@ -694,13 +704,15 @@ def _has_parts(model: nn.Module) -> bool:
 
 
 def _load_weights_by_stio(trainer: Trainer) -> None:
-    """Let a trainer under FSDP load the weights of checkpoints in the hub's layout too."""
+    """Let a trainer load weights of the hub's layout: under FSDP, and by the names that transformers gives to files."""
 
     def load(checkpoint: str, original: Callable[[], Any]) -> Any:
-        names = (os.path.join(checkpoint, name) for name in (_WEIGHTS, _WEIGHTS_INDEX))
-        if not (any(map(os.path.isfile, names)) and _is_sharded(trainer.model)):
-            return original()  # another checkpoint, or FSDP1
-        return sync.distributed.load_into(trainer.model, checkpoint)
+        if any(os.path.isfile(os.path.join(checkpoint, name)) for name in (_WEIGHTS, _WEIGHTS_INDEX)):
+            if _is_sharded(trainer.model):
+                return sync.distributed.load_into(trainer.model, checkpoint)
+            if _is_converted(trainer.model):
+                return sync.load_into(getattr(trainer.model, "_orig_mod", trainer.model), checkpoint)
+        return original()  # another checkpoint, or FSDP1
 
     load_checkpoint, load_best = getattr(trainer, _LOAD_CHECKPOINT), getattr(trainer, _LOAD_BEST)
     setattr(
@@ -723,10 +735,24 @@ def _write_model_files(model: Any, directory: str) -> None:
             os.unlink(os.path.join(directory, _WEIGHTS))  # some versions write one without tensors
 
 
-def _weights_of(model: Any) -> nn.Module | None:
-    """Return the module whose weights to save, None if `_write_model_files` writes them."""
+def _weights_of(model: Any) -> nn.Module | dict[str, torch.Tensor] | None:
+    """Return the weights to save, by their names in files; None if `_write_model_files` writes them."""
     model = getattr(model, "_orig_mod", model)
-    return None if _has_adapters(model) else model
+    if _has_adapters(model):
+        return None
+    if _is_sharded(model) or not _is_converted(model):
+        return model  # type: ignore[no-any-return]
+    state = model.state_dict()
+    for name, source in tied_names(model, state).sources.items():
+        if source in state and state[name].is_set_to(state[source]):
+            del state[name]
+    return views_in_files(model, state) or model  # a resume could not convert tensors that are no views
+
+
+def _is_converted(model: Any) -> bool:
+    """Return whether transformers writes weights of a model under other names than those of the module."""
+    model = getattr(model, "_orig_mod", model)
+    return isinstance(model, PreTrainedModel) and bool(names_in_files(model)[1])
 
 
 def _states_of(now: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from stio.device.base import LoadedGroup
-from stio.device.tensor_memory import copy_all, has_memory, require_memory
+from stio.device.tensor_memory import copy_all, has_memory, names_in_files, require_memory, unnumbered
 from stio.device.tensors import TORCH_DTYPES, as_scalar, cast, fits_shape, loses_values, may_lose_range
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
 from stio.format.state_tree import STATE_KEY, TREE_TENSOR
@@ -29,6 +29,7 @@ from stio.loading.module_tree import (
     memory_key,
     memory_keys,
     overlapping,
+    views_in_files,
     why_not_copied,
     why_refused,
 )
@@ -164,13 +165,16 @@ class ModuleTarget(LoadTarget):
             submodules are compared when their hooks have run.
 
         Raises:
-            MismatchError: A shape differs; or names do, and `strict`; or a tensor of the module cannot be filled.
+            MismatchError: A shape differs; or names do, and `strict`, or if transformers must convert them; or a tensor
+                of the module cannot be filled, or a buffer on `meta` is not persistent.
             WarmStartError: With `fills`, a submodule is hooked.
         """
         self._begin(path)
         self._strict = strict
         if TREE_TENSOR in stored and not self._tree.expects(TREE_TENSOR):  # the checkpoint of a state
             stored = {name: one for name, one in stored.items() if name != TREE_TENSOR}
+        if not self._targets.keys() <= stored.keys():
+            self._use_names_of_files(stored)
         self._find_ties()
         self._aliases = {a: t for a, t in aliases.items() if self._tree.expects(a) or self._tree.is_hooked(a)}
         self._names = dict.fromkeys([*stored, *self._aliases])
@@ -193,6 +197,7 @@ class ModuleTarget(LoadTarget):
                 f"{reason}: missing {listed(missing)}; unexpected {listed(unexpected)}{_advice(missing, unexpected)}",
                 path=path,
             )
+        self._require_values()
         self._report = LoadReport(missing, unexpected, tuple(self._tree.never_stored), path)
         sources = {name: self._source_of(name) for name in present if not self._tree.is_hooked(name)}
         require_together(
@@ -205,10 +210,11 @@ class ModuleTarget(LoadTarget):
         if stored and not present and not self._tree.hooked:
             log(
                 logging.WARNING,
-                "%s: no tensor has a name of the module, so nothing is loaded: missing %s; unexpected %s",
+                "%s: no tensor has a name of the module, so nothing is loaded: missing %s; unexpected %s%s",
                 path,
                 listed(missing),
                 listed(unexpected),
+                _advice(missing, unexpected),
             )
         if self._leaves_all_to_torch():
             self._tree.hook([""])
@@ -269,6 +275,46 @@ class ModuleTarget(LoadTarget):
         )
         unexpected = tuple(name for name in stored if not tree.expects(name) and not tree.is_hooked(name))
         return missing, unexpected
+
+    def _use_names_of_files(self, names: Collection[str]) -> None:
+        """Fill views that have the names and shapes of the checkpoint, if transformers has changed those of the module.
+
+        Raises:
+            MismatchError: The module has no memory, or the tensors of the files are no views of it.
+        """
+        tree = self._tree
+        only_in_files = names_in_files(self._module)[1]
+        if not any(unnumbered(name) in only_in_files for name in names if not tree.expects(name)):
+            return
+        cannot = (
+            self.assigns or self._fills or self._parts or tree.hooked or any(map(is_on_meta, tree.tensors.values()))
+        )
+        views = {} if cannot else views_in_files(self._module, tree.tensors)
+        if not views:
+            raise MismatchError(
+                "transformers gives tensors of this model other names and shapes in files than in the module, and "
+                "from_pretrained converts them: call that after stio.compat.install(), which reads by stio too; or "
+                "save with save_pretrained(..., save_original_format=False)"
+                + (
+                    "; or load without assign=True into a module that is not on 'meta'"
+                    if self.assigns or self._fills
+                    else ""
+                )
+                + f". Only in files: {listed(only_in_files.values())}",
+                path=self._path,
+            )
+        tree.tensors = self._targets = views
+
+    def _require_values(self) -> None:
+        """Raise for buffers that neither the checkpoint nor the module has values for: a forward would fail."""
+        left = [name for name in self._tree.never_stored if self._tree.has_no_data(name)]
+        if left := [name for name in left if not self._tree.is_hooked(name)]:  # a hook may compute the others
+            raise MismatchError(
+                "no checkpoint holds these buffers (persistent=False), and they are on 'meta', without values; before "
+                "the load, assign each its values (setattr of its submodule), or make it on a device and not on "
+                f"'meta': {listed(left)}",
+                path=self._path,
+            )
 
     def _require_shapes(self, stored: Mapping[str, Stored]) -> None:
         wrong = []
@@ -612,7 +658,11 @@ def _advice(missing: Sequence[str], unexpected: Sequence[str]) -> str:
         return ""
     bare = [{_without_wrappers(name) for name in names} for names in (missing, unexpected)]
     if not (bare[0] <= bare[1] or bare[1] <= bare[0]):
-        return _advice_on_prefix(missing, unexpected) or _advice_on_prefix(unexpected, missing, "checkpoint")
+        return (
+            _advice_on_prefix(missing, unexpected)
+            or _advice_on_prefix(unexpected, missing, "checkpoint")
+            or _advice_on_adapters(missing, unexpected)
+        )
     added = [sorted({w for n in names for w in _WRAPPERS if w in n}) for names in (missing, unexpected)]
     return (
         f"; names differ by what wrappers add: {', '.join(added[0]) or 'nothing'} in the module's names, "
@@ -641,6 +691,19 @@ def _advice_on_prefix(longer: Sequence[str], shorter: Sequence[str], which: str 
         remedy = "load with stio.load, remove the prefix from the names, and call the module's load_state_dict"
     others = "" if number == len(longer) else f", {number:,} of {len(longer):,}"
     return f"; only the {which}'s names begin with {printable(prefix)!r}{others}: {remedy}"
+
+
+def _advice_on_adapters(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Return advice if the checkpoint lacks what PEFT adds to names: `lora_A.default.weight`."""
+    parts = [name.rsplit(".", 2) for name in missing if name.count(".") > 1]
+    shorter = {f"{start}.{end}": part for start, part, end in parts}
+    if 2 * sum(name in shorter for name in unexpected) < len(unexpected):
+        return ""
+    part = next(shorter[name] for name in unexpected if name in shorter)
+    return (
+        f"; only the module's names have {printable(f'.{part}.')!r}, as PEFT names an adapter: "
+        "peft.set_peft_model_state_dict(module, stio.load(...)) puts the adapter's tensors in place"
+    )
 
 
 def _prefix_of(name: str, known: Collection[str]) -> str:

@@ -19,7 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import _global_parameter_registration_hooks
 from torch.nn.parameter import is_lazy
 
-from stio.device.tensor_memory import TargetMemory, has_overlap
+from stio.device.tensor_memory import TargetMemory, as_in_files, has_overlap
 from stio.device.torch_private import traits_of
 from stio.loading.warm_start.parameter import PlaceholderParameter
 
@@ -324,6 +324,14 @@ def overlapping(tensors: Mapping[str, torch.Tensor], names: Mapping[object, str]
                 return True
             ends[start] = start + (tensor.nbytes if tensor.is_contiguous() else _extent_bytes(tensor))
     return any(ends[start] > following for start, following in pairwise(sorted(ends)))
+
+
+def views_in_files(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `as_in_files`, if filling these tensors in any order fills the module's; otherwise an empty dict."""
+    views = as_in_files(module, tensors)
+    keys = {key: name for name, key in memory_keys(views).items()}
+    memory, filled = ({one.untyped_storage()._cdata for one in some.values()} for some in (tensors, views))
+    return views if filled == memory and not overlapping(views, keys) else {}
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:

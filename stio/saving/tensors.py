@@ -13,23 +13,26 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from stio.device.copy_out import Copy
 from stio.device.describe import LazyTensor, describe_tensors, state_of_object
-from stio.device.tensor_memory import require_own_data
-from stio.errors import printable
+from stio.device.tensor_memory import names_in_files, require_own_data
+from stio.errors import listed, printable
 from stio.format.sharding import TensorSource
 from stio.format.shared import UNDECLARED, TiedNames
 from stio.runtime.calls import LoopTask
 from stio.runtime.locks import require_unlocked
+from stio.runtime.log import log
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 
@@ -37,6 +40,8 @@ TensorsLike: TypeAlias = Mapping[str, torch.Tensor] | Mapping[str, torch.Tensor 
 """Tensors by name, some of which may be lazy, or a module, to save its `state_dict()`."""
 
 _TIED_KEYS = "_tied_weights_keys"
+_CHECKED: WeakSet[nn.Module] = WeakSet()
+"""Modules whose names have been compared with those that transformers writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +65,30 @@ def tensors_of(tensors: TensorsLike) -> NamedTensors:
     if isinstance(tensors, nn.Module):
         by_name = dict(tensors.state_dict())
         require_own_data(by_name, tensors.parameters())
+        _warn_of_names(tensors)
         return NamedTensors(by_name, tied_names(tensors, by_name))
     if not isinstance(tensors, Mapping):
         raise TypeError(
             f"tensors must be a mapping of names to tensors or a module, not {type(tensors).__name__}{_advice(tensors)}"
         )
     return NamedTensors(dict(tensors))
+
+
+def _warn_of_names(module: nn.Module) -> None:
+    """Warn, once for each module, if other programs look for its tensors under other names."""
+    if module in _CHECKED:
+        return
+    _CHECKED.add(module)
+    own, files = names_in_files(module)
+    if files:
+        log(
+            logging.WARNING,
+            "transformers writes %s of this module as %s; this save keeps the module's names, which transformers 5 "
+            "reads, but other programs begin with new weights in their place: for those, call save_pretrained of the "
+            "model after stio.compat.install()",
+            listed(own.values()),
+            listed(files.values()),
+        )
 
 
 def _advice(value: object) -> str:

@@ -981,33 +981,66 @@ def rotary(tmp_path: Path) -> Path:
     return save_file({"0.weight": torch.ones(3), "1.weight": torch.ones(3)}, tmp_path / "r.safetensors")
 
 
-def test_c305_a_warning_names_the_buffers(rotary: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c305_an_error_names_the_buffers(rotary: Path, caplog: pytest.LogCaptureFixture) -> None:
     module = _on_meta()
-    report = sync.load_into(module, rotary, assign=True)
-    assert report.unfilled == ("0.inv_freq", "1.inv_freq")
-    (warning,) = warnings_of(caplog)
-    assert "0.inv_freq, 1.inv_freq" in warning
-    assert "stay on 'meta'" in warning
+    with pytest.raises(stio.MismatchError, match=r"assign each its values.*0\.inv_freq, 1\.inv_freq"):
+        sync.load_into(module, rotary, assign=True)
+    assert all(parameter.is_meta for parameter in module.parameters())
     for part in module:  # the advice
         part.inv_freq = torch.arange(3.0)
+    report = sync.load_into(module, rotary, assign=True)
+    assert report.unfilled == ("0.inv_freq", "1.inv_freq")
     assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-    sync.load_into(module, rotary, assign=True)
     assert warnings_of(caplog) == []
 
 
-def test_c305_each_way_to_load(rotary: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with sync.open(rotary) as checkpoint:
-        checkpoint.load_into(_on_meta(), assign=True)
-    assert len(warnings_of(caplog)) == 1
+def _open_and_load(module: nn.Module, path: Path) -> None:
+    with sync.open(path) as checkpoint:
+        checkpoint.load_into(module, assign=True)
+
+
+def _warm_start(module: nn.Module, path: Path) -> None:
+    with sync.warm_start(module, path):
+        pass
+
+
+def _load_into_memory(module: nn.Module, path: Path) -> None:
+    for part in module:  # type: ignore[attr-defined]
+        part.weight = nn.Parameter(torch.zeros(3))
+    sync.load_into(module, path)
+
+
+def _use_of_a_pool(module: nn.Module, path: Path) -> None:
+    with sync.ModelPool(device="cpu", device_bytes="1MB") as pool:
+        pool.add("model", path, make=lambda: module)
+        with pool.use("model"):
+            pass
+
+
+@pytest.mark.parametrize("load", [_open_and_load, _warm_start, _load_into_memory, _use_of_a_pool])
+def test_c413_each_way_to_load_refuses_a_buffer_on_meta(
+    rotary: Path, load: Callable[[nn.Module, Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(stio.MismatchError, match=r"no checkpoint holds these buffers.*assign each.*0\.inv_freq"):
+        load(_on_meta(), rotary)
     module = _on_meta()
     for part in module:
-        part.weight = nn.Parameter(torch.zeros(3))
-    sync.load_into(module, rotary)  # into memory that is there
-    assert len(warnings_of(caplog)) == 1
+        part.inv_freq = torch.arange(3.0)
+    load(module, rotary)
+    assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_c413_strict_makes_no_difference(rotary: Path, strict: bool) -> None:
+    with pytest.raises(stio.MismatchError, match="no checkpoint holds these buffers"):
+        sync.load_into(_on_meta(), rotary, assign=True, strict=strict)
+
+
+def test_c305_a_persistent_buffer_that_the_checkpoint_lacks(rotary: Path, caplog: pytest.LogCaptureFixture) -> None:
     sync.load_into(_on_meta(persistent=True), rotary, assign=True, strict=False)
     assert len(warnings_of(caplog)) == 1
     with pytest.raises(stio.MismatchError, match=r"would compute without their data.*0\.inv_freq"):
-        with sync.warm_start(_on_meta(), rotary):
+        with sync.warm_start(_on_meta(persistent=True), rotary, strict=False):
             pass
 
 

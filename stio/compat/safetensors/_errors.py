@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from stio.errors import CheckpointNotFoundError, LimitError, StioError, StorageError, TruncatedError, printable
+from stio.format.companions import why_packed
 from stio.runtime.contexts import contextmanager
 
 
@@ -29,6 +30,12 @@ class SafetensorError(ErrorBase):
 
 class UnsupportedDtypeError(SafetensorError, TypeError):
     """The framework has no type for a tensor's dtype. numpy itself raises TypeError in that case."""
+
+
+def require_plain(metadata: Mapping[str, object]) -> None:
+    """Raise if the bytes of a file are not those of its tensors."""
+    if why := why_packed(metadata):
+        raise SafetensorError(f"Error while deserializing: {why}")
 
 
 def wrong_type(argument: str, value: object, expected: str) -> TypeError:

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, final
 
 from stio.compat.safetensors._arrays import Arrays
-from stio.compat.safetensors._errors import SafetensorError, wrong_type
+from stio.compat.safetensors._errors import SafetensorError, require_plain, wrong_type
 from stio.compat.safetensors._file import Backend, DropInFile, Framework
 
 if TYPE_CHECKING:
@@ -202,9 +202,11 @@ class safe_open:  # noqa: N801 -- the original's name
         """Return all tensors by name, in the order of their data.
 
         Raises:
-            SafetensorError: The framework has no type for one of them, or the file was closed.
+            SafetensorError: The framework has no type for one of them, the file was closed, or zipnn has compressed
+                tensors of it (its `safe_open` reads each by `get_tensor`).
             OSError: The system refuses.
         """
+        require_plain(self._opened().header.metadata)
         return self._framework.make_all(self._opened())
 
     def get_slice(self, name: str) -> PySafeSlice:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from stio.compat.safetensors._arrays import numpy_dtype
+from stio.compat.safetensors._errors import require_plain
 from stio.compat.safetensors._open import safe_open
-from stio.compat.safetensors._serialize import deserialize, serialize, serialize_file
+from stio.compat.safetensors._serialize import deserialize, parsed, serialize, serialize_file
 from stio.compat.safetensors._specs import TensorSpec
 
 __all__ = ["load", "load_file", "save", "save_file"]
@@ -64,9 +65,11 @@ def load(data: bytes) -> dict[str, Array]:
         SafetensorError: The bytes break the format, or numpy has no type for a dtype.
         TypeError: The argument is not `bytes`.
     """
+    entries = deserialize(data)
+    require_plain(parsed(data).metadata)
     return {
         name: np.frombuffer(entry["data"], dtype=numpy_dtype(entry["dtype"])).reshape(entry["shape"])
-        for name, entry in deserialize(data)
+        for name, entry in entries
     }
 
 

@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 
-from stio.compat.safetensors._errors import SafetensorError, reading, saving
+from stio.compat.safetensors._errors import SafetensorError, reading, require_plain, saving
 from stio.compat.safetensors._file import copied
 from stio.compat.safetensors._open import path_of, safe_open
 from stio.compat.safetensors._serialize import header_for, new_bytes, parsed
@@ -192,6 +192,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
         TypeError: The argument is not `bytes`.
     """
     header = parsed(data)
+    require_plain(header.metadata)
     region = copied(memoryview(data)[header.data_start :])
     return Tensors("cpu").make(region, header, slice(0, len(header)))
 
