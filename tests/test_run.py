@@ -216,7 +216,7 @@ def test_a_change_makes_the_stamp_invalid(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 @pytest.mark.parametrize("owner", [None, "/another/checkout"])
-def test_make_changes_no_environment_of_others(owner: str | None, tmp_path: Path) -> None:
+def test_c466_make_changes_no_environment_of_others(owner: str | None, tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.write_text("#!/bin/sh\necho changed > $0\n")

@@ -32,7 +32,7 @@ def shards(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
-def test_403_each_shard_of_a_save_has_the_metadata(tmp_path: Path) -> None:
+def test_c403_each_shard_of_a_save_has_the_metadata(tmp_path: Path) -> None:
     tensors = {name: torch.ones(4) for name in "abc"}
     sync.save(tensors, tmp_path / "m", max_shard_size=16, metadata=TORCHAO)
     assert len(shards(tmp_path / "m")) == 3
@@ -43,7 +43,7 @@ def test_403_each_shard_of_a_save_has_the_metadata(tmp_path: Path) -> None:
         assert {key: checkpoint.metadata[key] for key in TORCHAO} == TORCHAO
 
 
-def test_403_what_only_stio_reads_is_in_the_index(tmp_path: Path) -> None:
+def test_c403_what_only_stio_reads_is_in_the_index(tmp_path: Path) -> None:
     shared = torch.ones(4)
     sync.save({"a": shared, "b": torch.ones(4), "c": shared}, tmp_path / "m", max_shard_size=16, metadata={"k": "v"})
     for path in shards(tmp_path / "m"):
@@ -52,7 +52,7 @@ def test_403_what_only_stio_reads_is_in_the_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_shard_size", [16, "5GB"])
-def test_403_convert_changes_shards_and_keeps_the_metadata(tmp_path: Path, max_shard_size: int | str) -> None:
+def test_c403_convert_changes_shards_and_keeps_the_metadata(tmp_path: Path, max_shard_size: int | str) -> None:
     save_file({name: torch.ones(4) for name in "abc"}, tmp_path / "m.safetensors", TORCHAO)
     sync.convert(tmp_path / "m.safetensors", tmp_path / "sharded", max_shard_size=16)
     sync.convert(tmp_path / "sharded", tmp_path / "again", max_shard_size=max_shard_size)
@@ -60,7 +60,7 @@ def test_403_convert_changes_shards_and_keeps_the_metadata(tmp_path: Path, max_s
         assert metadata_of(path) == TORCHAO
 
 
-def test_404_values_that_differ_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c404_values_that_differ_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "m").mkdir()
     for k, name in enumerate("ab", 1):
         text = {"format": "pt", "rank": str(k), "same": "1", f"only{k}": "x"}
@@ -71,7 +71,7 @@ def test_404_values_that_differ_are_left_out_with_a_warning(tmp_path: Path, capl
     assert "metadata that differ between the shards are left out: rank" in caplog.text
 
 
-def test_404_a_value_of_the_index_is_that_of_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c404_a_value_of_the_index_is_that_of_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sync.save({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path / "m", max_shard_size=16, metadata={"k": "v"})
     path = shards(tmp_path / "m")[0]
     raw = path.read_bytes()
@@ -84,7 +84,7 @@ def test_404_a_value_of_the_index_is_that_of_the_checkpoint(tmp_path: Path, capl
 
 
 @pytest.mark.parametrize("key", ["DCP_SHARDING_INFO", "fst.shard.set", "fst.shard.index", "fst.shard.count"])
-def test_404_the_layout_of_another_save_is_not_copied(tmp_path: Path, key: str) -> None:
+def test_c404_the_layout_of_another_save_is_not_copied(tmp_path: Path, key: str) -> None:
     save_file({"a": torch.ones(4)}, tmp_path / "m.safetensors", {"format": "pt", key: "1", "other": "x"})
     sync.convert(tmp_path / "m.safetensors", tmp_path / "out.safetensors")
     assert metadata_of(tmp_path / "out.safetensors") == {"format": "pt", "other": "x"}

@@ -176,7 +176,7 @@ def test_c401_wrong_values_of_a_mapping(tmp_path: Path, wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("names", [None, ["norm"]])
-def test_c401_408_a_key_that_is_no_name(tmp_path: Path, names: list[str] | None) -> None:
+def test_c401_c408_a_key_that_is_no_name(tmp_path: Path, names: list[str] | None) -> None:
     save_file({"lm_head": torch.ones(3), "norm": torch.ones(3), "a.b.c": torch.ones(1)}, tmp_path / "m.safetensors")
     with pytest.raises(stio.TensorNotFoundError, match="dtype= has an entry .* did you mean 'lm_head'"):
         sync.load(tmp_path / "m.safetensors", dtype={"lm_haed": "BF16"}, names=names)
@@ -231,14 +231,14 @@ def test_c401_plain_weights_into_a_quantized_module(tmp_path: Path, assign: bool
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_418_new_codes_with_old_scales(tmp_path: Path, assign: bool) -> None:
+def test_c418_new_codes_with_old_scales(tmp_path: Path, assign: bool) -> None:
     save_file({"l.weight": codes(4, 8)}, tmp_path / "m.safetensors")
     module = linear(F8, weight_scale=torch.tensor(1.0))
     with pytest.raises(MismatchError, match="its scales would not be loaded"):
         sync.load_into(module, tmp_path / "m.safetensors", strict=False, assign=assign)
 
 
-def test_418_codes_of_bitsandbytes_without_their_tables(tmp_path: Path) -> None:
+def test_c418_codes_of_bitsandbytes_without_their_tables(tmp_path: Path) -> None:
     save_file(LAYOUTS["nf4"], tmp_path / "m.safetensors")
     module = nn.Module()
     module.l = nn.Module()

@@ -1,14 +1,17 @@
-"""What was done, or not done, without a word: 414, 416, 461."""
+"""What was done, or not done, without a word: 414, 416, 454, 461."""
 
 from __future__ import annotations
 
 import logging
+import weakref
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import require_equal
 from torch import nn
 
 import stio
@@ -18,7 +21,7 @@ from stio.compat.safetensors import safe_open
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_414_a_load_that_has_no_name_of_the_module_says_so(
+def test_c414_a_load_that_has_no_name_of_the_module_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, assign: bool
 ) -> None:
     save_file({"model.weight": torch.ones(2, 2)}, tmp_path / "m.safetensors")
@@ -30,7 +33,7 @@ def test_414_a_load_that_has_no_name_of_the_module_says_so(
     assert "missing weight" in message and "unexpected model.weight" in message
 
 
-def test_414_a_load_of_some_names_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c414_a_load_of_some_names_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_file({"weight": torch.ones(2, 2), "other": torch.ones(1)}, tmp_path / "m.safetensors")
     with caplog.at_level(logging.WARNING, "stio"):
         sync.load_into(nn.Linear(2, 2), tmp_path / "m.safetensors", strict=False)
@@ -38,7 +41,7 @@ def test_414_a_load_of_some_names_says_nothing(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, np.uint16, np.bool_, np.complex64])
-def test_416_arrays_have_the_dtype_that_numpy_has(tmp_path: Path, kind: type) -> None:
+def test_c416_arrays_have_the_dtype_that_numpy_has(tmp_path: Path, kind: type) -> None:
     path = tmp_path / "m.safetensors"
     drop_in.save_file({"a": np.ones((2, 3), kind)}, path)
     part = safe_open(path, "np", backend="pread").get_slice("a")[:1]
@@ -54,7 +57,7 @@ def test_416_arrays_have_the_dtype_that_numpy_has(tmp_path: Path, kind: type) ->
             assert memoryview(array)[0, 0] == 1
 
 
-def test_461_the_first_start_of_a_training_has_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c461_the_first_start_of_a_training_has_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nowhere = object()
     assert stio.latest(tmp_path / "run", default=None) is None
     (tmp_path / "run").mkdir()
@@ -71,6 +74,28 @@ def test_461_the_first_start_of_a_training_has_no_checkpoint(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("wrong", ["", "~/run", "s3://bucket/run", 3])
-def test_461_a_wrong_path_is_an_error_with_a_default_too(wrong: object) -> None:
+def test_c461_a_wrong_path_is_an_error_with_a_default_too(wrong: object) -> None:
     with pytest.raises((TypeError, ValueError)):
         stio.latest(wrong, default=None)  # type: ignore[call-overload]
+
+
+def test_c454_each_tensor_is_cast_when_its_turn_comes(tmp_path: Path) -> None:
+    alive, most = 0, 0
+    weights = {f"w{k}": torch.rand(64, 64) for k in range(8)}
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal alive, most
+        copy = tensor.bfloat16()
+        alive, most = alive + 1, max(most, alive + 1)
+
+        def freed() -> None:
+            nonlocal alive
+            alive -= 1
+
+        weakref.finalize(copy, freed)
+        return copy
+
+    half = {name: stio.LazyTensor(torch.bfloat16, one.shape, partial(cast, one)) for name, one in weights.items()}
+    sync.save(half, tmp_path / "half.safetensors")
+    require_equal(sync.load(tmp_path / "half.safetensors"), {name: one.bfloat16() for name, one in weights.items()})
+    assert most <= 2

@@ -34,7 +34,7 @@ from stio.format.companions import find_companions, is_quantized
         ("weight", "F8_E4M3", ["scale_weight", "weight_scale"]),  # of the outermost module
     ],
 )
-def test_401_names_of_libraries(owner: str, dtype: str, companions: list[str]) -> None:
+def test_c401_names_of_libraries(owner: str, dtype: str, companions: list[str]) -> None:
     dtypes = {"other": "BF16", owner: dtype, **dict.fromkeys(companions, "F32")}
     found = find_companions(dtypes)
     assert set(found.of) == {owner}
@@ -45,11 +45,11 @@ def test_401_names_of_libraries(owner: str, dtype: str, companions: list[str]) -
     assert not find_companions(plain).of  # a weight in BF16 has no scales
 
 
-def test_401_a_tensor_that_is_named_like_a_scale_is_none() -> None:
+def test_c401_a_tensor_that_is_named_like_a_scale_is_none() -> None:
     dtypes = {"logit_scale": "F32", "logit": "F32", "ids": "I64", "h.scale": "F32", "h.weight": "BF16", "q": "I8"}
     assert find_companions(dtypes) == find_companions({})
 
 
-def test_401_e8m0_is_a_scale_under_any_name() -> None:
+def test_c401_e8m0_is_a_scale_under_any_name() -> None:
     assert find_companions({"a": "F8_E8M0", "b": "F32"}).scales == {"a"}
     assert not is_quantized("F8_E8M0")
