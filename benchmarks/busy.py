@@ -445,12 +445,12 @@ OPERATIONS = (
 MOVE_NO_TENSORS = frozenset(
     {
         *("latest", "stats"),
-        *("Checkpoint.aclose", "Checkpoint.__iter__", "Checkpoint.close"),
+        *("Checkpoint.aclose", "Checkpoint.__iter__", "Checkpoint.close", "Checkpoint.open"),
         *("DiskCache.discard", "DiskCache.evict", "DiskCache.fetch", "DiskCache.leftovers", "DiskCache.replacement"),
         "DiskCache.stats",
         *("HostCache.close", "HostCache.evict", "HostCache.has", "HostCache.prefetch_by", "HostCache.stats"),
         *("ModelPool.aclose", "ModelPool.add", "ModelPool.close", "ModelPool.names", "ModelPool.stats"),
-        "ModelPool.status",
+        *("ModelPool.evict", "ModelPool.remove", "ModelPool.status"),
         *("PendingSave.aclose", "PendingSave.cancel", "PendingSave.comes_before", "PendingSave.complete"),
         *("PendingSave.done", "PendingSave.ended", "PendingSave.outcome", "PendingSave.start"),
         "PendingSave.wait_staged",

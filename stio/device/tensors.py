@@ -382,8 +382,21 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype, lost: Lost | None 
 Lost: TypeAlias = dict[str, Any]
 """By name, how many values a cast has made inf, NaN, 0, the largest number or another integer. A tensor on a device."""
 
-_CPU_ELEMENTS, _DEVICE_ELEMENTS = 1 << 18, 1 << 24
-"""Elements that are compared at a time: on the CPU in its second cache; on a device they bound the temporary memory."""
+_CPU_ELEMENTS = 1 << 18
+"""Elements that are compared at a time on the CPU, in its second cache."""
+
+_COUNT_BYTES = 4096
+"""Memory on a device for the numbers of one tensor: blocks of torch's allocator."""
+
+
+def _device_elements(numel: int) -> int:
+    """Return how many elements of a tensor are compared at a time on a device: few launches, and little memory."""
+    return max(1 << 17, min(numel >> 3, 1 << 24))
+
+
+def bytes_to_count(numel: int) -> int:
+    """Return how much memory on a device `count_lost` takes for a floating tensor."""
+    return 2 * min(numel, _device_elements(numel)) + _COUNT_BYTES
 
 
 def count_lost(lost: Lost, name: str, source: torch.Tensor, result: torch.Tensor) -> None:
@@ -401,7 +414,7 @@ def count_lost(lost: Lost, name: str, source: torch.Tensor, result: torch.Tensor
     if not may_lose_range(source.dtype, result.dtype):
         return
     source, result = source.detach().reshape(-1), result.detach().reshape(-1)
-    step = _CPU_ELEMENTS if result.is_cpu else _DEVICE_ELEMENTS
+    step = _CPU_ELEMENTS if result.is_cpu else _device_elements(result.numel())
     for begin in range(0, result.numel(), step):
         part = result[begin : begin + step]
         if not part.is_cpu or not part.is_floating_point() or not _is_inside(part):
@@ -480,16 +493,32 @@ def _num_lost(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         # Not all integers can be compared with 0.
         below = [one.long() < 0 if one.dtype.is_signed else False for one in (source, result)]
         return ((result.to(source.dtype) != source) | (below[0] != below[1])).sum()
-    magnitude, largest = _magnitude(result), _largest_bits(result.dtype)
-    is_lost = (magnitude == 0) | (magnitude > largest)
-    if _saturates(result.dtype):
-        limits = torch.finfo(result.dtype)  # a number is lost from half a step above the largest one on
-        half_a_step = math.ldexp(limits.eps, math.frexp(limits.max)[1] - 2)
-        is_lost |= (magnitude == largest) & (source.float().abs() > limits.max + half_a_step)
-    if source.is_floating_point():
-        magnitude = _magnitude(source)
-        return (is_lost & (magnitude != 0) & (magnitude <= _largest_bits(source.dtype))).sum()
-    return (is_lost & (source != 0)).sum()
+    zeros = _num_zeros(result) - _num_zeros(source)
+    if not _saturates(result.dtype):
+        return zeros + _num_not_finite(result) - _num_not_finite(source)
+    limits = torch.finfo(result.dtype)  # a number is lost from half a step above the largest one on
+    limit = limits.max + math.ldexp(limits.eps, math.frexp(limits.max)[1] - 2)
+    source = source.float() if source.itemsize == 1 else source  # torch compares no F8
+    above = (source > limit).logical_or_(source < -limit).sum()
+    return zeros + above - (source.isinf().sum() if source.is_floating_point() else 0)
+
+
+def _num_zeros(values: torch.Tensor) -> torch.Tensor:
+    return (values == 0 if _is_comparable(values) else _magnitude(values) == 0).sum()
+
+
+def _num_not_finite(values: torch.Tensor) -> torch.Tensor | int:
+    """Return how many numbers are inf or NaN, with a byte or two of memory for each number."""
+    if not values.is_floating_point():
+        return 0
+    if not _is_comparable(values):
+        return (_magnitude(values) > _largest_bits(values.dtype)).sum()
+    largest = torch.finfo(values.dtype).max
+    return values.numel() - (values >= -largest).logical_and_(values <= largest).sum()
+
+
+def _is_comparable(values: torch.Tensor) -> bool:
+    return not values.is_floating_point() or values.itemsize > 1
 
 
 def _magnitude(values: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES, cast_dtype, require_dtypes, torch_shape
+from stio.device.tensors import TORCH_DTYPES, bytes_to_count, cast_dtype, require_dtypes, torch_shape
 from stio.errors import listed, with_article
 from stio.format.dtypes import tensor_nbytes
 from stio.format.state_tree import STATE_KEY
@@ -209,12 +209,13 @@ class Content:
         require_dtypes([dtype for dtype, _ in found.values()], path=opened.path)
         casts = planned_casts({name: dtype for name, (dtype, _) in found.items()}, self.options.casts, path=opened.path)
         stored = [tensor_nbytes(*pair) for pair in found.values()]
-        made, cast = [], [0]
+        made, cast, counted = [], [0], [0]
         for (name, (dtype, shape)), nbytes in zip(found.items(), stored, strict=True):
             own = TORCH_DTYPES[dtype]
             wanted = own if casts is None else cast_dtype(name, own, casts)
             if wanted != own:
                 cast.append(nbytes)
+                counted.append(bytes_to_count(torch.Size(torch_shape(dtype, shape)).numel()))
                 made.append(wanted.itemsize * torch.Size(torch_shape(dtype, shape)).numel())
             else:
                 made.append(nbytes)
@@ -222,7 +223,7 @@ class Content:
             made += [one.nbytes for one in _unstored(self._module).values()]
         total = sum(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for nbytes in made)
         # What is cast is there twice. A group is at least one tensor, and groups under way are within the budget.
-        total += min(sum(cast), (self.options.budget or 0) + max(cast))
+        total += min(sum(cast), (self.options.budget or 0) + max(cast)) + max(counted)
         if resolve_device(self.options.device).type != "cpu":
             total += _BLOCK_BYTES  # for a moment, when torch puts a tensor over a storage
         on_the_way = min(sum(stored), max(_UPDATE_BYTES, max(stored, default=0))) + _BLOCK_BYTES * len(stored)

@@ -14,7 +14,7 @@ import asyncio
 import sys
 from collections.abc import Coroutine
 from contextvars import ContextVar
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -75,9 +75,11 @@ class AsyncOnly:
     _sync_name: ClassVar[str]
     """Name of the twin, or of the function that makes it, in `stio.sync`."""
 
-    def __enter__(self) -> NoReturn:
-        name = type(self).__name__
-        raise TypeError(f"{name} takes `async with`; for a plain `with`, use stio.sync.{self._sync_name}")
+    if not TYPE_CHECKING:  # a type checker reports a plain `with`
 
-    def __exit__(self, *error: object) -> None:
-        """Python looks for it before it calls `__enter__`."""
+        def __enter__(self) -> NoReturn:
+            name = type(self).__name__
+            raise TypeError(f"{name} takes `async with`; for a plain `with`, use stio.sync.{self._sync_name}")
+
+        def __exit__(self, *error: object) -> None:
+            """Python looks for it before it calls `__enter__`."""

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from stio import sync
+
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
@@ -66,6 +68,16 @@ def test_adapter_is_saved_and_loaded(compare: Compare, source: Path, kind: str) 
         return module, again, logits(again)
 
     compare(action, saves=True)
+
+
+def test_c465_an_adapter_that_stio_loads(source: Path, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    trained = peft.get_peft_model(base(source), CONFIGS["lora"]()).eval()
+    trained.save_pretrained(tmp_path / "adapter")
+    module = peft.get_peft_model(base(source), CONFIGS["lora"]()).eval()
+    assert not torch.equal(logits(module), logits(trained))
+    peft.set_peft_model_state_dict(module, sync.load(tmp_path / "adapter"), adapter_name="default")
+    assert torch.equal(logits(module), logits(trained))
 
 
 def test_merged_model(compare: Compare, source: Path) -> None:

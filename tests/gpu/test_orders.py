@@ -76,14 +76,14 @@ def slow_copies() -> Iterator[None]:
 @pytest.fixture
 def late_casts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make casts, and copies of tensors that are there, late, on whatever stream they are queued."""
-    to, copy_of, num_late = torch.Tensor.to, load.copy_of, 0
+    copy, copy_of, num_late = torch.Tensor.copy_, load.copy_of, 0
 
-    def late_to(tensor: torch.Tensor, *args: Any, **keywords: Any) -> torch.Tensor:
+    def late_copy(tensor: torch.Tensor, source: torch.Tensor, *args: Any, **keywords: Any) -> torch.Tensor:
         nonlocal num_late
-        if tensor.device == device and args and isinstance(args[0], torch.dtype):
+        if tensor.device == source.device == device and tensor.dtype != source.dtype:
             num_late += 1
             keep_busy(LATE_CYCLES)
-        return to(tensor, *args, **keywords)
+        return copy(tensor, source, *args, **keywords)
 
     def late_copy_of(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal num_late
@@ -91,7 +91,7 @@ def late_casts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterato
         keep_busy(LATE_CYCLES)
         return copy_of(tensor)
 
-    monkeypatch.setattr(torch.Tensor, "to", late_to)
+    monkeypatch.setattr(torch.Tensor, "copy_", late_copy)
     monkeypatch.setattr(load, "copy_of", late_copy_of)
     yield
     assert num_late, "casts are made in another way now: this proves nothing any more"
