@@ -28,7 +28,7 @@ from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Operation, close_all, current_operation, end_all_at_exit
+from stio.runtime.operation import Operation, close_all, copy_of, current_operation, end_all_at_exit
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.progress import Progress
 from stio.runtime.trace import Trace
@@ -462,10 +462,11 @@ class Saver(AsyncOnly):
                 save.outcome()
             except BaseException as error:
                 is_uncertain = isinstance(error, CommitUncertainError)
-                if (save.cancelled and not is_uncertain) or save.operation.failure is None:
+                failure = save.operation.failure
+                if (save.cancelled and not is_uncertain) or failure is None:
                     continue  # rolled back, as intended; or at the exit, which logs it
-                # Without the frames of this thread: they refer to those of the callers.
-                self._failures.append(save.operation.failure)
+                # A copy, without the frames of this thread and its callers: they may refer to the save.
+                self._failures.append(copy_of(failure))
                 log(logging.ERROR, "saving failed, and was not awaited: %s", error)
 
     async def _close(self, end_saves: Callable[[], Awaitable[None]]) -> deque[BaseException]:

@@ -1755,16 +1755,6 @@ def test_c217_a_url_of_a_file_of_this_machine() -> None:
     assert message.endswith("pass the path of a file of this machine, not a URL: '/w.bin'")
 
 
-@pytest.mark.parametrize("call", ["load", "convert", "cli convert"])
-@pytest.mark.parametrize("name", ["w.bin", "m/pytorch_model.bin.index.json", "w.pt?X-Signature=secret"])
-def test_c217_a_file_of_torch_save_at_a_url(call: str, name: str) -> None:
-    """Nothing is sent: `host` is not looked up."""
-    message = _message_of(lambda: SOURCE_CALLS[call](f"https://host/{name}"), stio.StioError)
-    assert "stio convert" in message
-    assert "download" in message
-    assert "secret" not in message
-
-
 def test_c217_a_url_that_was_made_a_path() -> None:
     message = _message_of(lambda: sync.load(Path("s3://bucket/model")), stio.StioError, ValueError)
     assert "s3://" in message

@@ -58,6 +58,21 @@ def test_c438_a_file_of_another_kind_is_named(server: HttpServer, path: str, tmp
         assert "SECRET" not in str(caught.value)
 
 
+@pytest.mark.parametrize("call", [sync.load, lambda url: sync.convert(url, "out.safetensors")])
+@pytest.mark.parametrize("path", ["/w.bin", "/m/pytorch_model.bin.index.json", "/w.pt?X-Signature=SECRET"])
+def test_c217_a_file_of_torch_save_at_a_url(
+    server: HttpServer, path: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(WEIGHTS, "w.pt")
+    index = {"metadata": {}, "weight_map": {"w": "pytorch_model-00001-of-00001.bin"}}
+    content = json.dumps(index).encode() if path.endswith(".json") else Path("w.pt").read_bytes()
+    server.put(path.partition("?")[0], content)
+    with pytest.raises(stio.StioError, match="stio convert") as caught:
+        call(server.url + path)
+    assert "SECRET" not in str(caught.value)
+
+
 @pytest.mark.parametrize("path", ["/models/llama", "/models/llama/", "/models/llama?token=SECRET"])
 @pytest.mark.parametrize("page", [b"", b"<!DOCTYPE html><html><title>Index of /models</title></html>"])
 def test_c438_a_page_or_nothing_is_no_file(server: HttpServer, path: str, page: bytes) -> None:
