@@ -115,7 +115,7 @@ def test_c96_no_memory_is_allocated_ahead_of_casts() -> None:
     require_freed(device)
 
 
-@pytest.mark.parametrize("fault", ["refuse_copy", "fail_copy"])
+@pytest.mark.parametrize("fault", ["refuse_copy", pytest.param("fail_copy", marks=pytest.mark.slow)])
 def test_failing_copy_at_every_number(files: dict[str, bytes], tensors: dict[str, torch.Tensor], fault: str) -> None:
     number = failed = 0
     while True:

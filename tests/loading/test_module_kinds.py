@@ -6,7 +6,7 @@ The rows are those of the table in docs/howto/modules.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # torch.compile would import it in a test, for seconds
 from support import bits_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -345,10 +344,14 @@ MORE = {
 }
 """Variations of some rows."""
 
-CASES = [
-    *(pytest.param(row, id=re.sub("[^a-z_]+", " ", name.lower()).strip()) for name, row in ROWS.items()),
-    *(pytest.param(row, id=re.sub("[^a-z_]+", " ", name.lower()).strip() + " varied") for name, row in MORE.items()),
-]
+def _cases(rows: Mapping[str, Row], end: str = "") -> Iterator[Any]:
+    for name, row in rows.items():
+        # To compile imports for seconds; `bit_paths` has a compiled module too.
+        marks = [pytest.mark.slow] if "compile" in name else []
+        yield pytest.param(row, id=re.sub("[^a-z_]+", " ", name.lower()).strip() + end, marks=marks)
+
+
+CASES = [*_cases(ROWS), *_cases(MORE, " varied")]
 
 
 def made(row: Row, *, on_meta: bool) -> nn.Module:
@@ -546,7 +549,11 @@ def test_an_assigned_recurrent_module_computes_with_the_new_parameters() -> None
 
 @pytest.mark.parametrize(
     ("wrap", "prefix"),
-    [(nn.DataParallel, "module."), (torch.compile, "_orig_mod."), (lambda m: nn.ModuleDict({"model": m}), "model.")],
+    [
+        (nn.DataParallel, "module."),
+        pytest.param(torch.compile, "_orig_mod.", marks=pytest.mark.slow),  # as above
+        (lambda m: nn.ModuleDict({"model": m}), "model."),
+    ],
 )
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_prefix_is_never_guessed_and_the_error_names_it(wrap: Any, prefix: str, assign: bool) -> None:

@@ -284,6 +284,7 @@ def test_221_a_handler_at_any_line_of_closing_closes_too(checkpoint_file: Path) 
             next(stream)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_221_a_handler_at_any_line_of_a_cache(checkpoint_file: Path) -> None:
     with sync.HostCache(1 << 20, device="cpu") as cache:
