@@ -69,7 +69,8 @@ async def convert(
             state of OLMo are joined by dots; one with values other than tensors raises an error.
         dtype: Cast floating tensors to it: a torch dtype, or its name in torch or in the format. Scales of quantized
             weights are not cast; weights that have scales are refused. None: no cast.
-        metadata: Text to store in addition to that of the source. For equal keys this text is stored.
+        metadata: Text to store in addition to that of the source. For equal keys this text is stored, except for
+            `total_parameters`, which is counted in the source.
         budget_bytes: Most bytes of memory: a number, or text such as `"2GB"`. None: 512 MiB. Half is staging memory of
             the save, a quarter holds tensors read ahead. A single row that is larger than an eighth of it needs memory
             in addition.

@@ -52,6 +52,14 @@ class SaveLayout:
     options: Mapping[str, Any]
     """Options of the coordinator's writer that decide what is written; the same on all ranks."""
 
+    @property
+    def has_tree(self) -> bool:
+        """Whether names of tensors do not tell the state: for values, empty mappings and keys that are no text."""
+        return bool(self.values) or any(
+            name is None or any(isinstance(step, tuple) and not isinstance(step[0], str) for step in path)
+            for path, name in self.paths.items()
+        )
+
     def whole(self, tree_bytes: int) -> dict[str, torch.Tensor | LazyTensor]:
         """Return all tensors to save, without data; the last one is the tree of so many bytes, if there is one."""
         whole: dict[str, torch.Tensor | LazyTensor] = {
@@ -106,7 +114,7 @@ def layout_of(plans: Sequence[SavePlan], options: Mapping[str, Any]) -> SaveLayo
             )
     if both := tensors.keys() & values:
         raise MismatchError(f"{printable(min(both))!r} is a tensor on one rank, and another value on another rank")
-    if values and TREE_TENSOR in tensors:
+    if TREE_TENSOR in tensors:
         raise ValueError(f"the name {TREE_TENSOR!r} is stio's own; rename the tensor")
     names = dict.fromkeys(item.index.fqn for plan in plans for item in plan.items)
     paths = _paths(plans, [*tensors, *(name for name in names if name in values)])
@@ -133,7 +141,7 @@ def state_paths(plan: SavePlan) -> dict[StatePath, str | None]:
         plan: The rank's plan. The paths in it have text in place of each key, and empty mappings are left out.
 
     Raises:
-        ValueError: The state is not the one that the planner saves, and text in a path may have been a number.
+        ValueError: The planner saves what is not in the state, and text in a path may have been a number.
     """
     names = {path: name for path, name in _text_paths(plan).items() if name is not None}
     paths: dict[StatePath, str | None] = {}
@@ -144,9 +152,9 @@ def state_paths(plan: SavePlan) -> dict[StatePath, str | None]:
                 paths[path] = None
             for key, one in value.items():
                 walk(one, (*as_text, (str(key),)), (*path, (key,)))
-        elif as_text in names or not isinstance(value, list | tuple):
-            paths[path] = names.get(as_text, "")
-        else:
+        elif as_text in names:
+            paths[path] = names[as_text]
+        elif isinstance(value, list | tuple):
             for number, one in enumerate(value):
                 walk(one, (*as_text, number), (*path, number))
 

@@ -309,7 +309,7 @@ class _PlannedSave(SaveToFiles):
         metadata.pop(STATE_KEY, None)  # of another checkpoint
         parts = {source.name: WrittenPart(source, self._ranges[source.name]) for source in sources}
         tree_bytes = 0
-        if self._layout.values:
+        if self._layout.has_tree:
             metadata[STATE_KEY] = POINTER
             tree_bytes = self._share_tree(parts)
         plan = plan_writes(

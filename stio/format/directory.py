@@ -65,8 +65,8 @@ class NamedCheckpoint:
         return next((self.whole.removesuffix(end) for end in FILE_SUFFIXES if self.whole.endswith(end)), self.whole)
 
     def is_variant_of(self, other: NamedCheckpoint) -> bool:
-        """Return whether this is `X.fp16` where the other one is `X`."""
-        return self.stem.startswith(f"{other.stem}.")
+        """Return whether this is `X.fp16` where the other one is `X`. A number is a part, such as a layer."""
+        return self.stem.startswith(f"{other.stem}.") and not self.stem[len(other.stem) + 1 :].isdigit()
 
     def __str__(self) -> str:
         if self.index is not None or len(self.files) == 1:
@@ -98,9 +98,9 @@ def choose(
     ]
     files = without_index(names)
     found = _plain(indices)
-    if len(found) == 1:
-        found = _plain(found + [file for file in files if found[0].is_variant_of(file)])
-    elif not indices:  # other readers of a directory take `.safetensors` alone
+    if indices:
+        found = _plain(found + [file for file in files if all(one.is_variant_of(file) for one in found)])
+    else:  # other readers of a directory take `.safetensors` alone
         found = _plain([file for file in files if file.whole.endswith(FILE_SUFFIX)] or files)
     if len({rank for one in found for name in one.files if (rank := rank_of_part(name)) is not None}) > 1:
         raise CheckpointNotFoundError(
@@ -286,10 +286,12 @@ def advice_for_gone_shards(index: str, names: Iterable[str]) -> str:
     """Return what to do about an index none of whose shards exists, by the other names in its directory."""
     names = [*names]
     others = [of_index(name) for name in names if is_index(name) and name != index and not is_hidden(name)]
-    for one in [*without_index(names), *others]:
+    files = without_index(names)
+    for one in [*files, *others]:
         with suppress(CheckpointNotFoundError):
             require_complete(one.files, path="")
-            how = "give its path" if one.index or len(one.files) == 1 else "delete the index"
+            how = "delete the index" if _plain(files) == [one] else "move them into a directory of their own"
+            how = "give its path" if one.index or len(one.files) == 1 else how
             return f"; none of the index's shards exists, and {one} beside it may be the checkpoint: {how} to load it"
     return "; none of the index's shards exists"
 

@@ -42,11 +42,12 @@ class Finding:
     """The difference; None: the file is equal to its entry in the manifest."""
 
 
-def read_manifest(opened: OpenCheckpoint) -> Manifest | None:
+def read_manifest(opened: OpenCheckpoint, *, in_part: bool = False) -> Manifest | None:
     """Return the manifest of a checkpoint that was opened `with_manifest`, None if there is none.
 
     If a save changed it while the files were opened, the states before and after are both acceptable. Without a
-    manifest, files of the hub's cache are compared with their names there.
+    manifest, files of the hub's cache are compared with their names there: all of them have a digest as name, or, with
+    `in_part`, some of them.
 
     Raises:
         FormatError: It is malformed.
@@ -58,7 +59,7 @@ def read_manifest(opened: OpenCheckpoint) -> Manifest | None:
         digests = [digest_in_name(file.path) for file in opened.files]
         states = [(FileState(file.identity.nbytes, one),) for file, one in zip(opened.files, digests, strict=True)]
         files = dict(zip(text.names, states, strict=True))
-        return Manifest("sha256", files, in_names=True) if digests and all(digests) else None
+        return Manifest("sha256", files, in_names=True) if (any if in_part else all)(digests or [""]) else None
     manifest, *earlier = [parse_manifest(raw, path=text.path) for raw in reversed(text.texts)]
     for one in earlier:
         if one.algorithm == manifest.algorithm:
@@ -173,7 +174,7 @@ def _wrong_size(file: Source, states: Sequence[FileState], place: str) -> StioEr
 
 def _wrong_digest(file: Source, found: str, states: Sequence[FileState], manifest: Manifest) -> StioError | None:
     expected = [state.digest for state in states if state.nbytes == file.identity.nbytes]
-    if found in expected:
+    if found in expected or (manifest.in_names and "" in expected):
         return None
     other = "its name in the cache" if manifest.in_names else "the manifest"
     message = f"the file is damaged or another one: its {manifest.algorithm} differs from {other}"

@@ -431,7 +431,7 @@ class _Opening:
         """Return whether a file has tensors with names that the checkpoint has."""
         try:
             with closing(root.open(name)) as file:
-                found = self._header(file, name).names
+                found = self._header(file, name, is_loaded=False).names
                 return any(name in opened.index_names or any(name in one for one in opened.headers) for name in found)
         except StioError:
             return False  # it is no checkpoint
@@ -522,7 +522,7 @@ class _Opening:
         again = list(openers.values()) if in_turns else ()
         return OpenCheckpoint(path, files, headers, metadata, aliases, openers=again, differing_metadata=differing)
 
-    def _header(self, file: Source, shard: str) -> Header:
+    def _header(self, file: Source, shard: str, *, is_loaded: bool = True) -> Header:
         """Read and parse one header; a small one comes with its length in a single read."""
         file_bytes = file.identity.nbytes
         head = _read(file, 0, min(file_bytes, _FIRST_READ_BYTES))
@@ -544,7 +544,7 @@ class _Opening:
                 limits=self.limits,
                 allow_trailing=self.allow_trailing,
             )
-        if trailing := file_bytes - header.data_start - header.data_bytes:
+        if is_loaded and (trailing := file_bytes - header.data_start - header.data_bytes):
             self.warn(f"{printable(file.path)}: {trailing:,} bytes after the last tensor are left out")
         return header
 

@@ -130,7 +130,7 @@ def test_c407_keys_and_empty_containers(tmp_path: Path) -> None:
     require_equal(sync.load_state(tmp_path / "a"), state)
     save({"ordered": OrderedDict([(1, 2)])}, tmp_path / "b")
     require_equal(sync.load_state(tmp_path / "b"), {"ordered": {1: 2}})
-    save({"plain": {0: torch.ones(2)}}, tmp_path / "c")
+    save({"plain": {"0": torch.ones(2)}}, tmp_path / "c")  # all in the name
     assert sync.load(tmp_path / "c").keys() == {"plain.0"}
 
 
@@ -178,3 +178,26 @@ def on_ranks(folder: str) -> None:
 
 def test_c407_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(on_ranks, 2, tmp_path, str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    "state",
+    [{"a": {0: torch.ones(2)}}, {"m": {"w": torch.ones(1)}, "optim": {"state": {}}}, {"a": {}, "b": {"c": {}}}],
+    ids=["number", "empty beside", "empty"],
+)
+def test_c407_a_state_without_plain_values(state: dict[str, Any], tmp_path: Path) -> None:
+    save(state, tmp_path / "s")
+    require_equal(sync.load_state(tmp_path / "s"), state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_c407_a_planner_that_leaves_a_key_out(tmp_path: Path) -> None:
+    class Fewer(DefaultSavePlanner):
+        def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+            kept = {name: value for name, value in state_dict.items() if name != "left"}
+            super().set_up_planner(kept, storage_meta, is_coordinator)
+
+    state = {"layers": {"0": torch.ones(2)}, "left": torch.zeros(1)}
+    dcp.save(state, storage_writer=StioStorageWriter(tmp_path / "s"), planner=Fewer(), no_dist=True)
+    assert list(sync.load(tmp_path / "s")) == ["layers.0"]

@@ -332,3 +332,30 @@ def test_c434_a_cut_file_is_still_refused(tmp_path: Path) -> None:
     (tmp_path / "m.safetensors").write_bytes(save(ONE)[:-1])
     with pytest.raises(stio.TruncatedError, match="fetch it again"):
         sync.convert(tmp_path / "m.safetensors", tmp_path / "new.safetensors")
+
+
+@pytest.mark.parametrize("names", [["layer", "layer.1", "layer.2"], ["x", "x.00"]])
+def test_c431_a_number_is_no_variant(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(stio.AmbiguousCheckpointError):
+        sync.load(tmp_path)
+
+
+def test_c431_a_plain_file_beside_variants_in_shards(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    for variant in ("fp16", "bf16"):
+        shard = f"model.{variant}-00001-of-00001.safetensors"
+        save_file({"w": torch.zeros(1)}, tmp_path / shard)
+        index = {"metadata": {"total_size": 4}, "weight_map": {"w": shard}}
+        (tmp_path / f"model.safetensors.index.{variant}.json").write_text(json.dumps(index))
+    assert sync.load(tmp_path)["w"].item() == 1
+
+
+def test_c434_a_file_that_is_not_loaded_is_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    save_file({"w": torch.zeros(1)}, tmp_path / "model_1.safetensors")
+    with (tmp_path / "model_1.safetensors").open("ab") as file:
+        file.write(b"xx")
+    sync.convert(tmp_path, tmp_path / "out.safetensors")
+    assert "after the last tensor" not in caplog.text

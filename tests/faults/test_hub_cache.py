@@ -103,6 +103,19 @@ def test_c421_a_damaged_blob(snapshot: Path, tmp_path: Path, which: int) -> None
     assert not (tmp_path / "pulled").exists()
 
 
+def test_c421_a_damaged_blob_beside_one_without_a_digest(snapshot: Path) -> None:
+    first, second = shards(snapshot)
+    flip_last(first)
+    other = second.resolve().with_name("0" * 40)  # as git names a blob
+    second.resolve().rename(other)
+    second.unlink()
+    second.symlink_to(other)
+    code, output = invoked("verify", snapshot, "--no-progress")
+    assert code == 1 and "1 of 2 files wrong" in output
+    with pytest.raises(IntegrityError, match="no manifest"):
+        sync.load(snapshot, verify=True)
+
+
 def test_c421_any_link_to_a_blob(tmp_path: Path) -> None:
     data = as_bytes(TENSORS)
     name = import_module("hashlib").sha256(data).hexdigest()

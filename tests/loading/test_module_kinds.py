@@ -344,6 +344,7 @@ MORE = {
 }
 """Variations of some rows."""
 
+
 def _cases(rows: Mapping[str, Row], end: str = "") -> Iterator[Any]:
     for name, row in rows.items():
         # To compile imports for seconds; `bit_paths` has a compiled module too.
