@@ -1,8 +1,8 @@
 #!/bin/bash
 # Two surprises of writers of checkpoints: valid input, no error when saving, and something else or nothing when loading.
 #
-# 1. torch 2.13.0: torch.save(..., _use_new_zipfile_serialization=False) writes tensors of uint16, uint32, uint64 and of
-#    all float8 dtypes without a warning, and no torch.load can read the file again, with weights_only or without.
+# 1. torch 2.13.0: torch.save(..., _use_new_zipfile_serialization=False) writes tensors of uint16, uint32, uint64,
+#    float8_e4m3fn and float8_e5m2 without a warning, and no torch.load can read the file again, with weights_only or without.
 #    Expected: the tensor, as for bfloat16; or an error when saving.
 #    Seen: AttributeError: type object 'torch.storage.UntypedStorage' has no attribute 'dtype'
 # 2. flashpack 0.4.5: a tensor without dimensions comes back with the shape [1], by revert_from_file().
