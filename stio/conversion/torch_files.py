@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import sys
+import tarfile
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,13 +158,41 @@ def _load(path: str, *, mmap: bool, **options: Any) -> Any:
 
 
 def _without_code(path: str, options: Mapping[str, Any]) -> Any:
-    """Return the value of a file with placeholders for what needs code; None: the file is damaged too."""
+    """Return the value of a file with placeholders for what needs code; None: it is damaged too, or has been replaced.
+
+    It calls the two readers of `torch.load`, which itself would run the code of a TorchScript archive. The file is
+    opened once, so that the one that is checked here is the one that is read.
+    """
+    how: dict[str, Any] = {"pickle_module": _PICKLES_WITHOUT_CODE, "encoding": "utf-8"}
+    how["map_location"] = options["map_location"]
     try:
-        return _load(path, weights_only=False, pickle_module=_PICKLES_WITHOUT_CODE, **options)
+        with _opened(path) as (file, nbytes), reporting_shortage(path), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if os.pread(file.fileno(), len(_ZIP_START), 0) != _ZIP_START:
+                is_tar = tarfile.is_tarfile(file)  # torch would unpack it
+                file.seek(0)
+                return None if is_tar else _torch._legacy_load(file, **how)
+            reader = torch._C.PyTorchFileReader(file)
+            if "constants.pkl" in reader.get_all_records():
+                return None
+            mapping = _mapped(path, file, nbytes) if options["mmap"] else None
+            return _torch._load(reader, overall_storage=mapping, **how)
     except HostMemoryError:
         raise
     except Exception:  # torch raises nearly any error for a malformed file
         return None
+
+
+def _mapped(path: str, file: BinaryIO, nbytes: int) -> Any:
+    """Return a mapping of an open file; None, with a line in the log, where the system refuses."""
+    try:
+        return torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", False, nbytes)
+    except RuntimeError as error:
+        log_unmapped(path, _reason(error))
+        return None
+
+
+_torch: Any = torch.serialization
 
 
 class _Uncalled:
