@@ -222,6 +222,8 @@ class _UnpicklerWithoutCode(_Unpickler):  # type: ignore[misc]  # typeshed knows
     def find_class(self, module: str, name: str) -> Any:
         if module in _MAKE_TENSORS and name in _MAKE_TENSORS[module]:
             return vars(sys.modules[module])[name]
+        if (module, name) in _WITHOUT_STATE:
+            return _WITHOUT_STATE[module, name]
         found = vars(torch).get(name) if module == "torch" else None
         return found if isinstance(found, torch.dtype) else type(name.rpartition(".")[2], (_Uncalled,), {})
 
@@ -232,9 +234,28 @@ class _UnpicklerWithoutCode(_Unpickler):  # type: ignore[misc]  # typeshed knows
 _MAKE_TENSORS = {
     "collections": ("OrderedDict",),
     "torch": ("Size",),
-    "torch._utils": ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
+    "torch._utils": ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"),
     "torch.storage": ("UntypedStorage",),
 }
+
+
+def _parameter(data: Any, requires_grad: bool, *_: object) -> Any:
+    return nn.Parameter(data, requires_grad) if isinstance(data, torch.Tensor) else _Uncalled()
+
+
+def _of_type(function: Callable[..., Any], kind: object, arguments: Sequence[Any], *_: object) -> Any:
+    return function(*arguments) if kind is _TENSOR else _Uncalled()
+
+
+_TENSOR = type("Tensor", (_Uncalled,), {})
+_WITHOUT_STATE: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch", "Tensor"): _TENSOR,
+    ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+}
+"""Makes parameters, and tensors with attributes such as those of `nn.Buffer`; leaves the attributes out."""
+
 _PICKLES_WITHOUT_CODE = SimpleNamespace(
     __name__=__name__,
     Unpickler=_UnpicklerWithoutCode,
@@ -345,14 +366,27 @@ def part_beside_code(path: str, key: Key | None, value: Any, refusal: str) -> An
     """Return a value with placeholders if what `key` means has none; see `read_pickle`.
 
     Raises:
-        TensorNotFoundError: It has no such key.
-        FormatError: The part needs code. The message names the keys that lead to tensors.
+        TensorNotFoundError: It has no such key, but tensors under others.
+        FormatError: The part needs code, or is below what does. The message names the keys that lead to tensors.
     """
-    if _is_flat(value if key is None else value_at(path, value, key)):
-        return value
     paths = list(_paths_to_tensors(value))
+    try:
+        if _is_flat(value if key is None else value_at(path, value, key)):
+            return value
+    except TensorNotFoundError:
+        if paths and not _is_in_placeholder(value, key or ()):
+            raise
     message = f"{refusal.partition('; ')[0]}; {_advice(value, paths)}, which needs no code" if paths else refusal
     raise FormatError(message, path=path)
+
+
+def _is_in_placeholder(value: Any, key: Key) -> bool:
+    """Return whether a key leads to a placeholder and further."""
+    return any(
+        isinstance(value_at("", value, key[:end]), _Uncalled)
+        for end in range(1, len(key))
+        if _steps(value, key[:end]) is not None
+    )
 
 
 def value_at(path: str, loaded: Any, key: Key) -> Any:

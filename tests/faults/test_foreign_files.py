@@ -161,6 +161,36 @@ def test_c435_a_part_that_needs_code_itself_is_refused(tmp_path: Path, others: d
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("beside", [{}, {"ema": WEIGHTS}], ids=["alone", "beside"])
+@pytest.mark.parametrize("key", ["model.state_dict", ("model", "state_dict"), "model.state_dict.w"])
+def test_c435_a_key_below_what_needs_code_is_refused(tmp_path: Path, key: Any, beside: dict[str, Any]) -> None:
+    torch.save({"model": argparse.Namespace(state_dict=WEIGHTS), **beside}, tmp_path / "m.pt")
+    step = "its tensors are under key='ema', which needs no code" if beside else ".*; trust_pickle=True reads more.*"
+    with pytest.raises(stio.FormatError, match=rf"needs argparse\.Namespace, .*{step}$"):
+        sync.convert(tmp_path / "m.pt", tmp_path / "out", key=key)
+
+
+def test_c435_a_missing_key_where_all_tensors_need_code(tmp_path: Path) -> None:
+    torch.save({"model": argparse.Namespace(state_dict=WEIGHTS)}, tmp_path / "m.pt")
+    with pytest.raises(stio.FormatError, match=r"needs argparse\.Namespace"):
+        sync.convert(tmp_path / "m.pt", tmp_path / "out", key="ema")
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["new", "old"])
+def test_c435_parameters_and_buffers_with_attributes(tmp_path: Path, new: bool) -> None:
+    parameter, plain, of_buffer = nn.Parameter(torch.ones(2)), torch.arange(3.0), nn.Buffer(torch.zeros(4))
+    parameter.tensor_model_parallel = plain.note = argparse.Namespace(x=1)  # type: ignore[attr-defined]
+    weights = {"parameter": parameter, "plain": plain, "buffer": of_buffer}
+    sparse = nn.Parameter(torch.eye(2).to_sparse())  # of no function that makes tensors here
+    sparse.note = "x"  # type: ignore[attr-defined]
+    value = {"args": argparse.Namespace(lr=1), "state_dict": weights, "sparse": [sparse, nn.Parameter(sparse.data)]}
+    torch.save(value, tmp_path / "m.pt", _use_new_zipfile_serialization=new)
+    sync.convert(tmp_path / "m.pt", tmp_path / "out.safetensors", key="state_dict")
+    loaded = sync.load(tmp_path / "out.safetensors")
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], one) for name, one in weights.items())
+
+
 def _scripted(path: Path, disguised: bool) -> None:
     """Make an archive that torch takes for TorchScript; disguised, stio takes it for a file of torch.save."""
     torch.save(WEIGHTS, path)
