@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import sys
+import tarfile
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,13 +158,41 @@ def _load(path: str, *, mmap: bool, **options: Any) -> Any:
 
 
 def _without_code(path: str, options: Mapping[str, Any]) -> Any:
-    """Return the value of a file with placeholders for what needs code; None: the file is damaged too."""
+    """Return the value of a file with placeholders for what needs code; None: it is damaged too, or has been replaced.
+
+    It calls the two readers of `torch.load`, which itself would run the code of a TorchScript archive. The file is
+    opened once, so that the one that is checked here is the one that is read.
+    """
+    how: dict[str, Any] = {"pickle_module": _PICKLES_WITHOUT_CODE, "encoding": "utf-8"}
+    how["map_location"] = options["map_location"]
     try:
-        return _load(path, weights_only=False, pickle_module=_PICKLES_WITHOUT_CODE, **options)
+        with _opened(path) as (file, nbytes), reporting_shortage(path), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if os.pread(file.fileno(), len(_ZIP_START), 0) != _ZIP_START:
+                is_tar = tarfile.is_tarfile(file)  # torch would unpack it
+                file.seek(0)
+                return None if is_tar else _torch._legacy_load(file, **how)
+            reader = torch._C.PyTorchFileReader(file)
+            if "constants.pkl" in reader.get_all_records():
+                return None
+            mapping = _mapped(path, file, nbytes) if options["mmap"] else None
+            return _torch._load(reader, overall_storage=mapping, **how)
     except HostMemoryError:
         raise
     except Exception:  # torch raises nearly any error for a malformed file
         return None
+
+
+def _mapped(path: str, file: BinaryIO, nbytes: int) -> Any:
+    """Return a mapping of an open file; None, with a line in the log, where the system refuses."""
+    try:
+        return torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", False, nbytes)
+    except RuntimeError as error:
+        log_unmapped(path, _reason(error))
+        return None
+
+
+_torch: Any = torch.serialization
 
 
 class _Uncalled:
@@ -193,6 +222,8 @@ class _UnpicklerWithoutCode(_Unpickler):  # type: ignore[misc]  # typeshed knows
     def find_class(self, module: str, name: str) -> Any:
         if module in _MAKE_TENSORS and name in _MAKE_TENSORS[module]:
             return vars(sys.modules[module])[name]
+        if (module, name) in _WITHOUT_STATE:
+            return _WITHOUT_STATE[module, name]
         found = vars(torch).get(name) if module == "torch" else None
         return found if isinstance(found, torch.dtype) else type(name.rpartition(".")[2], (_Uncalled,), {})
 
@@ -203,9 +234,28 @@ class _UnpicklerWithoutCode(_Unpickler):  # type: ignore[misc]  # typeshed knows
 _MAKE_TENSORS = {
     "collections": ("OrderedDict",),
     "torch": ("Size",),
-    "torch._utils": ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
+    "torch._utils": ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"),
     "torch.storage": ("UntypedStorage",),
 }
+
+
+def _parameter(data: Any, requires_grad: bool, *_: object) -> Any:
+    return nn.Parameter(data, requires_grad) if isinstance(data, torch.Tensor) else _Uncalled()
+
+
+def _of_type(function: Callable[..., Any], kind: object, arguments: Sequence[Any], *_: object) -> Any:
+    return function(*arguments) if kind is _TENSOR else _Uncalled()
+
+
+_TENSOR = type("Tensor", (_Uncalled,), {})
+_WITHOUT_STATE: dict[tuple[str, str], Callable[..., Any]] = {
+    ("torch", "Tensor"): _TENSOR,
+    ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+}
+"""Makes parameters, and tensors with attributes such as those of `nn.Buffer`; leaves the attributes out."""
+
 _PICKLES_WITHOUT_CODE = SimpleNamespace(
     __name__=__name__,
     Unpickler=_UnpicklerWithoutCode,
@@ -316,14 +366,27 @@ def part_beside_code(path: str, key: Key | None, value: Any, refusal: str) -> An
     """Return a value with placeholders if what `key` means has none; see `read_pickle`.
 
     Raises:
-        TensorNotFoundError: It has no such key.
-        FormatError: The part needs code. The message names the keys that lead to tensors.
+        TensorNotFoundError: It has no such key, but tensors under others.
+        FormatError: The part needs code, or is below what does. The message names the keys that lead to tensors.
     """
-    if _is_flat(value if key is None else value_at(path, value, key)):
-        return value
     paths = list(_paths_to_tensors(value))
+    try:
+        if _is_flat(value if key is None else value_at(path, value, key)):
+            return value
+    except TensorNotFoundError:
+        if paths and not _is_in_placeholder(value, key or ()):
+            raise
     message = f"{refusal.partition('; ')[0]}; {_advice(value, paths)}, which needs no code" if paths else refusal
     raise FormatError(message, path=path)
+
+
+def _is_in_placeholder(value: Any, key: Key) -> bool:
+    """Return whether a key leads to a placeholder and further."""
+    return any(
+        isinstance(value_at("", value, key[:end]), _Uncalled)
+        for end in range(1, len(key))
+        if _steps(value, key[:end]) is not None
+    )
 
 
 def value_at(path: str, loaded: Any, key: Key) -> Any:

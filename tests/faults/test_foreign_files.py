@@ -22,6 +22,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import types
 import warnings
 import zipfile
@@ -40,7 +41,8 @@ from torch.package import PackageExporter
 
 import stio
 from stio import sync
-from stio.format.other_sources import _KINDS
+from stio.conversion.torch_files import kind_of_file
+from stio.format.other_sources import _KINDS, TORCH_SAVE
 
 # 435: a pickle that needs code beside its tensors.
 
@@ -157,6 +159,86 @@ def test_c435_a_part_that_needs_code_itself_is_refused(tmp_path: Path, others: d
         with pytest.raises(stio.FormatError, match=r"needs no_such_project\.Config.*with the program that wrote it$"):
             sync.convert(tmp_path / "m.pt", tmp_path / "out", key=key)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("beside", [{}, {"ema": WEIGHTS}], ids=["alone", "beside"])
+@pytest.mark.parametrize("key", ["model.state_dict", ("model", "state_dict"), "model.state_dict.w"])
+def test_c435_a_key_below_what_needs_code_is_refused(tmp_path: Path, key: Any, beside: dict[str, Any]) -> None:
+    torch.save({"model": argparse.Namespace(state_dict=WEIGHTS), **beside}, tmp_path / "m.pt")
+    step = "its tensors are under key='ema', which needs no code" if beside else ".*; trust_pickle=True reads more.*"
+    with pytest.raises(stio.FormatError, match=rf"needs argparse\.Namespace, .*{step}$"):
+        sync.convert(tmp_path / "m.pt", tmp_path / "out", key=key)
+
+
+def test_c435_a_missing_key_where_all_tensors_need_code(tmp_path: Path) -> None:
+    torch.save({"model": argparse.Namespace(state_dict=WEIGHTS)}, tmp_path / "m.pt")
+    with pytest.raises(stio.FormatError, match=r"needs argparse\.Namespace"):
+        sync.convert(tmp_path / "m.pt", tmp_path / "out", key="ema")
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["new", "old"])
+def test_c435_parameters_and_buffers_with_attributes(tmp_path: Path, new: bool) -> None:
+    parameter, plain, of_buffer = nn.Parameter(torch.ones(2)), torch.arange(3.0), nn.Buffer(torch.zeros(4))
+    parameter.tensor_model_parallel = plain.note = argparse.Namespace(x=1)  # type: ignore[attr-defined]
+    weights = {"parameter": parameter, "plain": plain, "buffer": of_buffer}
+    sparse = nn.Parameter(torch.eye(2).to_sparse())  # of no function that makes tensors here
+    sparse.note = "x"  # type: ignore[attr-defined]
+    value = {"args": argparse.Namespace(lr=1), "state_dict": weights, "sparse": [sparse, nn.Parameter(sparse.data)]}
+    torch.save(value, tmp_path / "m.pt", _use_new_zipfile_serialization=new)
+    sync.convert(tmp_path / "m.pt", tmp_path / "out.safetensors", key="state_dict")
+    loaded = sync.load(tmp_path / "out.safetensors")
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], one) for name, one in weights.items())
+
+
+def _scripted(path: Path, disguised: bool) -> None:
+    """Make an archive that torch takes for TorchScript; disguised, stio takes it for a file of torch.save."""
+    torch.save(WEIGHTS, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(f"{archive.namelist()[0].partition('/')[0]}/constants.pkl", b"")
+        if disguised:  # what looks like the start of an entry, which goes on into the next one, of constants.pkl
+            archive.filelist[-2].comment = b"PK\x01\x02".ljust(36, b"\0")
+    assert (kind_of_file(str(path)) == TORCH_SAVE) == disguised
+
+
+@pytest.mark.parametrize("other", ["jit", "jit in disguise", "tar", "jit in place"])
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "read"])
+def test_c435_a_file_replaced_between_the_reads(
+    tmp_path: Path, other: str, mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second read, with placeholders, neither runs a TorchScript archive nor unpacks a tar."""
+    path, second, runs = tmp_path / ("m.pt" if mapped else "m.safetensors"), tmp_path / "second", []
+    torch.save({"args": argparse.Namespace(), "model": WEIGHTS}, path)
+    if other == "tar":
+        _tar(second)
+    else:
+        _scripted(second, "disguise" in other)
+    real = torch.load
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        try:
+            return real(*arguments, **options)
+        finally:
+            if second.exists() and "place" in other:
+                path.write_bytes(second.read_bytes())
+            elif second.exists():
+                os.replace(second, path)
+
+    monkeypatch.setattr(torch, "load", load)
+    monkeypatch.setattr(torch.jit, "load", lambda *_, **__: runs.append("jit"))
+    monkeypatch.setattr(tarfile.TarFile, "extract", lambda *_, **__: runs.append("tar"))
+    with pytest.raises(stio.FormatError, match=r"needs argparse\.Namespace"):
+        sync.convert(path, tmp_path / "out.safetensors", key="model")
+    assert not runs
+
+
+def test_c435_a_disguised_torchscript_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, runs = tmp_path / "m.pt", []
+    _scripted(path, disguised=True)
+    monkeypatch.setattr(torch.jit, "load", lambda *_, **__: runs.append("jit"))
+    with pytest.raises(stio.FormatError):
+        sync.convert(path, tmp_path / "out.safetensors", key="model")
+    assert not runs
 
 
 class _Runs:
