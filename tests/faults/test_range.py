@@ -293,6 +293,17 @@ def test_c439_shape_1_is_put_into_a_scalar(
     assert module.s.shape == () and module.s.item() == 0.5 and not module.s._is_view()
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_c439_tied_scalars_stay_tied(tmp_path: Path, hooked: bool) -> None:
+    save_file({name: torch.tensor([7.0]) for name in "st"}, tmp_path / "m.safetensors")
+    module = scale(())
+    module.t = module.s
+    if hooked:
+        module.register_load_state_dict_post_hook(lambda *_: None)
+    assigned(module, tmp_path / "m.safetensors")
+    assert module.s is module.t and module.s.shape == () and module.s == 7
+
+
 @pytest.mark.parametrize("stored", [(), (3,), (1, 1), (1,)])
 @pytest.mark.parametrize("target", [(), (1,), (1, 1)])
 def test_c439_as_torch_does(tmp_path: Path, stored: tuple[int, ...], target: tuple[int, ...]) -> None:
