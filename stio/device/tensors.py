@@ -415,9 +415,10 @@ def count_lost(lost: Lost, name: str, source: torch.Tensor, result: torch.Tensor
         return
     source, result = source.detach().reshape(-1), result.detach().reshape(-1)
     step = _CPU_ELEMENTS if result.is_cpu else _device_elements(result.numel())
+    step >>= 2 * (source.itemsize == 1 and not result.is_cpu)  # it is compared as F32
     for begin in range(0, result.numel(), step):
         part = result[begin : begin + step]
-        if not part.is_cpu or not part.is_floating_point() or not _is_inside(part):
+        if not part.is_cpu or not part.is_floating_point() or part.dtype == _E8M0 or not _is_inside(part):
             number = _num_lost(source[begin : begin + step].to(part.device), part)
             lost[name] = lost.get(name, 0) + (int(number) if part.is_cpu else number)
 
@@ -425,8 +426,10 @@ def count_lost(lost: Lost, name: str, source: torch.Tensor, result: torch.Tensor
 @cache
 def may_lose_range(own: torch.dtype, wanted: torch.dtype) -> bool:
     """Return whether a dtype has not the range of another one, so that a cast changes values by more than rounding."""
-    if own == wanted or own == torch.bool or own.is_complex or wanted.is_complex or {own, wanted} & _UNCOUNTED:
+    if own == wanted or own.is_complex or wanted.is_complex or _F4 in (own, wanted):
         return False
+    if own == torch.bool or wanted == _E8M0:
+        return wanted == _E8M0
     if not wanted.is_floating_point:
         return not own.is_floating_point and not holds_all(own, wanted)
     limits = torch.finfo(wanted)
@@ -438,9 +441,13 @@ def may_lose_range(own: torch.dtype, wanted: torch.dtype) -> bool:
 @cache
 def holds_all(own: torch.dtype, wanted: torch.dtype) -> bool:
     """Return whether a dtype holds all values of another one exactly."""
-    if own == wanted or own == torch.bool:
+    if own == wanted:
         return True
-    if wanted == torch.bool or _rank(own) > _rank(wanted) or {own, wanted} & _UNCOUNTED:
+    if _F4 in (own, wanted) or wanted == _E8M0 or not (wanted in FORMAT_DTYPES or wanted.is_complex):
+        return False
+    if own == torch.bool:
+        return True
+    if wanted == torch.bool or _rank(own) > _rank(wanted):
         return False
     if not _rank(wanted):
         small, large = torch.iinfo(own), torch.iinfo(wanted)
@@ -452,8 +459,8 @@ def holds_all(own: torch.dtype, wanted: torch.dtype) -> bool:
     return finer.max <= limits.max and finer.eps >= limits.eps and _least(own) >= _least(wanted)
 
 
-_UNCOUNTED = {getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)}
-"""Dtypes without zero or of several numbers, to which no cast leads and which hold only scales or pairs."""
+_F4, _E8M0 = TORCH_DTYPES.get("F4"), TORCH_DTYPES.get("F8_E8M0")
+"""Two numbers in an element, which torch does not cast; powers of two, without 0, sign and inf."""
 
 
 def _least(dtype: torch.dtype) -> float:
@@ -493,6 +500,11 @@ def _num_lost(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         # Not all integers can be compared with 0.
         below = [one.long() < 0 if one.dtype.is_signed else False for one in (source, result)]
         return ((result.to(source.dtype) != source) | (below[0] != below[1])).sum()
+    if result.dtype == _E8M0:
+        source = source if source.is_floating_point() and source.itemsize > 1 else source.float()
+        small = (source <= 0).logical_or_(source < _least(result.dtype)).sum()
+        # From half a step above the largest one on it is NaN, as inf is.
+        return small.add_((source >= 1.5 * torch.finfo(result.dtype).max).sum()).sub_(source.isinf().sum())
     zeros = _num_zeros(result) - _num_zeros(source)
     if not _saturates(result.dtype):
         return zeros + _num_not_finite(result) - _num_not_finite(source)
@@ -504,6 +516,8 @@ def _num_lost(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 
 def _num_zeros(values: torch.Tensor) -> torch.Tensor:
+    if values.dtype == _E8M0:
+        return torch.zeros((), dtype=torch.long, device=values.device)
     return (values == 0 if _is_comparable(values) else _magnitude(values) == 0).sum()
 
 
@@ -511,6 +525,8 @@ def _num_not_finite(values: torch.Tensor) -> torch.Tensor | int:
     """Return how many numbers are inf or NaN, with a byte or two of memory for each number."""
     if not values.is_floating_point():
         return 0
+    if values.dtype == _E8M0:
+        return (values.view(torch.uint8) == 255).sum()
     if not _is_comparable(values):
         return (_magnitude(values) > _largest_bits(values.dtype)).sum()
     largest = torch.finfo(values.dtype).max

@@ -523,9 +523,7 @@ class ModuleTarget(LoadTarget):
         for key, chosen in self._chosen.items():
             if self._tree.is_hooked(chosen):
                 continue
-            new = self._loaded[chosen]
-            if new.dim() and not self._targets[chosen].dim():
-                new = as_scalar(new)
+            new = self._kept(chosen)
             names = self._ties.get(key)
             if names is None and not self._aliases:  # no other name has this tensor
                 self._made[chosen] = _become(self._targets[chosen], new)
@@ -573,7 +571,10 @@ class ModuleTarget(LoadTarget):
                 self._tree.put(name, torch.tensor(0))
 
     def _kept(self, name: str) -> torch.Tensor:
-        return self._loaded[name if self.assigns else self._source_of(name)]
+        if not self.assigns:
+            return self._loaded[self._source_of(name)]
+        target = self._targets.get(name)
+        return self._loaded[name] if target is None or target.dim() else as_scalar(self._loaded[name])
 
     def _load_as_torch(self) -> LoadReport:
         """Run the module's `load_state_dict`; submodules that are not hooked get the tensors that they have."""

@@ -86,19 +86,19 @@ class Caller(ModelRequest):
 
 
 class Update(Caller):
-    """A call of `ModelPool.update`; without a source one of `evict`, or of `remove`."""
+    """A call of `ModelPool.update`."""
 
-    def __init__(
-        self,
-        thread: PoolThread,
-        entry: PooledModel,
-        source: SourceLike | None = None,
-        make: Make | None = None,
-        on_removal: Callable[[], object] | None = None,
-    ) -> None:
+    def __init__(self, thread: PoolThread, entry: PooledModel, source: SourceLike, make: Make | None) -> None:
         super().__init__(thread, entry)
         self.source, self.make = source, make
         """See `ModelPool.update`."""
+
+
+class Removal(Caller):
+    """A call of `ModelPool.evict` or `ModelPool.remove`."""
+
+    def __init__(self, thread: PoolThread, entry: PooledModel, on_removal: Callable[[], object] | None) -> None:
+        super().__init__(thread, entry)
         self.on_removal = on_removal
         """Called when the model leaves the pool; None: it stays."""
 
@@ -114,7 +114,7 @@ class PooledModel(Model):
     """Paths of its files, as a prefetch found them."""
     events: list[TorchEvent] = field(default_factory=list)
     """Behind the work of its users that was queued on the device."""
-    updates: deque[Update] = field(default_factory=deque)
+    updates: deque[Update | Removal] = field(default_factory=deque)
     operation: Operation[Any] | None = None
     """What is under way with it, or was last."""
     steps: Steps | None = None
@@ -202,12 +202,12 @@ class PoolThread:
     # What callers post.
 
     def called(self, caller: Caller) -> None:
-        """Add a caller, or an update."""
+        """Add a caller, an update, or a removal."""
         if self.is_closed:
             caller.end(error=ClosedError("the pool was closed"))
         elif caller.entry.is_removed:
             caller.end(error=_removed(caller.entry))
-        elif isinstance(caller, Update):
+        elif isinstance(caller, Update | Removal):
             caller.entry.updates.append(caller)
             caller.entry.wants_update = True
         else:
@@ -224,7 +224,7 @@ class PoolThread:
         elif entry.state == "updating" and entry.updates[0] is caller and entry.operation is not None:
             entry.operation.cancel()
         elif caller in entry.updates:
-            entry.updates.remove(cast(Update, caller))
+            entry.updates.remove(cast(Update | Removal, caller))
             entry.wants_update = bool(entry.updates)
 
     def released(self, entry: PooledModel, event: TorchEvent | None = None) -> None:
@@ -425,7 +425,7 @@ class PoolThread:
         self._leftovers += [left] if left else []
         self.policy.evicted(entry)
 
-    def _take_out(self, entry: PooledModel, update: Update) -> Steps:
+    def _take_out(self, entry: PooledModel, removal: Removal) -> Steps:
         """Evict a model for a caller; remove it from the pool if the caller wants that."""
         nbytes = entry.nbytes
         if nbytes is not None:  # it is on the device
@@ -436,21 +436,22 @@ class PoolThread:
         entry.nbytes = nbytes
         entry.updates.popleft()
         entry.wants_update = bool(entry.updates)
-        if update.on_removal is not None:
+        if removal.on_removal is not None:
             entry.is_removed = True
             self.policy.models.remove(entry)
-            update.on_removal()
+            removal.on_removal()
             others: list[Any] = [*self.policy.failed(entry), *entry.updates]
             for caller in others:
                 caller.end(error=_removed(entry))
-        update.end()
+        removal.end()
 
     def _update(self, entry: PooledModel) -> Steps:
         """Replace the weights of a model: in place if the new ones fit there, else it is loaded at the next use."""
         update, old = entry.updates[0], entry.contents
-        if (source := update.source) is None:
+        if isinstance(update, Removal):
             yield from self._take_out(entry, update)
             return
+        source = update.source
         content = entry.content if update.make is None else Content(entry.name, update.make, entry.content.options)
         is_resident = entry.nbytes is not None
         left: Leftover | None = None

@@ -97,6 +97,15 @@ async def test_c455_a_removed_model_is_gone(path: Path) -> None:
             assert len(tensors) == 1
 
 
+async def test_c455_an_update_without_a_source_is_no_eviction(path: Path) -> None:
+    async with pool_of(path) as pool:
+        async with pool.use("m"):
+            pass
+        with pytest.raises(TypeError, match="a source must be a path, .*NoneType"):
+            await pool.update("m", None)  # type: ignore[arg-type]
+        assert pool.status("m").tier == "device" and pool.stats().num_evictions == 0
+
+
 async def test_c455_two_removals_at_once(path: Path) -> None:
     async with pool_of(path) as pool:
         errors: list[Exception] = []

@@ -113,6 +113,14 @@ def test_c402_what_was_inf_nan_or_0_is_not_counted(tmp_path: Path, caplog: pytes
         (torch.int64, torch.int32, [2**31, -(2**31), 5, 0], 1),
         (torch.uint8, torch.int8, [200, 127, 0, 1], 1),
         (torch.float8_e5m2, torch.float16, [57344.0, 2**-16, 1.0, 0.0], 0),
+        (torch.float8_e8m0fnu, torch.float16, [2**20, 2**-30, 1.0, torch.nan], 2),
+        (torch.float8_e8m0fnu, torch.float8_e4m3fn, [2**20, 2**-30, 1.0, torch.nan], 2),
+        (torch.float8_e8m0fnu, torch.bfloat16, [2**127, 2**-127, 1.0, torch.nan], 0),
+        (torch.float32, torch.float8_e8m0fnu, [0.0, -3.0, 1e-45, 3e38, -3e38, 2**-127, 2.5e38, torch.inf], 5),
+        (torch.float16, torch.float8_e8m0fnu, [0.0, -0.0, -torch.inf, torch.inf, 65504.0, 2**-24, torch.nan], 2),
+        (torch.float8_e5m2, torch.float8_e8m0fnu, [0.0, -4.0, 2**-16, 57344.0], 2),
+        (torch.uint64, torch.float8_e8m0fnu, [0, 1, 2**62], 1),
+        (torch.bool, torch.float8_e8m0fnu, [0, 1], 1),
     ],
 )
 def test_c402_what_is_lost(own: torch.dtype, wanted: torch.dtype, values: list[float], number: int) -> None:
@@ -120,6 +128,18 @@ def test_c402_what_is_lost(own: torch.dtype, wanted: torch.dtype, values: list[f
     lost: dict[str, Any] = {}
     count_lost(lost, "w", source, source.to(wanted))
     assert lost.get("w", 0) == number
+
+
+@pytest.mark.parametrize("way", ["load by name", "load_into", "load_into with hooks", "warm_start"])
+def test_c402_scales_that_are_powers_of_two(tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str) -> None:
+    values = torch.tensor([2.0**20, 2.0**-30, 1, 1, 1, 1, torch.nan])
+    path = tmp_path / "m.safetensors"
+    for own, wanted in ((torch.float8_e8m0fnu, torch.float16), (torch.float32, torch.float8_e8m0fnu)):
+        source = values.to(own) if own != torch.float32 else torch.tensor([0.0, -3.0, 1, 1, 1, 1, torch.nan])
+        sync.save({"w": source, "v": torch.ones(7)}, path)
+        caplog.clear()
+        WAYS[way](path, wanted)
+        assert "w (2)" in warnings_of(caplog)[0]
 
 
 def test_c402_large_tensors_are_counted_in_parts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -205,6 +225,14 @@ def test_c412_a_state_is_not_put_into_a_narrower_one(tmp_path: Path, own: torch.
     assert torch.equal(state["state"][0]["m"], torch.ones(3, dtype=wanted))
 
 
+@pytest.mark.parametrize("own", [torch.int64, torch.bool])
+@pytest.mark.parametrize("wanted", ["uint4", "bits8", "bits16", "int1", "float8_e8m0fnu"])
+def test_c412_a_dtype_that_does_not_hold_the_values(tmp_path: Path, own: torch.dtype, wanted: str) -> None:
+    sync.save_state({"m": torch.zeros(3, dtype=own)}, tmp_path / "state.safetensors")
+    with pytest.raises(MismatchError, match="may lose values"):
+        fill({"m": torch.empty(3, dtype=getattr(torch, wanted))}, tmp_path / "state.safetensors")
+
+
 def test_c412_tensors_by_name_are_cast(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They are weights, as those of a module."""
     save_file({"w": BIG}, tmp_path / "m.safetensors")
@@ -263,6 +291,17 @@ def test_c439_shape_1_is_put_into_a_scalar(
     module = scale((), buffer=buffer)
     fill_module(module, tmp_path / "m.safetensors")
     assert module.s.shape == () and module.s.item() == 0.5 and not module.s._is_view()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_c439_tied_scalars_stay_tied(tmp_path: Path, hooked: bool) -> None:
+    save_file({name: torch.tensor([7.0]) for name in "st"}, tmp_path / "m.safetensors")
+    module = scale(())
+    module.t = module.s
+    if hooked:
+        module.register_load_state_dict_post_hook(lambda *_: None)
+    assigned(module, tmp_path / "m.safetensors")
+    assert module.s is module.t and module.s.shape == () and module.s == 7
 
 
 @pytest.mark.parametrize("stored", [(), (3,), (1, 1), (1,)])
@@ -355,3 +394,7 @@ def test_c402_on_a_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         load()
         (message,) = warnings_of(caplog)
         assert "6 values" in message and "w (3)" in message and "v (3)" in message
+    sync.save({"w": torch.tensor([2.0**20, 2.0**-30, 1.0]).to(torch.float8_e8m0fnu)}, path)
+    caplog.clear()
+    sync.load(path, device=device, dtype={"w": "F16"})
+    assert "w (2)" in warnings_of(caplog)[0]
