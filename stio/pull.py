@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -27,10 +28,18 @@ from stio.errors import (
     printable,
 )
 from stio.format.directory import NamedCheckpoint, choose, of_index
-from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, advice_for_destination, is_index
+from stio.format.naming import (
+    FILE_SUFFIX,
+    FILE_SUFFIXES,
+    PICKLE_SUFFIXES,
+    advice_for_destination,
+    is_index,
+    names_checkpoint,
+    shard_number,
+)
 from stio.format.other_sources import advice_for_slash
 from stio.loading.integrity import judge_files, read_manifest
-from stio.loading.open import OpenCheckpoint, chosen, open_checkpoint
+from stio.loading.open import OpenCheckpoint, at_url, chosen, open_checkpoint
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.urls import SCHEMES, is_url, without_secrets
 from stio.storage.base import Identity, ParallelRoot, RequestedSource, Requests, Root, Source
@@ -49,7 +58,7 @@ from stio.storage.download import (
 )
 from stio.storage.hub import HubRoot
 from stio.storage.local import LocalFile
-from stio.storage.open import open_url
+from stio.storage.open import SingleFileRoot, open_url
 
 RECORD_NAME = "stio-pull.json"
 """File of a pulled directory that names the state of each of its files in the store."""
@@ -102,9 +111,10 @@ def pull(
     Calls for one directory, in several processes of one machine, wait for each other.
 
     Args:
-        url: URL of a file, an index or a directory; see `stio.load`. Of a directory that the store can list, all other
-            files are copied too (configuration, tokenizer), except for those of other weights. The hub's files
-            are in its cache then too; shards are hard links to that on one filesystem.
+        url: URL of a file, an index or a directory; see `stio.load`. A file with another name is stored as
+            NAME.safetensors. Of a directory that the store can list, all other files are copied too (configuration,
+            tokenizer), except for those of other weights. The hub's files are in its cache then too; shards are hard
+            links to that on one filesystem.
         directory: The directory. It must not exist, be empty, or be the result of an earlier call.
         also: Names of further files beside the checkpoint, for servers that list no directories.
         budget_bytes: Memory that may be used.
@@ -157,7 +167,9 @@ def pull(
                 )
                 if found is not None:
                     return found
-            one.objects, one.name, one.verified = _open_objects(url, root, object_name, also, closing_all)
+            one.objects, one.name, one.verified = at_url(
+                url, root, object_name, lambda root, name: _open_objects(url, root, name, also, closing_all)
+            )
             if fixed:
                 sizes = {name: source.identity.nbytes for name, source in sorted(one.objects.items())}
                 wanted = _states(fixed, object_name, sizes)
@@ -197,8 +209,14 @@ def _open_objects(
     index = named.index
     found = {index: _opened_object(root, index, owned)} if index is not None else {}
     if isinstance(root, HubRoot):
-        url = f"{root.resolve()}/{name}".rstrip("/")  # the same commit
-    opened = open_checkpoint(url, with_manifest=True, strict=False, check=check_interrupted)
+        url = f"{root.resolve()}/{name}"  # the same commit; a slash at its end means a directory
+    is_link = bool(name) and not (names_checkpoint(name) or is_index(name))  # its content alone says that it is a file
+    opened = open_checkpoint(
+        SingleFileRoot(root, name) if is_link else url,
+        with_manifest=not is_link,
+        strict=False,
+        check=check_interrupted,
+    )
     owned.callback(opened.close)
     verified = "headers"
     if (manifest := read_manifest(opened)) is not None and manifest.in_names:
@@ -207,7 +225,8 @@ def _open_objects(
     if opened.index is None:  # its shards are gone, and a whole file was opened instead
         found = {}
     files = opened.open_files(range(len(opened.files)), owned)
-    found |= {header.shard: file for header, file in zip(opened.headers, files, strict=True)}
+    shards = [_loadable(name)] if is_link else [header.shard for header in opened.headers]
+    found |= dict(zip(shards, files, strict=True))
     skipped = (RECORD_NAME, ".stio-lock")
     others = [one for one in listed if not one.endswith(_OTHER_WEIGHTS) and not is_index(one) and one not in skipped]
     if opened.manifest is not None and opened.manifest.texts:
@@ -218,9 +237,15 @@ def _open_objects(
     left = [one for one in names if one not in found]
     if isinstance(root, ParallelRoot):
         root.open_ahead(left)
-    shards = [header.shard for header in opened.headers]
     main = opened.index or (shards[0] if len(shards) == 1 else "")
     return found | {one: _opened_object(root, one, owned) for one in left}, main, verified
+
+
+def _loadable(name: str) -> str:
+    """Return the name of a copy, by which a load of its directory finds it, of a file with another name."""
+    stem = next((name.removesuffix(end) for end in PICKLE_SUFFIXES if name.endswith(end)), name)
+    is_plain = re.fullmatch(r"\w[\w.-]*", stem, re.ASCII) and shard_number(stem) is None
+    return f"{stem if is_plain else 'model'}{FILE_SUFFIX}"
 
 
 def _opened_object(root: Root, name: str, owned: ExitStack) -> Source:

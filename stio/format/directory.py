@@ -75,7 +75,11 @@ class NamedCheckpoint:
 
 
 def choose(
-    names: Iterable[str], *, path: str, kind_of: Callable[[str], FileKind | None] = lambda name: None
+    names: Iterable[str],
+    *,
+    path: str,
+    kind_of: Callable[[str], FileKind | None] = lambda name: None,
+    is_folder: Callable[[str], bool] = lambda name: True,
 ) -> NamedCheckpoint:
     """Return the checkpoint of a directory.
 
@@ -83,6 +87,7 @@ def choose(
         names: Names of the files in it.
         path: The directory, to name in errors.
         kind_of: Returns the kind of a file by its content, for the error if there is no checkpoint.
+        is_folder: Returns whether a name without a dot is that of a folder, for the same.
 
     Raises:
         CheckpointNotFoundError: There is none, or shards are missing.
@@ -113,7 +118,7 @@ def choose(
         return found[0]
     if not found:  # what is left are files of other kinds, of saves that did not commit, or with a dot
         raise CheckpointNotFoundError(
-            why_none(names) + advice_for_names(names, path, kind_of),
+            why_none(names) + advice_for_names(names, path, kind_of, is_folder),
             path=path,
             expected=f"{INDEX_NAME} or one *{FILE_SUFFIX}",
             found=_few(names, len(names)) or "an empty directory",

@@ -302,16 +302,19 @@ _NO_MODEL = re.compile(r".*\.|scheduler|tokenizer|feature_extractor|image_proces
 """Names of files, and of folders of a pipeline that hold no model."""
 
 
-def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], FileKind | None]) -> str:
+def advice_for_names(
+    names: Iterable[str], path: str, kind_of: Callable[[str], FileKind | None], is_folder: Callable[[str], bool]
+) -> str:
     """Return what to do about a directory, or a URL of one, without a checkpoint, by the names in it.
 
     Args:
         names: The names.
         path: The directory.
         kind_of: Returns the kind of the file of a name, if it is known.
+        is_folder: Returns whether a name without a dot is that of a folder.
     """
     names = sorted(names)
-    folders = [name for name in names if not _NO_MODEL.match(name)]
+    folders = [name for name in names if not _NO_MODEL.match(name) and is_folder(name)]
     if kind := _kind_at("directory", "".join(f"{name}\n" for name in names), folders):
         return f"; this is {kind.name}: {kind.advice}"
     if _SHARDED in names:

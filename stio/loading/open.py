@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from stio.errors import (
     ChangedDuringReadError,
@@ -52,7 +52,7 @@ from stio.format.index import (
     require_whole_tensors,
 )
 from stio.format.manifest import MAX_MANIFEST_BYTES
-from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, MANIFEST_SUFFIX, is_index, shard_number
+from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, MANIFEST_SUFFIX, is_index, names_checkpoint, shard_number
 from stio.format.other_sources import (
     HEAD_BYTES,
     PAGE,
@@ -73,6 +73,8 @@ from stio.runtime.urls import is_url
 from stio.storage.base import ParallelRoot, RequestedSource, Root, Source
 from stio.storage.checks import advice_for_hub_cache, broken_link, commits_in
 from stio.storage.open import ReopenedFile, SingleFileRoot, is_hub, most_open_files, open_directory, open_file, open_url
+
+T = TypeVar("T")
 
 logger = logging.getLogger("stio")
 
@@ -305,17 +307,7 @@ class _Opening:
             raise
 
     def _at_url(self, url: str) -> OpenCheckpoint:
-        root, name = open_url(url)
-        # With a query it is often a link for downloads, and the server may have the same answer below it.
-        link = _link(url) if not name and "?" in url else None
-        if link is None:
-            try:
-                return self._named_at(root, name)
-            except CheckpointNotFoundError:
-                link = None if name else _link(url)
-                if link is None:
-                    raise
-        return self._named_at(*link)
+        return at_url(url, *open_url(url), self._named_at)
 
     def _named_at(self, root: Root, name: str) -> OpenCheckpoint:
         """Open a file or an index by its name in a store, or without a name the directory."""
@@ -585,7 +577,52 @@ def chosen(root: Root) -> tuple[Sequence[str], NamedCheckpoint]:
     if isinstance(root, SingleFileRoot):
         return [], NamedCheckpoint(None, (root.name,), root.name)
     names = root.listdir()
-    return names, choose(names, path=root.path, kind_of=partial(_kind_of_name, root))
+    return names, choose(
+        names,
+        path=root.path,
+        kind_of=partial(_kind_of_name, root),
+        is_folder=lambda name: os.path.isdir(os.path.join(root.path, name)),
+    )
+
+
+def at_url(url: str, root: Root, name: str, opened: Callable[[Root, str], T]) -> T:
+    """Open what a URL names. Where its name does not decide, its content does: a file, or else a directory.
+
+    Args:
+        url: The URL.
+        root: Its place, as `open_url` returns it.
+        name: The name there.
+        opened: Opens a file or an index by place and name, or with "" the directory.
+    """
+    if is_hub(url) or names_checkpoint(name) or is_index(name):
+        return opened(root, name)
+    link, failed = None, None
+    # With a query it is often a link for downloads, and the server may have the same answer below it.
+    if not name and "?" not in url:
+        try:
+            return opened(root, "")
+        except CheckpointNotFoundError:
+            with suppress(StioError):
+                link = _link(url)
+            if link is None:
+                raise
+        return opened(*link)
+    try:
+        link = _link(url)
+    except StioError as error:
+        failed = error
+    if link is not None:
+        return opened(*link)
+    directory, _ = open_url(url, is_file=False)
+    if name or isinstance(failed, StorageError):
+        names: Sequence[str] = ()
+        with suppress(StioError):
+            names = directory.listdir()
+        if not names:
+            if failed is not None:
+                raise failed
+            return opened(root, name)
+    return opened(directory, "")
 
 
 def _link(url: str) -> tuple[Root, str] | None:
@@ -596,7 +633,7 @@ def _link(url: str) -> tuple[Root, str] | None:
     if is_hub(url) or url.partition("?")[0].endswith("/"):
         return None
     root, name = open_url(url, is_file=True)
-    kind = _kind_of_name(root, name) if name else None
+    kind = _kind_at(root, name) if name else None
     return None if kind is None or kind.name == PAGE else (root, name)
 
 
@@ -613,12 +650,17 @@ def _kind_of(file: Source) -> FileKind | None:
 
 
 def _kind_of_name(root: Root, name: str) -> FileKind | None:
-    with suppress(StioError), closing(root.open(name)) as file:
+    with suppress(StioError):
+        return _kind_at(root, name)
+    return None
+
+
+def _kind_at(root: Root, name: str) -> FileKind | None:
+    with closing(root.open(name)) as file:
         nbytes = file.identity.nbytes
         if starts_like_safetensors(_read(file, 0, min(HEAD_BYTES, nbytes)), nbytes):
             return SAFETENSORS
         return _kind_of(file)
-    return None
 
 
 def _advise(error: StioError, advice: str) -> None:

@@ -114,6 +114,7 @@ def broken_link(path: str) -> str:
             target = printable(os.readlink(path))
             return (
                 f"; {printable(path)!r} is a link to {target!r}, which does not exist: restore that, or remove the link"
+                + advice_for_hub_cache(path)
             )
     return ""
 
@@ -183,6 +184,7 @@ def require_inside(real: str, root: str, path: str) -> None:
 
 
 _BLOB = re.compile(r"[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _IN_HUB_CACHE = re.compile(
     r"(?:(?P<cache>.*)/(?P<kind>model|dataset|space)s--(?P<id>[^/]+)/snapshots/|hf://(?P<url_id>[^/@]+/[^/@]+)@)"
     r"(?P<commit>[^/]+)/(?P<file>.+)"
@@ -203,7 +205,8 @@ def commits_in(repository: str) -> list[str]:
     """Return the commits that a repository's directory in the hub's cache has, [] for other directories."""
     with suppress(OSError):
         if os.path.basename(os.path.realpath(repository)).startswith(_HUB_CACHE_PREFIXES):
-            return sorted(os.listdir(os.path.join(repository, "snapshots")))
+            with os.scandir(os.path.join(repository, "snapshots")) as entries:
+                return sorted(one.name for one in entries if _COMMIT.fullmatch(one.name) and one.is_dir())
     return []
 
 
@@ -216,7 +219,8 @@ def advice_for_hub_cache(path: str) -> str:
     folder, name = os.path.split(path)
     found = _IN_HUB_CACHE.fullmatch(path if is_url(path) else os.path.join(os.path.realpath(folder), name))
     if found is None:
-        return f"; delete {os.path.realpath(path)} and download it again" if digest_in_name(path) else ""
+        is_there = os.path.exists(path) and digest_in_name(path)
+        return f"; delete {os.path.realpath(path)} and download it again" if is_there else ""
     kind = f" --repo-type {found['kind']}" if found["kind"] not in (None, "model") else ""
     cache = f" --cache-dir {quote(found['cache'])}" if found["cache"] else ""
     repository = found["url_id"] or found["id"].replace("--", "/", 1)

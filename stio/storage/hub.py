@@ -129,7 +129,7 @@ def open_url(url: str) -> tuple[HubRoot, str]:
         FormatError: It names a file of torch.save, which would be downloaded in full to be refused.
     """
     location, name = locate(url)
-    if whole_name(location.folder).endswith(PICKLE_SUFFIXES):
+    if whole_name(location.folder).endswith(PICKLE_SUFFIXES) and not url.endswith("/"):
         path = without_secrets(url)
         raise FormatError(f"files of torch.save are not read from the hub; download it, then {CONVERT}", path=path)
     return HubRoot(location), name
@@ -280,6 +280,7 @@ class HubRoot:
                 raise self._unreachable
             _, self._files = self._listed(self._commit)
         except _UnreachableError as error:
+            error.error.message += self._cached_commits()
             raise error.error from error.__cause__
 
     def _listed(self, revision: str | None) -> tuple[str, frozenset[str]]:
@@ -321,7 +322,10 @@ class HubRoot:
         """Return a clause with the URLs of the commits that the cache has, "" without any."""
         commits = commits_in(cache_folder(self._location.shown(None)))
         shown = " and ".join(map(self._location.shown, commits))
-        return f"; the cache does not say which commit that is; it has {shown}" if shown else ""
+        if not shown or self._commit in commits:
+            return ""
+        why = f"has no files of {self._commit}" if self._commit else "does not say which commit that is"
+        return f"; the cache {why}; it has {shown}"
 
     def _cached_files(self) -> list[str]:
         """Return the files of the commit that are in the cache."""
@@ -379,7 +383,8 @@ class HubRoot:
         if "OfflineModeIsEnabled" in kinds or (is_local and self._constants.HF_HUB_OFFLINE):
             words, remedy = "the hub is not contacted (HF_HUB_OFFLINE is set)", "; load it once with the hub"
             if name:
-                return StorageError(f"{words}, and its cache does not have the file{remedy}", path=path, errno=ENOENT)
+                words = f"{words}, and its cache does not have the file{remedy}{self._cached_commits()}"
+                return StorageError(words, path=path, errno=ENOENT)
             missing = CheckpointNotFoundError(
                 f"{words}, and its cache does not show the checkpoint{remedy}, or give the URL of the file",
                 path=path,

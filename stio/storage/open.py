@@ -36,14 +36,15 @@ def open_file(path: str) -> Source:
     return local.open_file(path) if local.HAVE_PREADV else async_files.open_at(path, path, None)
 
 
-def open_url(url: str, *, is_file: bool = False) -> tuple[Root, str]:
+def open_url(url: str, *, is_file: bool | None = None) -> tuple[Root, str]:
     """Return the place of a URL in its store, and the name of an object in it that the URL names; "": a directory.
 
     Sends nothing.
 
     Args:
         url: A URL with one of `stio.runtime.urls.SCHEMES`.
-        is_file: It names an object, whatever its name. Not for URLs of the hub.
+        is_file: It names an object, or a directory, whatever its name. None: the name decides, and a slash at its end
+            means a directory. Not for URLs of the hub.
 
     Raises:
         ImportError: obstore, or for hf:// huggingface_hub, is not installed.

@@ -579,3 +579,13 @@ def test_formats_each_writer_is_on_the_page() -> None:
     for package, version in re.findall(r"([a-z][\w-]+) (\d+\.\d+(?:\.\d+)?)", " ".join(versions)):
         assert re.search(rf"{package}[^|\n]*{re.escape(version)}", page, re.IGNORECASE), (package, version)
     assert sum(one.lstat().st_size for one in WRITERS.rglob("*") if not one.is_dir()) < 200_000
+
+
+def test_c436_only_folders_of_a_pipeline_are_offered(tmp_path: Path) -> None:
+    for name in ("unet", "vae"):
+        (tmp_path / name).mkdir()
+    for name in ("model_index.json", "LICENSE", "Makefile"):
+        (tmp_path / name).touch()
+    for call in (sync.load, lambda source: sync.convert(source, tmp_path / "out.safetensors")):
+        with pytest.raises(stio.CheckpointNotFoundError, match=r"the path of one \(unet, vae\)"):
+            call(tmp_path)

@@ -204,3 +204,45 @@ def test_c444_a_cache_without_refs(hub: Any, snapshot: Path, is_reached: bool, m
 def test_c444_the_directory_of_a_repository(snapshot: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=f"snapshots/{snapshot.name}"):
         sync.load(snapshot.parent.parent)
+
+
+def test_c444_only_commits_are_offered(hub: Any, snapshot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (snapshot.parent / ".DS_Store").touch()
+    (snapshot.parent / ("0" * 40)).touch()
+    (snapshot.parent / "tmp").mkdir()
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        sync.load(snapshot.parent.parent)
+    assert all(name not in str(caught.value) for name in (".DS_Store", "snapshots/tmp", "and tmp", "0" * 40))
+
+
+@pytest.mark.parametrize("end", ["", f"/{INDEX}"])
+def test_c444_the_commit_of_a_branch_without_its_files(
+    hub: Any, snapshot: Path, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (snapshot.parent.parent / "refs" / "main").write_text("1" * 40)
+    fake_hub.go_offline(monkeypatch, True)
+    with pytest.raises((CheckpointNotFoundError, StorageError)) as caught:
+        sync.load(MODEL + end)
+    assert f"{MODEL}@{snapshot.name}" in str(caught.value)
+
+
+def test_c422_a_blob_that_is_gone(snapshot: Path) -> None:
+    shards(snapshot)[1].resolve().unlink()
+    for source in (snapshot, shards(snapshot)[1]):
+        with pytest.raises(CheckpointNotFoundError, match=f"hf download org/tiny {shards(snapshot)[1].name} "):
+            sync.load(source)
+
+
+def test_c422_a_blob_that_is_gone_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "w.safetensors").symlink_to(tmp_path / "blobs" / ("0" * 64))
+    with pytest.raises(CheckpointNotFoundError, match="which does not exist: restore") as caught:
+        sync.load(tmp_path / "w.safetensors")
+    assert "delete" not in str(caught.value)
+
+
+def test_c438_a_directory_that_is_named_like_a_file(hub: Any, tmp_path: Path) -> None:
+    publish(hub, {"run/last.ckpt/model.safetensors": as_bytes(TENSORS)})
+    assert sync.load(f"{MODEL}/run/last.ckpt/").keys() == TENSORS.keys()
+    pull(f"{MODEL}/run/last.ckpt/", tmp_path / "pulled")
+    assert sync.load(tmp_path / "pulled").keys() == TENSORS.keys()

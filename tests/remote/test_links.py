@@ -6,6 +6,7 @@ import json
 import struct
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import safetensors.torch
@@ -14,6 +15,7 @@ from remote.servers import Fault, HttpServer, Request
 
 import stio
 from stio import sync
+from stio.pull import pull
 
 WEIGHTS = {"w": torch.arange(6.0).reshape(2, 3)}
 PATHS = ["/download?id=3", "/api/models/12345?token=SECRET&type=Model", "/f/5e884898da28047151d0e56f8dc62927", "/w.gz"]
@@ -118,3 +120,70 @@ def test_c436_a_version_of_an_object_is_named(s3: Any, tmp_path: Path) -> None:
     file = tmp_path / "w.safetensors"
     eval(code, {"boto3": boto3, "BUCKET": "versions", "KEY": "w.safetensors", "FILE": str(file), "ID": version})
     assert torch.equal(sync.load(file)["w"], WEIGHTS["w"])
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "w.bin", "w.safetensors"])
+def test_c438_a_directory_that_is_named_like_a_file(s3: Any, name: str, tmp_path: Path) -> None:
+    url = f"s3://bucket/run/{name}/"
+    sync.save(WEIGHTS, url)
+    without = [url.rstrip("/")] if name != "w.safetensors" else []
+    for k, one in enumerate([url, *without]):
+        assert torch.equal(sync.load(one)["w"], WEIGHTS["w"])
+        pull(one, tmp_path / str(k))
+        assert torch.equal(sync.load(tmp_path / str(k))["w"], WEIGHTS["w"])
+
+
+def test_c438_a_directory_of_http_that_is_named_like_a_file(server: HttpServer, tmp_path: Path) -> None:
+    server.put("/run/last.ckpt/model.safetensors", safetensors.torch.save(WEIGHTS))
+    for k, end in enumerate(("/", "", "/?token=SECRET", "?token=SECRET")):
+        assert torch.equal(sync.load(f"{server.url}/run/last.ckpt{end}")["w"], WEIGHTS["w"])
+        pull(f"{server.url}/run/last.ckpt{end}", tmp_path / str(k))
+    server.put("/run/last.ckpt", b"<!DOCTYPE html><html><title>Index of /run</title></html>")
+    assert torch.equal(sync.load(f"{server.url}/run/last.ckpt")["w"], WEIGHTS["w"])
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt?raw=1"])
+def test_c438_a_missing_file_is_named_itself(server: HttpServer, s3: Any, suffix: str) -> None:
+    for url in [server.url, "s3://bucket"][: 1 if "?" in suffix else 2]:
+        with pytest.raises(stio.CheckpointNotFoundError) as caught:
+            sync.load(f"{url}/none{suffix}")
+        assert "model.safetensors" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "stored"),
+    [
+        ("/dl?id=3", "dl"),
+        ("/real.bin", "real"),
+        ("/w.gz", "w.gz"),
+        ("/f/5e884898da28047151d0e56f8dc62927", "5e884898da28047151d0e56f8dc62927"),
+        ("/a%20b?id=1", "model"),
+        ("/.hidden?id=1", "model"),
+        ("/w-00001-of-00002.bin", "model"),
+    ],
+)
+def test_c438_pull_of_a_link(server: HttpServer, path: str, stored: str, tmp_path: Path) -> None:
+    server.put(unquote(path.partition("?")[0]), safetensors.torch.save(WEIGHTS))
+    result = pull(server.url + path, tmp_path / "m")
+    assert list(result.files) == [f"{stored}.safetensors"]
+    assert torch.equal(sync.load(tmp_path / "m")["w"], WEIGHTS["w"])
+    assert pull(server.url + path, tmp_path / "m").fetched_bytes == 0
+
+
+def test_c438_pull_of_an_object_without_the_suffix(s3: Any, tmp_path: Path) -> None:
+    for key in ("links/weights", "links/real.bin"):
+        s3.put_object(Bucket="bucket", Key=key, Body=safetensors.torch.save(WEIGHTS))
+        target = tmp_path / key.replace(".", "-")
+        pull(f"s3://bucket/{key}", target)
+        assert torch.equal(sync.load(target)["w"], WEIGHTS["w"])
+
+
+def test_c438_a_refused_link_is_named_itself(server: HttpServer, tmp_path: Path) -> None:
+    server.fault = lambda number, request: Fault(status=403)
+    for call in (sync.load, lambda url: pull(url, tmp_path / "m")):
+        with pytest.raises(stio.StorageError, match="403") as caught:
+            call(f"{server.url}/dl?id=3")
+        assert "model.safetensors" not in str(caught.value)
+    server.put("/m/model.safetensors", safetensors.torch.save(WEIGHTS))
+    server.fault = lambda number, request: Fault(status=403) if request.path.startswith("/m?") else None
+    assert torch.equal(sync.load(f"{server.url}/m?token=SECRET")["w"], WEIGHTS["w"])

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -101,10 +102,13 @@ class Answer:
     """The state of the object."""
 
 
-def open_url(url: str, *, is_file: bool = False) -> tuple[RemoteRoot, str]:
+def open_url(url: str, *, is_file: bool | None = None) -> tuple[RemoteRoot, str]:
     """Return the place of a URL, and the name of the file or index that it names; see `stio.storage.open.open_url`."""
     location = locate(url)
-    if not (is_file or names_file(location.key)):
+    if is_file is None:
+        path = urlsplit(url).path if location.scheme in ("http", "https") else url
+        is_file = names_file(location.key) and not path.endswith("/")
+    if not is_file:
         return RemoteRoot(location), ""
     folder, _, name = location.key.rpartition("/")
     return RemoteRoot(replace(location, key=folder)), name
