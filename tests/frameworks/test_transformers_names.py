@@ -309,6 +309,22 @@ def test_c417_the_callback_keeps_names_that_it_can_load_again(tmp_path: Path, ki
     assert _weights_of(written) is written
 
 
+def test_c417_the_callback_writes_all_names_of_shared_layers(tmp_path: Path) -> None:
+    from stio.integrations.transformers import _weights_of
+
+    written = model("gpt_neox")
+    written.gpt_neox.layers[1] = written.gpt_neox.layers[0]
+    written.config.save_pretrained(tmp_path)
+    sync.save(_weights_of(written), tmp_path, metadata={"format": "pt"})
+    read, report = type(written).from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    require_equal(read.state_dict(), written.state_dict())
+    again = model("gpt_neox", seed=2)
+    again.gpt_neox.layers[1] = again.gpt_neox.layers[0]
+    sync.load_into(again, tmp_path)  # a resume
+    require_equal(again.state_dict(), written.state_dict())
+
+
 def test_c417_nothing_is_copied_to_convert_names() -> None:
     from stio.integrations.transformers import _weights_of
 
