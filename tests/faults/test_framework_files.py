@@ -12,6 +12,7 @@ from torch import nn
 
 import stio
 from stio import sync
+from stio.compat import huggingface_hub as hub
 from stio.compat.safetensors import SafetensorError, safe_open
 from stio.compat.safetensors import numpy as drop_in_numpy
 from stio.compat.safetensors import torch as drop_in
@@ -68,6 +69,7 @@ def _warm_start(path: Path) -> None:
         lambda path: sync.load_into(nn.Linear(2, 2), path, strict=False),
         _warm_start,
         _open,
+        lambda path: sync.convert(path, path.with_name("new.safetensors")),
     ],
 )
 def test_c419_loads_return_no_packed_bytes(packed: Path, load: Callable[[Path], object]) -> None:
@@ -84,6 +86,30 @@ def test_c419_shards_of_which_one_is_packed(tmp_path: Path) -> None:
     )
     with pytest.raises(stio.UnsupportedDtypeError, match="znn_compressed_vectors"):
         sync.load(tmp_path)
+
+
+    with pytest.raises(stio.UnsupportedDtypeError, match="znn_compressed_vectors"):
+        sync.convert(tmp_path, tmp_path / "new.safetensors")
+    assert not (tmp_path / "new.safetensors").exists()
+
+
+def _load_model(path: Path) -> None:
+    hub.load_torch_model(nn.Linear(2, 2), path.parent)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        hub.load_state_dict_from_file,
+        lambda path: hub.load_state_dict_from_file(path, safe=False),
+        _load_model,
+        lambda path: hub.load_torch_model(nn.Linear(2, 2), path.parent, safe=False),
+        lambda path: hub.load_torch_model(nn.Linear(2, 2), path),
+    ],
+)
+def test_c419_the_hub_returns_no_packed_bytes(packed: Path, load: Callable[[Path], object]) -> None:
+    with pytest.raises(stio.UnsupportedDtypeError, match=r"zipnn\.zipnn_safetensors\(\)"):
+        load(packed)
 
 
 # 465. Adapters, and other names.
