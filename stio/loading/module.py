@@ -42,6 +42,8 @@ from stio.runtime.process import collection_paused
 _SHOWN_CHARACTERS = 2000
 _WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What wrappers of torch add to names: `torch.compile`, DDP and `DataParallel`, `checkpoint_wrapper`, FSDP."""
+_OF_ADAPTERS = ("lora_", "poly_lora_", "oft_", "ln_tuning_")
+"""How names of PEFT's layers begin that hold a module for each adapter."""
 
 
 _STATE = (
@@ -696,7 +698,9 @@ def _advice_on_prefix(longer: Sequence[str], shorter: Sequence[str], which: str 
 def _advice_on_adapters(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """Return advice if the checkpoint lacks what PEFT adds to names: `lora_A.default.weight`."""
     parts = [name.rsplit(".", 2) for name in missing if name.count(".") > 1]
-    shorter = {f"{start}.{end}": part for start, part, end in parts}
+    shorter = {
+        f"{start}.{end}": part for start, part, end in parts if start.rpartition(".")[2].startswith(_OF_ADAPTERS)
+    }
     if 2 * sum(name in shorter for name in unexpected) < len(unexpected):
         return ""
     part = next(shorter[name] for name in unexpected if name in shorter)

@@ -87,7 +87,6 @@ def test_c419_shards_of_which_one_is_packed(tmp_path: Path) -> None:
     with pytest.raises(stio.UnsupportedDtypeError, match="znn_compressed_vectors"):
         sync.load(tmp_path)
 
-
     with pytest.raises(stio.UnsupportedDtypeError, match="znn_compressed_vectors"):
         sync.convert(tmp_path, tmp_path / "new.safetensors")
     assert not (tmp_path / "new.safetensors").exists()
@@ -140,6 +139,14 @@ def test_c465_names_that_lack_the_adapter(adapter: Path, name: str, caplog: pyte
     sync.load_into(module, adapter, strict=False)
     assert "nothing is loaded" in caplog.text
     assert "set_peft_model_state_dict" in caplog.text
+
+
+@pytest.mark.parametrize("inner", [nn.Sequential(nn.Linear(3, 3)), nn.ModuleDict({"fc": nn.Linear(3, 3)})])
+def test_c465_names_that_have_nothing_to_do_with_adapters(tmp_path: Path, inner: nn.Module) -> None:
+    path = save_file({"fc.weight": torch.ones(3, 3), "fc.bias": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(stio.MismatchError) as caught:
+        sync.load_into(nn.ModuleDict({"fc": inner}), path)
+    assert "peft" not in str(caught.value).lower()
 
 
 def test_c465_a_dictionary_has_the_names_of_the_checkpoint(adapter: Path) -> None:
