@@ -291,15 +291,15 @@ class ModuleTarget(LoadTarget):
         cannot = (
             self.assigns or self._fills or self._parts or tree.hooked or any(map(is_on_meta, tree.tensors.values()))
         )
-        views = {} if cannot else views_in_files(self._module, tree.tensors)
-        if not views:
+        views = views_in_files(self._module, tree.tensors)
+        if cannot or not views:
             raise MismatchError(
                 "transformers gives tensors of this model other names and shapes in files than in the module, and "
                 "from_pretrained converts them: call that after stio.compat.install(), which reads by stio too; or "
                 "save with save_pretrained(..., save_original_format=False)"
                 + (
-                    "; or load without assign=True into a module that is not on 'meta'"
-                    if self.assigns or self._fills
+                    "; or call load_into without assign=True for a module that is not on 'meta', which converts them too"
+                    if views and (self.assigns or self._fills)
                     else ""
                 )
                 + f". Only in files: {listed(only_in_files.values())}",
