@@ -748,7 +748,7 @@ def _weights_of(model: Any) -> nn.Module | dict[str, torch.Tensor] | None:
             del state[name]
     views = views_in_files(model, state)
     if len(set(memory_keys(views).values())) < len(views):
-        return model  # other layers than the first of those that share weights would have none in the file
+        views = {}  # layers that share weights: the file would have them for one of the layers only
     return views or model  # a resume could not convert tensors that are no views
 
 

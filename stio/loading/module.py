@@ -285,20 +285,24 @@ class ModuleTarget(LoadTarget):
             MismatchError: The module has no memory, or the tensors of the files are no views of it.
         """
         tree = self._tree
-        only_in_files = names_in_files(self._module)[1]
-        if not any(unnumbered(name) in only_in_files for name in names if not tree.expects(name)):
+        others = {unnumbered(name) for name in names if not tree.expects(name)}
+        for as_read in (True, False):
+            only_in_files = names_in_files(self._module, as_read=as_read)[1]
+            if not others.isdisjoint(only_in_files):
+                break
+        else:
             return
         cannot = (
             self.assigns or self._fills or self._parts or tree.hooked or any(map(is_on_meta, tree.tensors.values()))
         )
-        views = views_in_files(self._module, tree.tensors)
+        views = views_in_files(self._module, tree.tensors, as_read=as_read)
         if cannot or not views:
             raise MismatchError(
                 "transformers gives tensors of this model other names and shapes in files than in the module, and "
                 "from_pretrained converts them: call that after stio.compat.install(), which reads by stio too; or "
                 "save with save_pretrained(..., save_original_format=False)"
                 + (
-                    "; or call load_into without assign=True for a module that is not on 'meta', which converts them too"
+                    "; or call load_into without assign=True for a module that is not on 'meta': it converts them"
                     if views and (self.assigns or self._fills)
                     else ""
                 )

@@ -149,7 +149,7 @@ def require_refused(kind: str, folder: Path, load: Load) -> None:
         with pytest.raises(stio.MismatchError, match=WAYS_OUT) as caught:
             load(on_meta(kind), path, strict=strict)
         assert "strict=False" not in str(caught.value)
-        in_place = "; or call load_into without assign=True for a module that is not on 'meta', which converts them too"
+        in_place = "; or call load_into without assign=True for a module that is not on 'meta': it converts them"
         assert (in_place in str(caught.value)) == (kind not in JOINED)
     written.save_pretrained(folder / "own", save_original_format=False)  # the second way out
     load(on_meta(kind), folder / "own")
@@ -222,6 +222,20 @@ def test_c417_a_module_around_a_model(tmp_path: Path) -> None:
     sync.save(names, tmp_path / "around")
     sync.load_into(module, tmp_path / "around")
     require_equal(module["model"].state_dict(), written.state_dict())
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_c417_a_model_that_was_read_from_names_of_the_module(tmp_path: Path, kind: str) -> None:
+    written, path = saved(kind, tmp_path)
+    model(kind, seed=2).save_pretrained(tmp_path / "own", save_original_format=False)
+    for strict in (True, False):
+        module = type(written).from_pretrained(tmp_path / "own")
+        report = sync.load_into(module, path, strict=strict)
+        assert (report.missing, report.unexpected) == ((), ())
+        require_equal(module.state_dict(), written.state_dict())
+        assert module._weight_conversions is not None  # a save keeps to the names that were read
+    with pytest.raises(stio.MismatchError, match=WAYS_OUT):
+        sync.load_into(module, path, assign=True)
 
 
 def test_c417_shards_and_another_dtype(tmp_path: Path) -> None:
@@ -338,9 +352,14 @@ def test_c417_nothing_is_copied_to_convert_names() -> None:
     assert {tensor.untyped_storage().data_ptr() for tensor in weights.values()} == memory
 
 
-def test_c417_a_conversion_that_fails_leaves_the_plain_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c417_a_conversion_that_fails_leaves_the_plain_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise AttributeError("reverse_transform")
+
     written, path = saved("gpt_neox", tmp_path)
-    written._weight_conversions = [object()]
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", fail)
     with pytest.raises(stio.MismatchError, match=r"missing lm_head\.weight; unexpected embed_out\.weight"):
         sync.load_into(written, path)
     with caplog.at_level(logging.WARNING):
