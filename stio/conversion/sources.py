@@ -460,6 +460,7 @@ def _open_safetensors(
     path: str, dtype: torch.dtype | None, lost: Lost, window_bytes: int, check: Callable[[], None]
 ) -> OpenSource:
     opened = open_checkpoint(path, allow_trailing=True, check=check)
+    opened.require_plain()
     try:
         names = {**_plain_names(opened), **opened.aliases}
         infos = {name: opened.info(stored) for name, stored in names.items()}

@@ -19,6 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from itertools import chain, compress
 from typing import Any, TypeAlias
 
@@ -510,7 +511,9 @@ def _is_plain(kind: type[torch.Tensor]) -> bool:
     return kind in PLAIN or has_no_overrides(kind)
 
 
-def as_in_files(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_in_files(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], *, as_read: bool = True
+) -> dict[str, torch.Tensor]:
     """Return tensors of a module under the names, and in the shapes, in which transformers 5 writes them.
 
     It renames, splits and transposes tensors of many models when it saves them, and reverses that in
@@ -521,11 +524,16 @@ def as_in_files(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[
         module: A model of transformers, or a module with such submodules; of others the tensors are returned as they
             are, and so they are if the conversion fails.
         tensors: Its tensors, by name.
+        as_read: A model that `from_pretrained` has read from files with other names is written with those; False:
+            with the names that a new model is written with.
     """
     result = dict(tensors)
     for prefix, part in _models_of_transformers(module):
         own = {name.removeprefix(prefix): result[name] for name in tensors if name.startswith(prefix)}
         with suppress(Exception), torch.no_grad(), _Views():  # of a quantizer, or of another library's class
+            if not as_read:
+                part = copy(part)
+                part.__dict__.pop("_weight_conversions", None)
             converted = sys.modules["transformers.core_model_loading"].revert_weight_conversion(part, own)
             result = {name: tensor for name, tensor in result.items() if not name.startswith(prefix)}
             result.update((prefix + name, tensor) for name, tensor in converted.items())
@@ -552,7 +560,7 @@ class _Views(TorchFunctionMode):
         return args[0] if function is torch.Tensor.contiguous else function(*args, **(kwargs or {}))
 
 
-def names_in_files(module: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+def names_in_files(module: nn.Module, *, as_read: bool = True) -> tuple[dict[str, str], dict[str, str]]:
     """Return names that only a module has, and those that only the files of `as_in_files` have.
 
     Returns:
@@ -563,7 +571,9 @@ def names_in_files(module: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     named = chain(module.named_parameters(), module.named_buffers())
     tensors = {unnumbered(name): (name, tensor) for name, tensor in named if not is_lazy(tensor)}
     empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.values()}
-    names = [{unnumbered(name): name for name in found} for found in (empty, as_in_files(module, empty))]
+    names = [
+        {unnumbered(name): name for name in found} for found in (empty, as_in_files(module, empty, as_read=as_read))
+    ]
     own, files = ({key: name for key, name in some.items() if key not in other} for some, other in (names, names[::-1]))
     return own, files
 

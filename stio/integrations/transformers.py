@@ -57,7 +57,7 @@ from stio.integrations._step_dirs import (
     resumable_checkpoints,
 )
 from stio.integrations._tagged import from_plain, to_plain
-from stio.loading.module_tree import views_in_files
+from stio.loading.module_tree import memory_keys, views_in_files
 from stio.runtime.hashing import HashName
 from stio.saving.retention import warn_of_higher_steps
 from stio.saving.tensors import tied_names
@@ -746,7 +746,10 @@ def _weights_of(model: Any) -> nn.Module | dict[str, torch.Tensor] | None:
     for name, source in tied_names(model, state).sources.items():
         if source in state and state[name].is_set_to(state[source]):
             del state[name]
-    return views_in_files(model, state) or model  # a resume could not convert tensors that are no views
+    views = views_in_files(model, state)
+    if len(set(memory_keys(views).values())) < len(views):
+        views = {}  # layers that share weights: the file would have them for one of the layers only
+    return views or model  # a resume could not convert tensors that are no views
 
 
 def _is_converted(model: Any) -> bool:

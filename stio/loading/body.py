@@ -15,8 +15,7 @@ import torch
 from stio import native
 from stio.device.base import LoadedGroup, resolve_devices
 from stio.device.tensors import Casts
-from stio.errors import FormatError, IntegrityError, LimitError, UnsupportedDtypeError
-from stio.format.companions import why_packed
+from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
 from stio.loading.cache.entries import ObjectCache
 from stio.loading.consumers import GroupQueue
@@ -63,9 +62,7 @@ def open_with_options(
             replacement=(lambda file: file) if cache is None else cache.replacement,
             check=operation.check,
         )
-        if why := why_packed(opened.metadata):
-            opened.close()
-            raise UnsupportedDtypeError(why, path=opened.path)
+        opened.require_plain()
         if cache is not None and options.verify and not opened.openers:
             fetch_all(opened, cache, options)  # otherwise verification and load would each read the store
         return opened

@@ -42,6 +42,8 @@ from stio.runtime.process import collection_paused
 _SHOWN_CHARACTERS = 2000
 _WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What wrappers of torch add to names: `torch.compile`, DDP and `DataParallel`, `checkpoint_wrapper`, FSDP."""
+_OF_ADAPTERS = ("lora_", "poly_lora_", "oft_", "ln_tuning_")
+"""How names of PEFT's layers begin that hold a module for each adapter."""
 
 
 _STATE = (
@@ -283,21 +285,25 @@ class ModuleTarget(LoadTarget):
             MismatchError: The module has no memory, or the tensors of the files are no views of it.
         """
         tree = self._tree
-        only_in_files = names_in_files(self._module)[1]
-        if not any(unnumbered(name) in only_in_files for name in names if not tree.expects(name)):
+        others = {unnumbered(name) for name in names if not tree.expects(name)}
+        for as_read in (True, False):
+            only_in_files = names_in_files(self._module, as_read=as_read)[1]
+            if not others.isdisjoint(only_in_files):
+                break
+        else:
             return
         cannot = (
             self.assigns or self._fills or self._parts or tree.hooked or any(map(is_on_meta, tree.tensors.values()))
         )
-        views = {} if cannot else views_in_files(self._module, tree.tensors)
-        if not views:
+        views = views_in_files(self._module, tree.tensors, as_read=as_read)
+        if cannot or not views:
             raise MismatchError(
                 "transformers gives tensors of this model other names and shapes in files than in the module, and "
                 "from_pretrained converts them: call that after stio.compat.install(), which reads by stio too; or "
                 "save with save_pretrained(..., save_original_format=False)"
                 + (
-                    "; or load without assign=True into a module that is not on 'meta'"
-                    if self.assigns or self._fills
+                    "; or call load_into without assign=True for a module that is not on 'meta': it converts them"
+                    if views and (self.assigns or self._fills)
                     else ""
                 )
                 + f". Only in files: {listed(only_in_files.values())}",
@@ -697,7 +703,9 @@ def _advice_on_prefix(longer: Sequence[str], shorter: Sequence[str], which: str 
 def _advice_on_adapters(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """Return advice if the checkpoint lacks what PEFT adds to names: `lora_A.default.weight`."""
     parts = [name.rsplit(".", 2) for name in missing if name.count(".") > 1]
-    shorter = {f"{start}.{end}": part for start, part, end in parts}
+    shorter = {
+        f"{start}.{end}": part for start, part, end in parts if start.rpartition(".")[2].startswith(_OF_ADAPTERS)
+    }
     if 2 * sum(name in shorter for name in unexpected) < len(unexpected):
         return ""
     part = next(shorter[name] for name in unexpected if name in shorter)

@@ -326,9 +326,11 @@ def overlapping(tensors: Mapping[str, torch.Tensor], names: Mapping[object, str]
     return any(ends[start] > following for start, following in pairwise(sorted(ends)))
 
 
-def views_in_files(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def views_in_files(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], *, as_read: bool = True
+) -> dict[str, torch.Tensor]:
     """Return `as_in_files`, if filling these tensors in any order fills the module's; otherwise an empty dict."""
-    views = as_in_files(module, tensors)
+    views = as_in_files(module, tensors, as_read=as_read)
     keys = {key: name for name, key in memory_keys(views).items()}
     memory, filled = ({one.untyped_storage()._cdata for one in some.values()} for some in (tensors, views))
     return views if filled == memory and not overlapping(views, keys) else {}

@@ -25,9 +25,11 @@ from stio.errors import (
     StioError,
     StorageError,
     TensorNotFoundError,
+    UnsupportedDtypeError,
     listed,
     printable,
 )
+from stio.format.companions import why_packed
 from stio.format.directory import (
     NamedCheckpoint,
     advice_for_gone_shards,
@@ -199,6 +201,16 @@ class OpenCheckpoint:
             for header in self.headers
             for name, dtype, shape in zip(header.names, header.dtypes, header.shapes, strict=True)
         }
+
+    def require_plain(self) -> None:
+        """Raise if the bytes of a file are not those of its tensors.
+
+        Raises:
+            UnsupportedDtypeError: Another program has compressed them; all files are closed then.
+        """
+        if why := why_packed(self.metadata):
+            self.close()
+            raise UnsupportedDtypeError(why, path=self.path)
 
     def close(self) -> None:
         """Close all files. Idempotent."""

@@ -12,6 +12,7 @@ from torch import nn
 
 import stio
 from stio import sync
+from stio.compat import huggingface_hub as hub
 from stio.compat.safetensors import SafetensorError, safe_open
 from stio.compat.safetensors import numpy as drop_in_numpy
 from stio.compat.safetensors import torch as drop_in
@@ -68,6 +69,7 @@ def _warm_start(path: Path) -> None:
         lambda path: sync.load_into(nn.Linear(2, 2), path, strict=False),
         _warm_start,
         _open,
+        lambda path: sync.convert(path, path.with_name("new.safetensors")),
     ],
 )
 def test_c419_loads_return_no_packed_bytes(packed: Path, load: Callable[[Path], object]) -> None:
@@ -84,6 +86,29 @@ def test_c419_shards_of_which_one_is_packed(tmp_path: Path) -> None:
     )
     with pytest.raises(stio.UnsupportedDtypeError, match="znn_compressed_vectors"):
         sync.load(tmp_path)
+
+    with pytest.raises(stio.UnsupportedDtypeError, match="znn_compressed_vectors"):
+        sync.convert(tmp_path, tmp_path / "new.safetensors")
+    assert not (tmp_path / "new.safetensors").exists()
+
+
+def _load_model(path: Path) -> None:
+    hub.load_torch_model(nn.Linear(2, 2), path.parent)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        hub.load_state_dict_from_file,
+        lambda path: hub.load_state_dict_from_file(path, safe=False),
+        _load_model,
+        lambda path: hub.load_torch_model(nn.Linear(2, 2), path.parent, safe=False),
+        lambda path: hub.load_torch_model(nn.Linear(2, 2), path),
+    ],
+)
+def test_c419_the_hub_returns_no_packed_bytes(packed: Path, load: Callable[[Path], object]) -> None:
+    with pytest.raises(stio.UnsupportedDtypeError, match=r"zipnn\.zipnn_safetensors\(\)"):
+        load(packed)
 
 
 # 465. Adapters, and other names.
@@ -114,6 +139,14 @@ def test_c465_names_that_lack_the_adapter(adapter: Path, name: str, caplog: pyte
     sync.load_into(module, adapter, strict=False)
     assert "nothing is loaded" in caplog.text
     assert "set_peft_model_state_dict" in caplog.text
+
+
+@pytest.mark.parametrize("inner", [nn.Sequential(nn.Linear(3, 3)), nn.ModuleDict({"fc": nn.Linear(3, 3)})])
+def test_c465_names_that_have_nothing_to_do_with_adapters(tmp_path: Path, inner: nn.Module) -> None:
+    path = save_file({"fc.weight": torch.ones(3, 3), "fc.bias": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(stio.MismatchError) as caught:
+        sync.load_into(nn.ModuleDict({"fc": inner}), path)
+    assert "peft" not in str(caught.value).lower()
 
 
 def test_c465_a_dictionary_has_the_names_of_the_checkpoint(adapter: Path) -> None:

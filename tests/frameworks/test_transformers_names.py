@@ -149,6 +149,8 @@ def require_refused(kind: str, folder: Path, load: Load) -> None:
         with pytest.raises(stio.MismatchError, match=WAYS_OUT) as caught:
             load(on_meta(kind), path, strict=strict)
         assert "strict=False" not in str(caught.value)
+        in_place = "; or call load_into without assign=True for a module that is not on 'meta': it converts them"
+        assert (in_place in str(caught.value)) == (kind not in JOINED)
     written.save_pretrained(folder / "own", save_original_format=False)  # the second way out
     load(on_meta(kind), folder / "own")
 
@@ -180,8 +182,9 @@ def test_c417_a_load_in_place_of_each_kind(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_c417_a_load_into_new_memory_names_the_ways_out(tmp_path: Path, load: Load) -> None:
-    require_refused("gpt_neox", tmp_path, load)
+@pytest.mark.parametrize("kind", ["gpt_neox", "nomic_bert"])
+def test_c417_a_load_into_new_memory_names_the_ways_out(tmp_path: Path, kind: str, load: Load) -> None:
+    require_refused(kind, tmp_path, load)
 
 
 @pytest.mark.matrix
@@ -219,6 +222,20 @@ def test_c417_a_module_around_a_model(tmp_path: Path) -> None:
     sync.save(names, tmp_path / "around")
     sync.load_into(module, tmp_path / "around")
     require_equal(module["model"].state_dict(), written.state_dict())
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_c417_a_model_that_was_read_from_names_of_the_module(tmp_path: Path, kind: str) -> None:
+    written, path = saved(kind, tmp_path)
+    model(kind, seed=2).save_pretrained(tmp_path / "own", save_original_format=False)
+    for strict in (True, False):
+        module = type(written).from_pretrained(tmp_path / "own")
+        report = sync.load_into(module, path, strict=strict)
+        assert (report.missing, report.unexpected) == ((), ())
+        require_equal(module.state_dict(), written.state_dict())
+        assert module._weight_conversions is not None  # a save keeps to the names that were read
+    with pytest.raises(stio.MismatchError, match=WAYS_OUT):
+        sync.load_into(module, path, assign=True)
 
 
 def test_c417_shards_and_another_dtype(tmp_path: Path) -> None:
@@ -309,6 +326,22 @@ def test_c417_the_callback_keeps_names_that_it_can_load_again(tmp_path: Path, ki
     assert _weights_of(written) is written
 
 
+def test_c417_the_callback_writes_all_names_of_shared_layers(tmp_path: Path) -> None:
+    from stio.integrations.transformers import _weights_of
+
+    written = model("gpt_neox")
+    written.gpt_neox.layers[1] = written.gpt_neox.layers[0]
+    written.config.save_pretrained(tmp_path)
+    sync.save(_weights_of(written), tmp_path, metadata={"format": "pt"})
+    read, report = type(written).from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    require_equal(read.state_dict(), written.state_dict())
+    again = model("gpt_neox", seed=2)
+    again.gpt_neox.layers[1] = again.gpt_neox.layers[0]
+    sync.load_into(again, tmp_path)  # a resume
+    require_equal(again.state_dict(), written.state_dict())
+
+
 def test_c417_nothing_is_copied_to_convert_names() -> None:
     from stio.integrations.transformers import _weights_of
 
@@ -319,9 +352,14 @@ def test_c417_nothing_is_copied_to_convert_names() -> None:
     assert {tensor.untyped_storage().data_ptr() for tensor in weights.values()} == memory
 
 
-def test_c417_a_conversion_that_fails_leaves_the_plain_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c417_a_conversion_that_fails_leaves_the_plain_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise AttributeError("reverse_transform")
+
     written, path = saved("gpt_neox", tmp_path)
-    written._weight_conversions = [object()]
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", fail)
     with pytest.raises(stio.MismatchError, match=r"missing lm_head\.weight; unexpected embed_out\.weight"):
         sync.load_into(written, path)
     with caplog.at_level(logging.WARNING):

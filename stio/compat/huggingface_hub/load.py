@@ -89,6 +89,7 @@ def open_files(root: Root, names: Sequence[str], *, safe: bool) -> Iterator[list
         CheckpointNotFoundError: A file does not exist.
         UnsafePathError: A file is a link that leads out of the directory.
         FormatError: A header is wrong.
+        UnsupportedDtypeError: Another program has compressed the tensors of a file.
         StorageError: A file is no regular one, or its metadata name another format; or the system refused.
     """
     with ExitStack() as stack:
@@ -99,6 +100,7 @@ def open_files(root: Root, names: Sequence[str], *, safe: bool) -> Iterator[list
             with _explained(path, safe=safe), _refusals(path):
                 if safe or name.lower().endswith(FILE_SUFFIX):
                     opened = stack.enter_context(closing(open_checkpoint(SingleFileRoot(root, name), strict=False)))
+                    opened.require_plain()
                     _require_format(opened.headers[0], path)
                     if in_turns:
                         opened.files[0].close()
@@ -141,7 +143,8 @@ def _explained(path: str, *, safe: bool) -> Iterator[None]:
     try:
         yield
     except (FormatError, UnsupportedDtypeError) as error:
-        if not safe:
+        is_packed = isinstance(error, UnsupportedDtypeError) and error.found is None  # see `require_plain`
+        if not safe or is_packed:
             raise
         raise FormatError(
             f"Cannot load '{printable(path)}' as safetensors. If it is a pickle, pass `safe=False` to allow it; a "
@@ -163,7 +166,7 @@ def load_safetensors(
     Raises:
         FormatError: The file is not of the format.
         StorageError: The metadata name no format of torch's weights; or the system refused.
-        UnsupportedDtypeError: torch has no type for a tensor's dtype.
+        UnsupportedDtypeError: torch has no type for a tensor's dtype, or another program has compressed the tensors.
         TypeError: A function as `map_location`: it would need storages, and there are none.
         RuntimeError: There is no such device.
     """
