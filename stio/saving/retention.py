@@ -65,7 +65,7 @@ class Retention:
     Args:
         keep_last: Number of complete steps to keep; None: all.
         keep_every: Steps that it divides are never deleted as old ones; None: there are none.
-        drop_higher: Whether a complete step deletes those with a higher number.
+        drop_higher: Whether a complete step deletes those with a higher number, if their paths differ by the step alone.
         adopt: Directory whose steps of earlier runs count as steps of this saver; None: there is none.
     """
 
@@ -121,7 +121,7 @@ class Retention:
         if named is None or is_url(path) or self._last.get(folder) == named[0]:
             return
         self._last[folder] = named[0]
-        dropped = self._steps if self._drop_higher else ()
+        dropped = self._steps_like({series_of(path)}) if self._drop_higher else ()
         present = warn_of_higher_steps(folder, named[0], among=self._known.get(folder), dropped=dropped)
         self._known.setdefault(folder, present).add(named[0])
 
@@ -216,8 +216,9 @@ class Retention:
         complete = self._complete_steps()
         old: list[Published] = []
         if self._drop_higher and complete:
-            earlier = [*takewhile(lambda key: key != complete[-1], self._steps)]
-            for key in [key for key in earlier if key > complete[-1] and not self._is_folder_of_steps(key)]:
+            alike = self._steps_like({series_of(path) for path, _ in self._steps[complete[-1]].saves})
+            earlier = alike.intersection(takewhile(lambda key: key != complete[-1], self._steps))
+            for key in [key for key in sorted(earlier) if key > complete[-1] and not self._is_folder_of_steps(key)]:
                 old += self._taken_out(key, f"since step {complete[-1]} was saved after it")
             complete = [key for key in complete if key in self._steps]
         if len(complete) >= keep_last:
@@ -241,6 +242,10 @@ class Retention:
                         "an old checkpoint could not be deleted; the next save tries it again: %s",
                         error,
                     )
+
+    def _steps_like(self, series: set[str | None]) -> set[int]:
+        """Return the steps with a save of one of these series; the number in another name may be no step: `best-0.95`."""
+        return {key for key, step in self._steps.items() if any(series_of(path) in series for path, _ in step.saves)}
 
     def _is_folder_of_steps(self, key: int) -> bool:
         """Return whether a step is the name of a folder with a run in it: `step-500/best` beside `step-500/step-7`."""

@@ -85,6 +85,17 @@ def test_c410_nothing_is_dropped_before_the_lower_step_is_complete(tmp_path: Pat
         assert steps_in(tmp_path) == ["step-1"]
 
 
+@pytest.mark.parametrize("other", ["best-0.95", "export-7b", "model-v2.safetensors", "epoch-1"])
+def test_c410_a_number_of_another_name_drops_nothing(tmp_path: Path, other: str) -> None:
+    keywords: dict[str, Any] = {"keep_last": 5, "drop_higher": True}
+    with sync.Saver(durability="none", **keywords) as saver:
+        for name in ("step-1000", "step-1100", other):
+            saver.save({"a": torch.ones(1)}, tmp_path / name).result()
+        assert {*steps_in(tmp_path)} == {"step-1000", "step-1100", other}
+        saver.save({"a": torch.ones(1)}, tmp_path / "step-1050").result()
+        assert {*steps_in(tmp_path)} == {"step-1000", "step-1050", other}
+
+
 @pytest.mark.parametrize("make", [stio.Saver, sync.Saver, stio.distributed.Saver, sync.distributed.Saver])
 def test_c410_c415_wrong_values(make: Any) -> None:
     for keywords in ({"keep_every": 10}, {"drop_higher": True}):
