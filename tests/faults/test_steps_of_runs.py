@@ -144,9 +144,9 @@ def test_c411_parts_side_by_side(tmp_path: Path) -> None:
 
 
 def test_c411_a_part_that_is_no_longer_saved(tmp_path: Path) -> None:
-    """The rule is that of `keep_last`: after two steps without it, a step needs it no more. A further part is no fault."""
-    run(tmp_path, [1], ACTOR, CRITIC)
-    for step, newest in ((2, "step-1"), (3, "step-1"), (4, "step-4/actor")):
+    """A step needs a part that both steps before it have. A further part is no fault."""
+    run(tmp_path, [0, 1], ACTOR, CRITIC)
+    for step, newest in ((2, "step-1"), (3, "step-3/actor"), (4, "step-4/actor")):
         run(tmp_path, [step], ACTOR)
         assert stio.latest(tmp_path) == str(tmp_path / newest)
     run(tmp_path, [5], ACTOR, CRITIC)
@@ -162,6 +162,25 @@ def test_c411_other_steps_before_do_no_harm(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "step-1" / "model.safetensors").symlink_to(tmp_path / "outside")
     assert stio.latest(tmp_path) == str(tmp_path / "step-2")
     assert not lines(caplog)
+
+
+@pytest.mark.parametrize("steps", [[2], [2, 3]], ids=str)
+def test_c411_a_damaged_step_before_requires_no_part(tmp_path: Path, steps: list[int]) -> None:
+    run(tmp_path, [1], ACTOR, CRITIC)
+    run(tmp_path, steps, ACTOR)
+    damaged = tmp_path / CRITIC.format(1) / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-4])
+    assert stio.latest(tmp_path, default=None) == str(tmp_path / ACTOR.format(steps[-1]))
+
+
+@pytest.mark.parametrize("added", ["step-{}/merged.safetensors", "step-{}/export"])
+def test_c411_what_was_added_to_one_step_is_no_part(tmp_path: Path, added: str) -> None:
+    run(tmp_path, [1, 2, 3])
+    run(tmp_path, [1], added)
+    assert stio.latest(tmp_path) == str(tmp_path / "step-3")
+    run(tmp_path, [2], added.replace("}/", "}/other-"))
+    run(tmp_path, [4])
+    assert stio.latest(tmp_path) == str(tmp_path / "step-4")
 
 
 # 415: what `keep_last` deletes.
