@@ -54,6 +54,8 @@ class _Step:
     """Where saves became durable since the step is the newest one."""
     num_expected: int = 1
     """Number of saves with which the step is complete."""
+    is_mark: bool = False
+    """Whether it stays by `keep_every`, and counts no more; `drop_higher` may delete it."""
 
 
 class Retention:
@@ -180,7 +182,7 @@ class Retention:
         if place in step.saved:
             # The step is saved again: it is the newest one, and complete when all of it was.
             step.saved.clear()
-            step.num_expected = 1
+            step.num_expected, step.is_mark = 1, False
             self._steps[key] = self._steps.pop(key)
             self._adopted.discard(key)
         step.saved.add(place)
@@ -206,6 +208,8 @@ class Retention:
         complete: list[int] = []
         earlier = previous = 0
         for key, step in self._steps.items():
+            if step.is_mark:
+                continue
             step.num_expected = max(step.num_expected, earlier, previous)
             if len(step.saved) >= step.num_expected:
                 complete.append(key)
@@ -223,9 +227,12 @@ class Retention:
             complete = [key for key in complete if key in self._steps]
         if len(complete) >= keep_last:
             for key in [*takewhile(lambda key: key != complete[-keep_last], self._steps)]:
-                is_mark = self._keep_every is not None and key % self._keep_every == 0
-                if is_mark or self._is_folder_of_steps(key):
+                if self._steps[key].is_mark:
+                    continue
+                if self._is_folder_of_steps(key):
                     del self._steps[key]
+                elif self._keep_every is not None and key % self._keep_every == 0:
+                    self._steps[key].is_mark = True
                 else:
                     old += self._taken_out(key, f"by keep_last={keep_last}")
         spare = {file for step in self._steps.values() for save in step.saves.values() for file in save.files}

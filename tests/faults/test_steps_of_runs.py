@@ -74,6 +74,20 @@ def test_c410_the_higher_steps_are_dropped(
     ]
 
 
+@pytest.mark.parametrize("keep_last", [1, 2])
+@pytest.mark.parametrize("names", [("step-{}",), (ACTOR, CRITIC)], ids=str)
+def test_c410_the_higher_steps_of_keep_every_are_dropped(
+    tmp_path: Path, names: tuple[str, ...], keep_last: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = [5, 10, 15, 20, 25, 30, 35, 7, 8, 12, 20, 25]
+    for end, kept in ((7, {10, 20, 30}), (9, set()), (12, {20})):
+        directory = tmp_path / str(end)
+        run(directory, steps[:end], *names, keep_last=keep_last, keep_every=10, drop_higher=True)
+        assert {*steps_in(directory)} == {f"step-{step}" for step in kept | {*steps[end - keep_last : end]}}
+        assert stio.latest(directory) == str(directory / f"step-{steps[end - 1]}")
+    assert not lines(caplog)
+
+
 def test_c410_nothing_is_dropped_before_the_lower_step_is_complete(tmp_path: Path) -> None:
     with sync.Saver(durability="none", keep_last=9, drop_higher=True) as saver:
         for step in (1, 2, 3):
