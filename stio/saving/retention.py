@@ -17,11 +17,11 @@ from itertools import takewhile
 from typing import TypeAlias
 
 from stio.errors import StioError, listed, printable
-from stio.format.naming import is_hidden, series_of, step_of
+from stio.format.naming import is_hidden, is_index, series_of, step_of
 from stio.runtime.log import log
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Identity, Published
-from stio.storage.checks import steps_in
+from stio.storage.checks import CHECKPOINT_SUFFIXES, steps_in
 from stio.storage.commit.destination import DirectoryIdentity
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.written_list import EarlierSave, find_earlier_saves
@@ -320,7 +320,7 @@ def warn_of_higher_steps(
         if number > step
         and (among is None or number in among)
         and number not in dropped
-        and any(map(_holds_files, paths))
+        and any(map(_holds_checkpoint, paths))
     )
     if higher:
         shown = map(str, higher if len(higher) <= _MOST_SHOWN else [*higher[:2], "...", *higher[-2:]])
@@ -336,7 +336,8 @@ def warn_of_higher_steps(
     return {*present}
 
 
-def _holds_files(path: str) -> bool:
+def _holds_checkpoint(path: str) -> bool:
     if not os.path.isdir(path):
         return True
-    return any(not is_hidden(name) for _, _, names in os.walk(path) for name in names)
+    names = (name for _, _, names in os.walk(path) for name in names if not is_hidden(name))
+    return any(name.endswith(CHECKPOINT_SUFFIXES) or is_index(name) for name in names)

@@ -368,6 +368,8 @@ def test_c464_empty_directories_do_not_count(tmp_path: Path, caplog: pytest.LogC
     (tmp_path / "step-8" / "model" / "deeper").mkdir(parents=True)
     (tmp_path / "step-7").mkdir()
     (tmp_path / "step-7" / ".lock").touch()
+    (tmp_path / "slurm-8812345" / "logs").mkdir(parents=True)
+    (tmp_path / "slurm-8812345" / "logs" / "out.log").write_text("of another program")
     run(tmp_path, [1])
     assert not lines(caplog)
     sync.save({"a": torch.ones(1)}, tmp_path / "step-8" / "model")
