@@ -271,6 +271,7 @@ def test_c433_several_have_the_path_of_the_step(tmp_path: Path) -> None:
         ("latest", "step-10", "latest/model.safetensors"),
         ("step-5", "step-10", "step-5"),
         ("last", "10", "last/"),
+        ("last", "10", "last/model.safetensors"),
     ],
 )
 @pytest.mark.parametrize("saver", [True, False])
@@ -288,12 +289,14 @@ def test_c451_a_link_to_a_step_is_told(
 
 
 def test_c451_other_links_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run that is reached by a link, a link to a name without a step, and one to nothing."""
+    """A run that is reached by a link, also one named by a job; a link to a name without a step, and one to nothing."""
+    (tmp_path / "data" / "123456").mkdir(parents=True)
+    (tmp_path / "job").symlink_to("data/123456")
     (tmp_path / "run-3").mkdir()
     (tmp_path / "run").symlink_to("run-3")
     (tmp_path / "best").symlink_to("elsewhere")
     (tmp_path / "next").symlink_to("step-9")
-    for destination in ("run/step-1", "run/best", "best", "best", "next"):
+    for destination in ("run/step-1", "run/best", "best", "best", "next", "job/final", "job/final", "job/a.safetensors"):
         sync.save({"a": torch.ones(3)}, tmp_path / destination)
     assert not lines(caplog)
 
