@@ -67,7 +67,7 @@ class Retention:
     Args:
         keep_last: Number of complete steps to keep; None: all.
         keep_every: Steps that it divides are never deleted as old ones; None: there are none.
-        drop_higher: Whether a complete step deletes those with a higher number, if their paths differ by the step alone.
+        drop_higher: Whether a complete step deletes those with a higher number whose paths differ by it alone.
         adopt: Directory whose steps of earlier runs count as steps of this saver; None: there is none.
     """
 
@@ -251,7 +251,7 @@ class Retention:
                     )
 
     def _steps_like(self, series: set[str | None]) -> set[int]:
-        """Return the steps with a save of one of these series; the number in another name may be no step: `best-0.95`."""
+        """Return the steps with a save of one of these series; in other names a number may be no step: `best-0.95`."""
         return {key for key, step in self._steps.items() if any(series_of(path) in series for path, _ in step.saves)}
 
     def _is_folder_of_steps(self, key: int) -> bool:

@@ -296,7 +296,8 @@ def test_c451_other_links_are_not_told(tmp_path: Path, caplog: pytest.LogCapture
     (tmp_path / "run").symlink_to("run-3")
     (tmp_path / "best").symlink_to("elsewhere")
     (tmp_path / "next").symlink_to("step-9")
-    for destination in ("run/step-1", "run/best", "best", "best", "next", "job/final", "job/final", "job/a.safetensors"):
+    in_job = ("job/final", "job/final", "job/a.safetensors")
+    for destination in ("run/step-1", "run/best", "best", "best", "next", *in_job):
         sync.save({"a": torch.ones(3)}, tmp_path / destination)
     assert not lines(caplog)
 
@@ -317,7 +318,17 @@ def test_c452_two_savers_leave_no_empty_directory(tmp_path: Path, keep_last: int
 # 453: totals in names.
 
 
-@pytest.mark.parametrize("name", ["step-{}-of-1000", "step_{}_of_1000", "{}-of-1000", "epoch-1-of-3-step-{}-of-9"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step-{}-of-1000",
+        "step_{}_of_1000",
+        "{}-of-1000",
+        "epoch-1-of-3-step-{}-of-9",
+        "checkpoint-{}-of-90",
+        "ckpt-{}-of-90",
+    ],
+)
 @pytest.mark.parametrize("kind", ["", "/model", ".safetensors"])
 def test_c453_one_idea_of_a_step(tmp_path: Path, name: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     if name.startswith("{}") and kind:
@@ -332,7 +343,9 @@ def test_c453_one_idea_of_a_step(tmp_path: Path, name: str, kind: str, caplog: p
     assert "higher steps already: 10." in lines(caplog)[0]
 
 
-@pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "2024-05-{:02}", ".step-{}"])
+@pytest.mark.parametrize(
+    "name", ["model-00002-of-00003.safetensors", "checkpoint-0000{}-of-00003.safetensors", "2024-05-{:02}", ".step-{}"]
+)
 def test_c453_what_is_no_step(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, [2, 1], name, keep_last=1)
     assert {*steps_in(tmp_path)} == {name.format(1), name.format(2)}
