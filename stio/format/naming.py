@@ -292,8 +292,15 @@ _STEP_NUMBER = re.compile(r"([0-9]+)(?:\.[0-9]+)*")
 _RANK = re.compile(r"(?:rank|shard|part)[^0-9A-Za-z]{0,2}[0-9]+", re.IGNORECASE)
 _RANK_OR_NUMBER = re.compile(rf"{_RANK.pattern}|{_STEP_NUMBER.pattern}", re.IGNORECASE)
 _OF_MANY = re.compile(r"(?<=[0-9])[-_ ]?of[-_ ]?[0-9]+")
-_SHARD_OF_MANY = re.compile(r"(?<!step)(?<!epoch)(?<!iter)(?<!iteration)-[0-9]+-of-[0-9]+[^/]*\.[a-z]", re.IGNORECASE)
-"""A file. `step-9-of-1000` is a step of a training of 1,000 steps, and `run-9-of-1000` too if it is a directory."""
+_SHARD_OF_MANY = re.compile(
+    r"(?<!step)(?<!epoch)(?<!iter)(?<!iteration)"
+    r"(?:-0[0-9]{4}-of-[0-9]{5}|(?<!checkpoint)(?<!ckpt)-[0-9]+-of-[0-9]+)[^/]*\.[a-z]",
+    re.IGNORECASE,
+)
+"""A file. `step-9-of-1000` is a step of a training of 1,000 steps, and `run-9-of-1000` too if it is a directory.
+
+`checkpoint-3-of-90` is a step, and `checkpoint-00001-of-00003` a shard.
+"""
 _DATE = re.compile(
     r"(?<![0-9])(?:(?:19|20)[0-9]{2}([-_.])[0-9]{1,2}\1[0-9]{1,2}"
     r"|(?:19|20)[0-9]{6}[-_.T][0-9]{2}[-_.]?[0-9]{2}(?:[-_.]?[0-9]{2})?)(?![0-9])"

@@ -37,7 +37,7 @@ _UNFINISHED = "its name is one that programs give to a checkpoint until it is co
 _DEEPEST = 3
 """Most directories inside each other in the one of a step: `step-3/model/`."""
 _NUM_BEFORE = 2
-"""Number of steps before that a step is compared with; see `stio.saving.retention`, which has the same rule."""
+"""Number of complete steps before that a step is compared with: a part that both have is one that the run saves."""
 _NO_DEFAULT: Any = object()
 
 T = TypeVar("T")
@@ -96,9 +96,13 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False, 
         complete, incomplete, checkpoints = examined(step)
         left_out += incomplete
         before: dict[int, list[str]] = {}
-        for other in steps[position + 1 : position + 1 + _NUM_BEFORE] if complete else ():
+        for other in steps[position + 1 :] if complete else ():
             with suppress(StioError):  # such as a link that leads out
-                before[other] = examined(other)[2]
+                usable, damaged, others = examined(other)
+                if usable and not damaged:
+                    before[other] = others
+            if len(before) == _NUM_BEFORE:
+                break
         if reason := _why_parts_are_missing(checkpoints, before, path):
             left_out += [f"{entry}: {reason}" for entry in complete]
             continue
@@ -208,12 +212,12 @@ def _why_incomplete(paths: Sequence[str], follow_symlinks: bool, shards: Sequenc
 
 
 def _why_parts_are_missing(own: Sequence[str], before: Mapping[int, Sequence[str]], path: str) -> str:
-    """Return which step before has more checkpoints than a step, of which a save may not have been made; else ""."""
-    for step, others in before.items():
-        if len(others) > len(own):
-            names = listed(os.path.relpath(other, path) for other in others)
-            return f"it holds {len(own)} of the {len(others)} checkpoints that step {step} holds ({names})"
-    return ""
+    """Return why a step lacks a part: all steps before have more checkpoints; else ""."""
+    step, others = min(before.items(), key=lambda one: len(one[1]), default=(0, ()))
+    if len(others) <= len(own):
+        return ""
+    names = listed(os.path.relpath(other, path) for other in others)
+    return f"it holds {len(own)} of the {len(others)} checkpoints that step {step} holds ({names})"
 
 
 def _none(path: str, left_out: list[str], follow_symlinks: bool) -> CheckpointNotFoundError:

@@ -477,7 +477,10 @@ def warn_of_link_to_step(path: str, resolved: str) -> None:
         resolved: The same without links.
     """
     named, reached = step_of(os.path.normpath(path)), step_of(resolved)
-    if reached is not None and (named is None or named[0] != reached[0]) and os.path.lexists(reached[1]):
+    if reached is None or (named is not None and named[0] == reached[0]) or not os.path.lexists(resolved):
+        return
+    # A directory whose name is a number, with further directories, may be that of a job: `123456/final`.
+    if reached[1] == resolved or not os.path.basename(reached[1]).isdecimal() or os.path.isfile(resolved):
         log(
             logging.WARNING,
             "%s leads by a link to %s, so the save replaces step %d; save to a path of its own, and change the link "

@@ -17,11 +17,11 @@ from itertools import takewhile
 from typing import TypeAlias
 
 from stio.errors import StioError, listed, printable
-from stio.format.naming import is_hidden, series_of, step_of
+from stio.format.naming import is_hidden, is_index, series_of, step_of
 from stio.runtime.log import log
 from stio.runtime.urls import is_url, without_secrets
 from stio.storage.base import Identity, Published
-from stio.storage.checks import steps_in
+from stio.storage.checks import CHECKPOINT_SUFFIXES, steps_in
 from stio.storage.commit.destination import DirectoryIdentity
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.written_list import EarlierSave, find_earlier_saves
@@ -54,6 +54,8 @@ class _Step:
     """Where saves became durable since the step is the newest one."""
     num_expected: int = 1
     """Number of saves with which the step is complete."""
+    is_mark: bool = False
+    """Whether it stays by `keep_every`, and counts no more; `drop_higher` may delete it."""
 
 
 class Retention:
@@ -65,7 +67,7 @@ class Retention:
     Args:
         keep_last: Number of complete steps to keep; None: all.
         keep_every: Steps that it divides are never deleted as old ones; None: there are none.
-        drop_higher: Whether a complete step deletes those with a higher number.
+        drop_higher: Whether a complete step deletes those with a higher number whose paths differ by it alone.
         adopt: Directory whose steps of earlier runs count as steps of this saver; None: there is none.
     """
 
@@ -121,7 +123,7 @@ class Retention:
         if named is None or is_url(path) or self._last.get(folder) == named[0]:
             return
         self._last[folder] = named[0]
-        dropped = self._steps if self._drop_higher else ()
+        dropped = self._steps_like({series_of(path)}) if self._drop_higher else ()
         present = warn_of_higher_steps(folder, named[0], among=self._known.get(folder), dropped=dropped)
         self._known.setdefault(folder, present).add(named[0])
 
@@ -180,7 +182,7 @@ class Retention:
         if place in step.saved:
             # The step is saved again: it is the newest one, and complete when all of it was.
             step.saved.clear()
-            step.num_expected = 1
+            step.num_expected, step.is_mark = 1, False
             self._steps[key] = self._steps.pop(key)
             self._adopted.discard(key)
         step.saved.add(place)
@@ -206,6 +208,8 @@ class Retention:
         complete: list[int] = []
         earlier = previous = 0
         for key, step in self._steps.items():
+            if step.is_mark:
+                continue
             step.num_expected = max(step.num_expected, earlier, previous)
             if len(step.saved) >= step.num_expected:
                 complete.append(key)
@@ -216,15 +220,19 @@ class Retention:
         complete = self._complete_steps()
         old: list[Published] = []
         if self._drop_higher and complete:
-            earlier = [*takewhile(lambda key: key != complete[-1], self._steps)]
-            for key in [key for key in earlier if key > complete[-1] and not self._is_folder_of_steps(key)]:
+            alike = self._steps_like({series_of(path) for path, _ in self._steps[complete[-1]].saves})
+            earlier = alike.intersection(takewhile(lambda key: key != complete[-1], self._steps))
+            for key in [key for key in sorted(earlier) if key > complete[-1] and not self._is_folder_of_steps(key)]:
                 old += self._taken_out(key, f"since step {complete[-1]} was saved after it")
             complete = [key for key in complete if key in self._steps]
         if len(complete) >= keep_last:
             for key in [*takewhile(lambda key: key != complete[-keep_last], self._steps)]:
-                is_mark = self._keep_every is not None and key % self._keep_every == 0
-                if is_mark or self._is_folder_of_steps(key):
+                if self._steps[key].is_mark:
+                    continue
+                if self._is_folder_of_steps(key):
                     del self._steps[key]
+                elif self._keep_every is not None and key % self._keep_every == 0:
+                    self._steps[key].is_mark = True
                 else:
                     old += self._taken_out(key, f"by keep_last={keep_last}")
         spare = {file for step in self._steps.values() for save in step.saves.values() for file in save.files}
@@ -241,6 +249,10 @@ class Retention:
                         "an old checkpoint could not be deleted; the next save tries it again: %s",
                         error,
                     )
+
+    def _steps_like(self, series: set[str | None]) -> set[int]:
+        """Return the steps with a save of one of these series; in other names a number may be no step: `best-0.95`."""
+        return {key for key, step in self._steps.items() if any(series_of(path) in series for path, _ in step.saves)}
 
     def _is_folder_of_steps(self, key: int) -> bool:
         """Return whether a step is the name of a folder with a run in it: `step-500/best` beside `step-500/step-7`."""
@@ -308,7 +320,7 @@ def warn_of_higher_steps(
         if number > step
         and (among is None or number in among)
         and number not in dropped
-        and any(map(_holds_files, paths))
+        and any(map(_holds_checkpoint, paths))
     )
     if higher:
         shown = map(str, higher if len(higher) <= _MOST_SHOWN else [*higher[:2], "...", *higher[-2:]])
@@ -324,7 +336,8 @@ def warn_of_higher_steps(
     return {*present}
 
 
-def _holds_files(path: str) -> bool:
+def _holds_checkpoint(path: str) -> bool:
     if not os.path.isdir(path):
         return True
-    return any(not is_hidden(name) for _, _, names in os.walk(path) for name in names)
+    names = (name for _, _, names in os.walk(path) for name in names if not is_hidden(name))
+    return any(name.endswith(CHECKPOINT_SUFFIXES) or is_index(name) for name in names)

@@ -74,6 +74,20 @@ def test_c410_the_higher_steps_are_dropped(
     ]
 
 
+@pytest.mark.parametrize("keep_last", [1, 2])
+@pytest.mark.parametrize("names", [("step-{}",), (ACTOR, CRITIC)], ids=str)
+def test_c410_the_higher_steps_of_keep_every_are_dropped(
+    tmp_path: Path, names: tuple[str, ...], keep_last: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = [5, 10, 15, 20, 25, 30, 35, 7, 8, 12, 20, 25]
+    for end, kept in ((7, {10, 20, 30}), (9, set()), (12, {20})):
+        directory = tmp_path / str(end)
+        run(directory, steps[:end], *names, keep_last=keep_last, keep_every=10, drop_higher=True)
+        assert {*steps_in(directory)} == {f"step-{step}" for step in kept | {*steps[end - keep_last : end]}}
+        assert stio.latest(directory) == str(directory / f"step-{steps[end - 1]}")
+    assert not lines(caplog)
+
+
 def test_c410_nothing_is_dropped_before_the_lower_step_is_complete(tmp_path: Path) -> None:
     with sync.Saver(durability="none", keep_last=9, drop_higher=True) as saver:
         for step in (1, 2, 3):
@@ -83,6 +97,17 @@ def test_c410_nothing_is_dropped_before_the_lower_step_is_complete(tmp_path: Pat
         assert steps_in(tmp_path) == ["step-1", "step-2", "step-3"]
         saver.save({"a": torch.ones(1)}, tmp_path / CRITIC.format(1)).result()
         assert steps_in(tmp_path) == ["step-1"]
+
+
+@pytest.mark.parametrize("other", ["best-0.95", "export-7b", "model-v2.safetensors", "epoch-1"])
+def test_c410_a_number_of_another_name_drops_nothing(tmp_path: Path, other: str) -> None:
+    keywords: dict[str, Any] = {"keep_last": 5, "drop_higher": True}
+    with sync.Saver(durability="none", **keywords) as saver:
+        for name in ("step-1000", "step-1100", other):
+            saver.save({"a": torch.ones(1)}, tmp_path / name).result()
+        assert {*steps_in(tmp_path)} == {"step-1000", "step-1100", other}
+        saver.save({"a": torch.ones(1)}, tmp_path / "step-1050").result()
+        assert {*steps_in(tmp_path)} == {"step-1000", "step-1050", other}
 
 
 @pytest.mark.parametrize("make", [stio.Saver, sync.Saver, stio.distributed.Saver, sync.distributed.Saver])
@@ -133,9 +158,9 @@ def test_c411_parts_side_by_side(tmp_path: Path) -> None:
 
 
 def test_c411_a_part_that_is_no_longer_saved(tmp_path: Path) -> None:
-    """The rule is that of `keep_last`: after two steps without it, a step needs it no more. A further part is no fault."""
-    run(tmp_path, [1], ACTOR, CRITIC)
-    for step, newest in ((2, "step-1"), (3, "step-1"), (4, "step-4/actor")):
+    """A step needs a part that both steps before it have. A further part is no fault."""
+    run(tmp_path, [0, 1], ACTOR, CRITIC)
+    for step, newest in ((2, "step-1"), (3, "step-3/actor"), (4, "step-4/actor")):
         run(tmp_path, [step], ACTOR)
         assert stio.latest(tmp_path) == str(tmp_path / newest)
     run(tmp_path, [5], ACTOR, CRITIC)
@@ -151,6 +176,25 @@ def test_c411_other_steps_before_do_no_harm(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "step-1" / "model.safetensors").symlink_to(tmp_path / "outside")
     assert stio.latest(tmp_path) == str(tmp_path / "step-2")
     assert not lines(caplog)
+
+
+@pytest.mark.parametrize("steps", [[2], [2, 3]], ids=str)
+def test_c411_a_damaged_step_before_requires_no_part(tmp_path: Path, steps: list[int]) -> None:
+    run(tmp_path, [1], ACTOR, CRITIC)
+    run(tmp_path, steps, ACTOR)
+    damaged = tmp_path / CRITIC.format(1) / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-4])
+    assert stio.latest(tmp_path, default=None) == str(tmp_path / ACTOR.format(steps[-1]))
+
+
+@pytest.mark.parametrize("added", ["step-{}/merged.safetensors", "step-{}/export"])
+def test_c411_what_was_added_to_one_step_is_no_part(tmp_path: Path, added: str) -> None:
+    run(tmp_path, [1, 2, 3])
+    run(tmp_path, [1], added)
+    assert stio.latest(tmp_path) == str(tmp_path / "step-3")
+    run(tmp_path, [2], added.replace("}/", "}/other-"))
+    run(tmp_path, [4])
+    assert stio.latest(tmp_path) == str(tmp_path / "step-4")
 
 
 # 415: what `keep_last` deletes.
@@ -227,6 +271,7 @@ def test_c433_several_have_the_path_of_the_step(tmp_path: Path) -> None:
         ("latest", "step-10", "latest/model.safetensors"),
         ("step-5", "step-10", "step-5"),
         ("last", "10", "last/"),
+        ("last", "10", "last/model.safetensors"),
     ],
 )
 @pytest.mark.parametrize("saver", [True, False])
@@ -244,12 +289,15 @@ def test_c451_a_link_to_a_step_is_told(
 
 
 def test_c451_other_links_are_not_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run that is reached by a link, a link to a name without a step, and one to nothing."""
+    """A run that is reached by a link, also one named by a job; a link to a name without a step, and one to nothing."""
+    (tmp_path / "data" / "123456").mkdir(parents=True)
+    (tmp_path / "job").symlink_to("data/123456")
     (tmp_path / "run-3").mkdir()
     (tmp_path / "run").symlink_to("run-3")
     (tmp_path / "best").symlink_to("elsewhere")
     (tmp_path / "next").symlink_to("step-9")
-    for destination in ("run/step-1", "run/best", "best", "best", "next"):
+    in_job = ("job/final", "job/final", "job/a.safetensors")
+    for destination in ("run/step-1", "run/best", "best", "best", "next", *in_job):
         sync.save({"a": torch.ones(3)}, tmp_path / destination)
     assert not lines(caplog)
 
@@ -270,7 +318,17 @@ def test_c452_two_savers_leave_no_empty_directory(tmp_path: Path, keep_last: int
 # 453: totals in names.
 
 
-@pytest.mark.parametrize("name", ["step-{}-of-1000", "step_{}_of_1000", "{}-of-1000", "epoch-1-of-3-step-{}-of-9"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step-{}-of-1000",
+        "step_{}_of_1000",
+        "{}-of-1000",
+        "epoch-1-of-3-step-{}-of-9",
+        "checkpoint-{}-of-90",
+        "ckpt-{}-of-90",
+    ],
+)
 @pytest.mark.parametrize("kind", ["", "/model", ".safetensors"])
 def test_c453_one_idea_of_a_step(tmp_path: Path, name: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     if name.startswith("{}") and kind:
@@ -285,7 +343,9 @@ def test_c453_one_idea_of_a_step(tmp_path: Path, name: str, kind: str, caplog: p
     assert "higher steps already: 10." in lines(caplog)[0]
 
 
-@pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "2024-05-{:02}", ".step-{}"])
+@pytest.mark.parametrize(
+    "name", ["model-00002-of-00003.safetensors", "checkpoint-0000{}-of-00003.safetensors", "2024-05-{:02}", ".step-{}"]
+)
 def test_c453_what_is_no_step(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, [2, 1], name, keep_last=1)
     assert {*steps_in(tmp_path)} == {name.format(1), name.format(2)}
@@ -324,6 +384,8 @@ def test_c464_empty_directories_do_not_count(tmp_path: Path, caplog: pytest.LogC
     (tmp_path / "step-8" / "model" / "deeper").mkdir(parents=True)
     (tmp_path / "step-7").mkdir()
     (tmp_path / "step-7" / ".lock").touch()
+    (tmp_path / "slurm-8812345" / "logs").mkdir(parents=True)
+    (tmp_path / "slurm-8812345" / "logs" / "out.log").write_text("of another program")
     run(tmp_path, [1])
     assert not lines(caplog)
     sync.save({"a": torch.ones(1)}, tmp_path / "step-8" / "model")
