@@ -27,7 +27,7 @@ from stio.loading.prepare import ACCELERATOR_BUDGET_BYTES
 from stio.pool.content import Content, Make
 from stio.pool.policy import Policy
 from stio.pool.status import ModelStatus, PoolStats, Tier
-from stio.pool.thread import Caller, PooledModel, PoolThread, Removal, Update
+from stio.pool.thread import Caller, PooledModel, PoolThread, Eviction, Update
 from stio.runtime import clock
 from stio.runtime.blocking import AsyncOnly
 from stio.runtime.keywords import described_by
@@ -303,7 +303,7 @@ class ModelPool(AsyncOnly):
     async def _take_out(self, name: str, on_removal: Callable[[], object] | None, *, host: bool) -> None:
         entry = self._entry(name)
         self._thread.require_open()
-        removal = Removal(self._thread, entry, on_removal)
+        removal = Eviction(self._thread, entry, on_removal)
         self._thread.post(self._thread.called, removal)
         await removal.wait()
         if host and self._host is not None:

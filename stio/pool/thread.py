@@ -94,7 +94,7 @@ class Update(Caller):
         """See `ModelPool.update`."""
 
 
-class Removal(Caller):
+class Eviction(Caller):
     """A call of `ModelPool.evict` or `ModelPool.remove`."""
 
     def __init__(self, thread: PoolThread, entry: PooledModel, on_removal: Callable[[], object] | None) -> None:
@@ -114,7 +114,7 @@ class PooledModel(Model):
     """Paths of its files, as a prefetch found them."""
     events: list[TorchEvent] = field(default_factory=list)
     """Behind the work of its users that was queued on the device."""
-    updates: deque[Update | Removal] = field(default_factory=deque)
+    updates: deque[Update | Eviction] = field(default_factory=deque)
     operation: Operation[Any] | None = None
     """What is under way with it, or was last."""
     steps: Steps | None = None
@@ -207,7 +207,7 @@ class PoolThread:
             caller.end(error=ClosedError("the pool was closed"))
         elif caller.entry.is_removed:
             caller.end(error=_removed(caller.entry))
-        elif isinstance(caller, Update | Removal):
+        elif isinstance(caller, Update | Eviction):
             caller.entry.updates.append(caller)
             caller.entry.wants_update = True
         else:
@@ -224,7 +224,7 @@ class PoolThread:
         elif entry.state == "updating" and entry.updates[0] is caller and entry.operation is not None:
             entry.operation.cancel()
         elif caller in entry.updates:
-            entry.updates.remove(cast(Update | Removal, caller))
+            entry.updates.remove(cast(Update | Eviction, caller))
             entry.wants_update = bool(entry.updates)
 
     def released(self, entry: PooledModel, event: TorchEvent | None = None) -> None:
@@ -425,7 +425,7 @@ class PoolThread:
         self._leftovers += [left] if left else []
         self.policy.evicted(entry)
 
-    def _take_out(self, entry: PooledModel, removal: Removal) -> Steps:
+    def _take_out(self, entry: PooledModel, removal: Eviction) -> Steps:
         """Evict a model for a caller; remove it from the pool if the caller wants that."""
         nbytes = entry.nbytes
         if nbytes is not None:  # it is on the device
@@ -448,7 +448,7 @@ class PoolThread:
     def _update(self, entry: PooledModel) -> Steps:
         """Replace the weights of a model: in place if the new ones fit there, else it is loaded at the next use."""
         update, old = entry.updates[0], entry.contents
-        if isinstance(update, Removal):
+        if isinstance(update, Eviction):
             yield from self._take_out(entry, update)
             return
         source = update.source
