@@ -27,7 +27,7 @@ from stio.loading.prepare import ACCELERATOR_BUDGET_BYTES
 from stio.pool.content import Content, Make
 from stio.pool.policy import Policy
 from stio.pool.status import ModelStatus, PoolStats, Tier
-from stio.pool.thread import Caller, PooledModel, PoolThread, Eviction, Update
+from stio.pool.thread import Caller, Eviction, PooledModel, PoolThread, Update
 from stio.runtime import clock
 from stio.runtime.blocking import AsyncOnly
 from stio.runtime.keywords import described_by
