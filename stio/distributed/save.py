@@ -174,9 +174,7 @@ class Saver(api.Saver):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            others_know = (
-                isinstance(error, RankError | GeneratorExit) or vars(error or self).get(_TOLD) == self._last_key
-            )
+            others_know = isinstance(error, RankError | GeneratorExit) or getattr(error, _TOLD, None) == self._last_key
             if error is not None and not others_know:
                 with suppress(Exception):  # the error of the block is raised
                     ranks = await self._next_ranks().__aenter__()  # where the others wait, or will

@@ -509,7 +509,7 @@ class Saver(AsyncOnly):
         if not (self._is_used or is_finalizing()):  # at the interpreter's end the names of modules are gone
             log(
                 logging.WARNING,
-                "a Saver began no save; if you called its save(), await it, or use stio.sync.Saver, which needs no loop",
+                "a Saver began no save; if you called save(), await it, or use stio.sync.Saver, which needs no loop",
             )
 
     def _cancel_all(self) -> list[Operation[Any]]:

@@ -64,7 +64,7 @@ def leaves_after_a_refusal(folder: str) -> str:
     try:
         with sync.distributed.Saver(rank_timeout=10) as saver:
             with suppress(Exception):
-                saver.save(STATE, "relative\0")
+                saver.save(STATE, f"{folder}/refused", max_shard_size="no")
             if dist.get_rank() == 0:
                 raise KeyError("left")
             saver.save(STATE, f"{folder}/late").result()
