@@ -175,6 +175,7 @@ class Checkpoint(_Twin):
     def __init__(self, checkpoint: loading.Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._is_new = True  # it was neither opened nor closed
+        self._is_outside = False  # `open` or a use has opened it; a block may take it over
         self._lock = new_lock(of_callers=True)
 
     @property
@@ -190,9 +191,13 @@ class Checkpoint(_Twin):
         with self._lock:
             if self._is_new:
                 self.__enter__()
+                self._is_outside = True
         return self
 
     def __enter__(self) -> Self:
+        if self._is_outside:
+            self._is_outside = False
+            return self
         _warn_under_a_loop()
         run_blocking(self._checkpoint.__aenter__())
         self._is_new = False
@@ -203,7 +208,7 @@ class Checkpoint(_Twin):
 
     def close(self) -> None:
         """Cancel operations under way, wait until they have ended, and close the files. Idempotent."""
-        self._is_new = False
+        self._is_new = self._is_outside = False
         run_blocking(self._checkpoint.aclose())
 
     def __getitem__(self, name: str) -> torch.Tensor:

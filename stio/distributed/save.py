@@ -47,6 +47,9 @@ from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.saving.tensors import tensors_of
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
+_TOLD = "_stio_told"
+"""Attribute of an error that a save of a `Saver` has told to the other ranks: the key of that save."""
+
 
 @described_by(api.save)
 async def save(
@@ -165,13 +168,14 @@ class Saver(api.Saver):
         self._process_group, self._rank_timeout = process_group, rank_timeout
         self._first_key = ""  # that of the first save; the others have it and their number
         self._numbers = itertools.count()
-        self._told_id = 0  # of the last error of `save`, which the other ranks know
+        self._last_key = ""  # that of the last save; an error of it, which the other ranks know, has it too
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is not None and not isinstance(error, RankError | GeneratorExit) and id(error) != self._told_id:
+            others_know = isinstance(error, RankError | GeneratorExit) or getattr(error, _TOLD, None) == self._last_key
+            if error is not None and not others_know:
                 with suppress(Exception):  # the error of the block is raised
                     ranks = await self._next_ranks().__aenter__()  # where the others wait, or will
                     await ranks.__aexit__(kind, error, trace)
@@ -181,7 +185,7 @@ class Saver(api.Saver):
     def _next_ranks(self) -> Ranks:
         key = f"{self._first_key}.{next(self._numbers)}" if self._first_key else None
         ranks = _ranks(self._process_group, self._rank_timeout, key)
-        self._first_key = self._first_key or ranks.key
+        self._first_key, self._last_key = self._first_key or ranks.key, ranks.key
         return ranks
 
     async def _save(self, tensors: object, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
@@ -200,7 +204,7 @@ class Saver(api.Saver):
                 make = partial(_sharded, state, destination, options, ranks, nested=nested)
                 return await self._begin(make, destination, options)
         except BaseException as error:
-            self._told_id = id(error)
+            vars(error)[_TOLD] = ranks.key  # not its `id`, which the next error may have when this one is freed
             raise
 
 

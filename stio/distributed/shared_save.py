@@ -452,4 +452,5 @@ class FileTransaction(RankTransaction):
         assert isinstance(self._files, LocalTransaction)
         for name, nbytes in zip(self.shard_names, self._nbytes, strict=True):
             self._files.finish_file(name, nbytes)
+            check()
         self._files.prepare_commit(check)

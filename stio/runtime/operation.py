@@ -203,8 +203,8 @@ class Operation(Generic[T]):
         if "thread" in self._decided:
             return self
         try:
-            stats.running.add(self)
             self._began = time.perf_counter()
+            stats.running.add(self)
             start_thread(self._run_once, name=self._name)
         except BaseException as error:
             if not self._has_begun_after(error) and "thread" not in self._decided:
@@ -527,20 +527,30 @@ def _release_after(operations: Collection[Operation[Any]], release: Callable[[],
 
 
 @atexit.register
-def end_all_at_exit() -> None:
+def end_all_at_exit(*, patient_only: bool = False) -> None:
     """End the operations that still run: no thread may read into memory after the interpreter has freed it.
 
     Also called by other functions of the exit whose work begins when all operations have ended.
+
+    Args:
+        patient_only: Leave out those without an `exit_patience`: threads of the program may still wait for them.
     """
-    operations: list[Operation[Any]] = list(stats.running)
+    operations = [one for one in stats.running.copy() if one.exit_patience or not patient_only]
+    operations.sort(key=lambda operation: (operation.exit_patience, operation._began))
     begin = clock.monotonic()
     given_up: set[Operation[Any]] = set()
-    for operation in sorted(operations, key=lambda operation: operation.exit_patience):
-        with suppress(KeyboardInterrupt):
-            _wait_while_it_progresses(operation, begin)
+
+    def give_up(operation: Operation[Any]) -> None:
         if operation.exit_patience and not (operation.done or operation.cancelled):
             given_up.add(operation)
         operation.cancel()
+
+    with suppress(KeyboardInterrupt):
+        for operation in operations:
+            _wait_while_it_progresses(operation, begin)
+            give_up(operation)
+    for operation in reversed(operations):  # after a KeyboardInterrupt; in their order the next one could begin
+        give_up(operation)
     deadline = clock.monotonic() + EXIT_PATIENCE_SECONDS
     for operation in operations:
         operation.close(max(0.0, deadline - clock.monotonic()))

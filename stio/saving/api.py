@@ -10,11 +10,14 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize, register_after_fork
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeAlias
 from weakref import WeakSet
@@ -502,9 +505,12 @@ class Saver(AsyncOnly):
         operations = self._cancel_all()
         await close_all(operations)
 
-    def __del__(self) -> None:
-        if not self._is_used:
-            log(logging.WARNING, "a Saver saved nothing: await its save(), or use stio.sync.Saver, which needs no loop")
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not (self._is_used or is_finalizing()):  # at the interpreter's end the names of modules are gone
+            log(
+                logging.WARNING,
+                "a Saver began no save; if you called save(), await it, or use stio.sync.Saver, which needs no loop",
+            )
 
     def _cancel_all(self) -> list[Operation[Any]]:
         pending = self.pending
@@ -524,11 +530,24 @@ _savers: WeakSet[Saver] = WeakSet()
 
 
 @atexit.register
-def _report_at_exit() -> None:
+def _report_at_exit(*, patient_only: bool = False) -> None:
     """Log failures of saves that nobody has awaited; there is no later call of the saver that raises them."""
-    end_all_at_exit()
+    end_all_at_exit(patient_only=patient_only)
     for saver in list(_savers):
         saver._collect()
+
+
+def _report_in_child(report: Callable[..., None]) -> None:
+    """Report at the end of a process of `multiprocessing` too: one that was forked calls no functions of `atexit`.
+
+    Other threads of such a process are waited for after that; what they load goes on.
+    """
+    if parent_process() is not None:
+        Finalize(None, report, kwargs={"patient_only": True}, exitpriority=0)
+
+
+_report_in_child(_report_at_exit)
+register_after_fork(_report_at_exit, _report_in_child)  # a child forgets what its parent has registered
 
 
 @after_fork_in_child

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,33 @@ def goes_on(folder: str) -> None:
     with sync.distributed.Saver() as saver:
         for step in range(2):
             saver.save(STATE, f"{folder}/third-{step}").result()
+
+
+def leaves_after_a_refusal(folder: str) -> str:
+    """The error that leaves the block has the `id` of an earlier one, which was caught and freed."""
+    saves = vars(importlib.import_module("stio.distributed.save"))
+    saves["id"] = lambda error: 1
+    try:
+        with sync.distributed.Saver(rank_timeout=10) as saver:
+            with suppress(Exception):
+                saver.save(STATE, f"{folder}/refused", max_shard_size="no")
+            if dist.get_rank() == 0:
+                raise KeyError("left")
+            saver.save(STATE, f"{folder}/late").result()
+    except KeyError:
+        return ""
+    except stio.RankError as error:
+        return str(error)
+    finally:
+        del saves["id"]
+    raise AssertionError
+
+
+def test_c456_an_error_after_a_refusal_is_told_too(tmp_path: Path) -> None:
+    assert run_ranks(leaves_after_a_refusal, RANKS, tmp_path, str(tmp_path)) == [
+        "",
+        "the save failed on rank 0: KeyError: 'left'",
+    ]
 
 
 def test_c456_the_other_ranks_hear_of_it_at_once(tmp_path: Path) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import pytest
+import torch
 from crash.zygote import Zygote
 from pages import DOCS, blocks_of
 
 import stio
 from stio import sync
+from stio.runtime import operation, stats
+from stio.runtime.operation import Operation, end_all_at_exit
+from stio.storage.commit import transaction
 
 UNCLOSED = """
 import errno, os, sys, threading
@@ -82,6 +88,92 @@ def test_c409_a_failure_that_nobody_awaited_is_reported(tmp_path: Path, zygote: 
     report = end_of_program(zygote, tmp_path / "step-1", "full")
     assert report.startswith(f"saving failed, and was not awaited: {tmp_path}/step-1/model-0000")
     assert report.count("\n") == 1
+
+
+CHILD = """
+import multiprocessing, sys, time, torch
+from stio import sync
+from stio.storage.commit import syscalls as calls
+
+def child(where):
+    global saver
+    plain = calls.fsync
+    calls.fsync = lambda fd: (time.sleep(0.05), plain(fd))
+    saver = sync.Saver()
+    saver.save({"w": torch.ones(4)}, where)
+
+for where in sys.argv[1:]:
+    process = multiprocessing.get_context("fork").Process(target=child, args=(where,))
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+
+
+def test_c409_a_process_of_multiprocessing_completes_its_saves(tmp_path: Path, zygote: Zygote) -> None:
+    """Such a process calls no functions of `atexit`."""
+    (tmp_path / "file").write_bytes(b"")
+    ended = zygote.run(CHILD, tmp_path / "step-1", tmp_path / "step-2")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0\n0\n", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "step-1", "step-2"]
+
+
+def test_c409_a_failure_in_a_process_of_multiprocessing_is_reported(tmp_path: Path, zygote: Zygote) -> None:
+    fails = "plain = calls.fsync", "plain = lambda fd: 1 / 0"
+    ended = zygote.run(CHILD.replace(*fails), tmp_path / "step-1")
+    assert ended.stderr == "saving failed, and was not awaited: division by zero\n"
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_c409_one_interrupt_at_the_exit_gives_up_all_saves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cancelled: list[str] = []
+    plain = Operation.cancel
+
+    def body(mine: Operation[None]) -> None:
+        stopped = threading.Event()
+        mine.on_cancel(stopped.set)
+        stopped.wait(20)
+        mine.check()
+
+    def cancel(self: Operation[None]) -> None:
+        if not self.cancelled:
+            cancelled.append(self.about)
+        plain(self)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    operations = [Operation(body, name="save", about=str(k), exit_patience=60).start() for k in range(5)]
+    monkeypatch.setattr(stats, "running", set(operations))
+    monkeypatch.setattr(Operation, "cancel", cancel)
+    monkeypatch.setattr(operation, "_wait_while_it_progresses", interrupted)
+    end_all_at_exit()
+    assert cancelled == ["4", "3", "2", "1", "0"]
+    assert caplog.text.count("was rolled back") == 5
+
+
+def test_c409_the_last_steps_of_a_save_of_ranks_are_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is hashed, and synced again: on a slow disk this takes longer than the exit's patience."""
+    marks: list[None] = []
+    monkeypatch.setattr(transaction, "mark_progress", lambda: marks.append(None))
+    state = {f"t{k}": torch.ones(20) for k in range(3)}
+    sync.distributed.save(state, tmp_path / "step-1", max_shard_size=100)
+    assert len(marks) == 3
+    sync.distributed.save(state, tmp_path / "step-2", max_shard_size=100, hash="sha256")
+    assert len(marks) == 9
+    transaction._sync_tree(str(tmp_path / "step-1"), lambda: None)
+    assert len(marks) == 9 + len([*(tmp_path / "step-1").iterdir()])
+
+
+def test_c463_a_program_that_ends_before_its_first_save_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    saver = stio.Saver()
+    saver.__del__(lambda: True)
+    assert caplog.records == []
+    saver.__del__()
+    assert "stio.sync.Saver" in caplog.text
+    saver._is_used = True
 
 
 def test_c467_the_recipe_for_sigterm_keeps_the_last_step(tmp_path: Path, zygote: Zygote) -> None:

@@ -122,6 +122,21 @@ def test_c463_a_checkpoint_is_opened_and_closed_by_hand(tmp_path: Path) -> None:
             use()
 
 
+@pytest.mark.parametrize("use", [len, sync.Checkpoint.open])
+def test_c463_a_block_takes_over_a_checkpoint_that_is_open(
+    tmp_path: Path, use: Callable[[sync.Checkpoint], Any]
+) -> None:
+    save_file(ONE, tmp_path / "m.safetensors")
+    checkpoint = sync.open(tmp_path)
+    use(checkpoint)
+    with checkpoint as entered:
+        assert entered is checkpoint and len(entered) == 1
+        with pytest.raises(RuntimeError, match="open already"), checkpoint:
+            raise AssertionError
+    with pytest.raises(stio.ClosedError):
+        checkpoint.keys()
+
+
 def test_c463_a_checkpoint_that_was_never_opened_is_closed(tmp_path: Path) -> None:
     checkpoint = sync.open(tmp_path / "no")
     checkpoint.close()

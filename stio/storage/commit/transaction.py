@@ -28,6 +28,7 @@ from stio.errors import StorageError
 from stio.runtime.hashing import Hasher
 from stio.runtime.log import log
 from stio.runtime.memory import allocate
+from stio.runtime.operation import mark_progress
 from stio.storage.base import Ending, Note, Transaction, digest_of_source
 from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
@@ -198,9 +199,14 @@ class FilesTransaction(Transaction):
         Raises:
             StorageError: The operating system reported an error.
         """
+
+        def before_read(_: int) -> None:
+            mark_progress()
+            check()
+
         file = open_at(name, self._final_path(name), self._files_fd)
         try:
-            return digest_of_source(file, hasher, allocate(_HASHED_BYTES), lambda nbytes: check())
+            return digest_of_source(file, hasher, allocate(_HASHED_BYTES), before_read)
         finally:
             file.close()
 
@@ -409,6 +415,7 @@ class LocalTransaction(FilesTransaction):
                 attributes.apply(fd)
             if self._durable:
                 calls.fsync(fd)
+        mark_progress()
         self._finished.add(name)
 
     def read_note(self, name: str) -> bytes | None:
@@ -442,7 +449,7 @@ class LocalTransaction(FilesTransaction):
             if self._plan.commit == "replacement":
                 keep_tree(self._home_fd, self._destination.name, self._files_fd)
                 if self._durable:
-                    _sync_tree(self.files_path)
+                    _sync_tree(self.files_path, check)
             with ExitStack() as stack:
                 if self._plan.commit != "directory":
                     home, path = self._destination.home, self._destination.path
@@ -614,10 +621,12 @@ def _require_plain(name: str) -> None:
         raise ValueError(f"a note is a file beside the checkpoint; its name must not contain a directory: {name!r}")
 
 
-def _sync_tree(path: str) -> None:
-    """Make all files below a directory durable, and the directories that name them."""
+def _sync_tree(path: str, check: Callable[[], None]) -> None:
+    """Make all files below a directory durable, and the directories that name them; `check` is called in between."""
     for _, _, names, fd in os.fwalk(path, topdown=False):
         for name in names:
             with closing(calls.open_file(name, os.O_RDONLY, dir_fd=fd)) as file:
                 calls.fsync(file)
+            mark_progress()
+            check()
         calls.sync_directory(fd)
