@@ -151,7 +151,7 @@ class Saver(AsyncOnly):
             changed or added stays, and a warning names it. Each deletion is a line of the logger `stio`, level INFO.
         keep_every: Steps that this number divides stay, beside those of `keep_last`; None: there are no such steps.
         drop_higher: Delete steps with a higher number once a step that is saved after them is complete, for a run that
-            went back. Of an earlier run those of `adopt` are deleted.
+            went back; their paths differ by the step alone. Of an earlier run those of `adopt` are deleted.
         adopt: Directory of the steps of an earlier run that this run goes on from: its complete checkpoints count as
             steps of this saver, in the order of their numbers, so `keep_last` deletes them too. Of them only files of
             tensors, indexes and manifests are deleted. A directory that does not exist is no error. None: what earlier
