@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from stio.device.base import LoadedGroup
 from stio.device.tensor_memory import copy_all, has_memory, names_in_files, require_memory, unnumbered
@@ -580,7 +581,8 @@ class ModuleTarget(LoadTarget):
         if not self.assigns:
             return self._loaded[self._source_of(name)]
         target = self._targets.get(name)
-        return self._loaded[name] if target is None or target.dim() else as_scalar(self._loaded[name])
+        has_dimensions = target is None or is_lazy(target) or target.dim()
+        return self._loaded[name] if has_dimensions else as_scalar(self._loaded[name])
 
     def _load_as_torch(self) -> LoadReport:
         """Run the module's `load_state_dict`; submodules that are not hooked get the tensors that they have."""

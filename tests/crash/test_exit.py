@@ -165,10 +165,16 @@ def test_c121_sigterm_that_raises_system_exit(where, zygote, what, generation):
             sync.Saver().save({"w": stio.LazyTensor(torch.float32, (3,), produce)}, where, **keywords)
         else:
             async def main():
+                loop = asyncio.get_running_loop()
+
+                def tick():  # a signal just before the loop waits would not end its wait
+                    loop.call_later(0.05, tick)
+
                 async with stio.Saver() as saver:
                     await saver.save(tensors_of(2), where, **keywords)
+                    tick()
                     # Raised in a step of this task, the exit would leave the block, which waits for the save.
-                    asyncio.get_running_loop().call_later(0.05, staged.set)
+                    loop.call_later(0.05, staged.set)
                     await asyncio.sleep(30)  # waits: until the process is ended
             asyncio.run(main())
         """,
