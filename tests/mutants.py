@@ -571,7 +571,7 @@ MUTANTS = (
         "bytes of what is cast",
         "a load with dtype= copies the bytes of the file",
         "stio/loading/prepare.py",
-        ("copied if casts is None else frozenset())", "copied)"),
+        ("copied = copied if casts is None else frozenset()", "pass"),
         tests=f"{IMAGES}test_what_is_cast_on_the_way_is_no_copy_of_bytes",
     ),
     mutant(
@@ -650,7 +650,7 @@ MUTANTS = (
         "a warm start waits for the caller's work",
         "parameters of a warm start are allocated under the stream that is current where it was called",
         "stio/loading/warm_start/api.py",
-        ('replace(settings, dtype=None, streams="copy")', "replace(settings, dtype=None)"),
+        ('replace(settings, dtype=None, streams="copy", lost={})', "replace(settings, dtype=None, lost={})"),
         tests=f"{FAULTS}test_fault_5_a_warm_start_waits_for_no_work_of_the_user[plain]",
     ),
     mutant(
