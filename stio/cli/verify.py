@@ -79,6 +79,8 @@ class FileReport:
     """Bytes of its tensors."""
     num_tensors: int
     """Number of tensors in its header."""
+    is_compared: bool
+    """Whether its bytes were compared with a digest."""
     problem: str | None
     """Damage that was found; None: no damage."""
 
@@ -145,7 +147,9 @@ def examine(
                     except StioError as error:
                         problem = error
                 text = None if problem is None else without_path(problem)
-                files.append(FileReport(header.shard, file.identity.nbytes, header.data_bytes, len(header), text))
+                compared = manifest is not None and any(state.digest for state in manifest.files.get(header.shard, ()))
+                size = file.identity.nbytes
+                files.append(FileReport(header.shard, size, header.data_bytes, len(header), compared, text))
             algorithm = None if manifest is None else manifest.algorithm
             if below := _steps_below(path):
                 warnings.append(f"these directories were not checked, and may be checkpoints: {listed(below)}")
@@ -229,7 +233,7 @@ def _lines(report: Report) -> Iterator[str]:
 def _finding(file: FileReport, report: Report) -> str:
     if file.problem is not None:
         return one_line(file.problem)
-    fits = "header and sizes fit" if report.algorithm is None else f"header, sizes and {report.algorithm} fit"
+    fits = f"header, sizes and {report.algorithm} fit" if file.is_compared else "header and sizes fit"
     return f"{fits} ({counted(file.num_tensors, 'tensor')}, {show_bytes(file.data_bytes)})"
 
 

@@ -157,6 +157,10 @@ def _load(path: str, *, mmap: bool, **options: Any) -> Any:
             return torch.load(source, mmap=False, **options)
 
 
+_READERS: Any = torch.serialization
+"""Has the private readers of both formats; the public `torch.load` chooses TorchScript by the content."""
+
+
 def _without_code(path: str, options: Mapping[str, Any]) -> Any:
     """Return the value of a file with placeholders for what needs code; None: it is damaged too, or has been replaced.
 
@@ -171,12 +175,12 @@ def _without_code(path: str, options: Mapping[str, Any]) -> Any:
             if os.pread(file.fileno(), len(_ZIP_START), 0) != _ZIP_START:
                 is_tar = tarfile.is_tarfile(file)  # torch would unpack it
                 file.seek(0)
-                return None if is_tar else _torch._legacy_load(file, **how)
+                return None if is_tar else _READERS._legacy_load(file, **how)
             reader = torch._C.PyTorchFileReader(file)
             if "constants.pkl" in reader.get_all_records():
                 return None
             mapping = _mapped(path, file, nbytes) if options["mmap"] else None
-            return _torch._load(reader, overall_storage=mapping, **how)
+            return _READERS._load(reader, overall_storage=mapping, **how)
     except HostMemoryError:
         raise
     except Exception:  # torch raises nearly any error for a malformed file
@@ -190,9 +194,6 @@ def _mapped(path: str, file: BinaryIO, nbytes: int) -> Any:
     except RuntimeError as error:
         log_unmapped(path, _reason(error))
         return None
-
-
-_torch: Any = torch.serialization
 
 
 class _Uncalled:
@@ -261,7 +262,7 @@ _PICKLES_WITHOUT_CODE = SimpleNamespace(
     Unpickler=_UnpicklerWithoutCode,
     load=lambda file, **options: _UnpicklerWithoutCode(file, **options).load(),
 )
-"""What `torch.load` uses in place of the module `pickle`."""
+"""What the readers of torch use in place of the module `pickle`."""
 
 
 _ZIP_START = b"PK\x03\x04"

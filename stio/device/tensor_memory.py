@@ -15,18 +15,13 @@ from __future__ import annotations
 import gc
 import math
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from copy import copy
-from itertools import chain, compress
+from itertools import compress
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stio import native
@@ -509,75 +504,3 @@ _NO_BITS = (False, False)
 
 def _is_plain(kind: type[torch.Tensor]) -> bool:
     return kind in PLAIN or has_no_overrides(kind)
-
-
-def as_in_files(
-    module: nn.Module, tensors: Mapping[str, torch.Tensor], *, as_read: bool = True
-) -> dict[str, torch.Tensor]:
-    """Return tensors of a module under the names, and in the shapes, in which transformers 5 writes them.
-
-    It renames, splits and transposes tensors of many models when it saves them, and reverses that in
-    `from_pretrained`. Its own function is called here, if a program has imported it. Copies nothing that torch can
-    describe as a view of the same memory.
-
-    Args:
-        module: A model of transformers, or a module with such submodules; of others the tensors are returned as they
-            are, and so they are if the conversion fails.
-        tensors: Its tensors, by name.
-        as_read: A model that `from_pretrained` has read from files with other names is written with those; False:
-            with the names that a new model is written with.
-    """
-    result = dict(tensors)
-    for prefix, part in _models_of_transformers(module):
-        own = {name.removeprefix(prefix): result[name] for name in tensors if name.startswith(prefix)}
-        with suppress(Exception), torch.no_grad(), _Views():  # of a quantizer, or of another library's class
-            if not as_read:
-                part = copy(part)
-                part.__dict__.pop("_weight_conversions", None)
-            converted = sys.modules["transformers.core_model_loading"].revert_weight_conversion(part, own)
-            result = {name: tensor for name, tensor in result.items() if not name.startswith(prefix)}
-            result.update((prefix + name, tensor) for name, tensor in converted.items())
-    return result
-
-
-def _models_of_transformers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost ones, each with the prefix of its names."""
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    if kind is None or "transformers.core_model_loading" not in sys.modules:  # before transformers 5
-        return
-    outermost = "\0"
-    for path, part in module.named_modules():
-        prefix = f"{path}." if path else ""
-        if isinstance(part, kind) and not prefix.startswith(outermost):
-            outermost = prefix
-            yield prefix, part
-
-
-class _Views(TorchFunctionMode):
-    """Keeps views as they are where the code inside would copy them."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if function is torch.Tensor.contiguous else function(*args, **(kwargs or {}))
-
-
-def names_in_files(module: nn.Module, *, as_read: bool = True) -> tuple[dict[str, str], dict[str, str]]:
-    """Return names that only a module has, and those that only the files of `as_in_files` have.
-
-    Returns:
-        A name of each kind, by its `unnumbered` form.
-    """
-    if next(_models_of_transformers(module), None) is None:
-        return {}, {}
-    named = chain(module.named_parameters(), module.named_buffers())
-    tensors = {unnumbered(name): (name, tensor) for name, tensor in named if not is_lazy(tensor)}
-    empty = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in tensors.values()}
-    names = [
-        {unnumbered(name): name for name in found} for found in (empty, as_in_files(module, empty, as_read=as_read))
-    ]
-    own, files = ({key: name for key, name in some.items() if key not in other} for some, other in (names, names[::-1]))
-    return own, files
-
-
-def unnumbered(name: str) -> str:
-    """Return a name with 0 for each of its numbers: names of all layers, and of all experts, become one."""
-    return ".".join("0" if part.isdigit() else part for part in name.split("."))

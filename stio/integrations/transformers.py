@@ -43,7 +43,7 @@ import torch
 from torch import nn
 
 from stio import PendingSave, sync
-from stio.device.tensor_memory import names_in_files
+from stio.device.names_in_files import names_in_files
 from stio.errors import CheckpointNotFoundError, MismatchError, install_command, listed
 from stio.integrations._hub_pushes import HubPushes
 from stio.integrations._processes import exchange, on_all

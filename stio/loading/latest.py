@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import cache
-from typing import Any, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 from stio.errors import (
     AmbiguousCheckpointError,
@@ -41,6 +41,8 @@ _NUM_BEFORE = 2
 _NO_DEFAULT: Any = object()
 
 T = TypeVar("T")
+_Examined: TypeAlias = tuple[dict[str, str], list[str], list[str]]
+"""Of a step: for each entry that is complete, the path to return; why the others are left out; all its checkpoints."""
 
 
 @overload
@@ -57,8 +59,9 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False, 
     The newest one has the highest step: the number in the name of its file or directory, as for `keep_last=` of a
     `stio.Saver`; a date is none. A checkpoint is complete if its index and all headers are right and fit the sizes of
     the files; no tensors are read. What is not complete, such as shards of which one is missing, a link to nothing,
-    files of torch.save, or a name such as `step-3.tmp`, is left out, and a warning names it. Names that begin with a
-    dot, and what holds no checkpoint, are left out too.
+    files of torch.save, or a name such as `step-3.tmp`, is left out, and a warning names it. So is a step with fewer
+    checkpoints than each of the two complete steps before it. Names that begin with a dot, and what holds no
+    checkpoint, are left out too.
 
         if (path := stio.latest("checkpoints", default=None)) is not None:  # None at the first start
             state = await stio.load_state(path)
@@ -95,21 +98,12 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False, 
     for position, step in enumerate(steps):
         complete, incomplete, checkpoints = examined(step)
         left_out += incomplete
-        before: dict[int, list[str]] = {}
-        for other in steps[position + 1 :] if complete else ():
-            with suppress(StioError):  # such as a link that leads out
-                usable, damaged, others = examined(other)
-                if usable and not damaged:
-                    before[other] = others
-            if len(before) == _NUM_BEFORE:
-                break
+        before = _usable(steps[position + 1 :], examined) if complete else {}
         if reason := _why_parts_are_missing(checkpoints, before, path):
             left_out += [f"{entry}: {reason}" for entry in complete]
             continue
         if len(complete) > 1:
-            message = (
-                f"several checkpoints are of the newest step, {step}: pass one of them, or save each step by one call"
-            )
+            message = f"several checkpoints are of the newest step, {step}: pass one, or save each step by one call"
             names = listed(map(os.path.basename, complete))
             raise AmbiguousCheckpointError(message, path=path, expected="one", found=names)
         for newest in complete.values():
@@ -132,11 +126,24 @@ def _listed(path: str, look: Callable[[str], T]) -> T:
         raise refused("looking for the newest checkpoint", path, error) from error
 
 
-def _examine(entries: Sequence[str], follow_symlinks: bool) -> tuple[dict[str, str], list[str], list[str]]:
+def _usable(steps: Sequence[int], examined: Callable[[int], _Examined]) -> dict[int, list[str]]:
+    """Return the checkpoints of the first steps that are complete, with which a later one is compared."""
+    usable: dict[int, list[str]] = {}
+    for step in steps:
+        with suppress(StioError):  # such as a link that leads out
+            complete, incomplete, checkpoints = examined(step)
+            if complete and not incomplete:
+                usable[step] = checkpoints
+        if len(usable) == _NUM_BEFORE:
+            break
+    return usable
+
+
+def _examine(entries: Sequence[str], follow_symlinks: bool) -> _Examined:
     """Examine the files and directories that name one step.
 
     Returns:
-        For each that is complete, the path to return. Why the others are left out. All checkpoints of the step.
+        See `_Examined`.
     """
     complete: dict[str, str] = {}
     incomplete: list[str] = []

@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stio.device.base import LoadedGroup
-from stio.device.tensor_memory import copy_all, has_memory, names_in_files, require_memory, unnumbered
+from stio.device.names_in_files import names_in_files, unnumbered
+from stio.device.tensor_memory import copy_all, has_memory, require_memory
 from stio.device.tensors import TORCH_DTYPES, as_scalar, cast, fits_shape, loses_values, may_lose_range
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
 from stio.format.state_tree import STATE_KEY, TREE_TENSOR
@@ -188,18 +189,7 @@ class ModuleTarget(LoadTarget):
         self._require_fillable(present)
         self._require_shapes(stored)
         missing, unexpected = self._differences(stored)
-        if is_state and missing and len(unexpected) >= len(stored):
-            raise MismatchError(
-                f"the checkpoint has no tensor of the module: missing {listed(missing)}; {_STATE}", path=path
-            )
-        if strict and (missing or unexpected):
-            reason = "the checkpoint does not fit the module; strict=False loads the common names"
-            if len(unexpected) >= len(stored):
-                reason = "the checkpoint and the module have no name in common; load the checkpoint of this model"
-            raise MismatchError(
-                f"{reason}: missing {listed(missing)}; unexpected {listed(unexpected)}{_advice(missing, unexpected)}",
-                path=path,
-            )
+        self._require_names(missing, unexpected, len(stored), is_state=is_state)
         self._require_values()
         self._report = LoadReport(missing, unexpected, tuple(self._tree.never_stored), path)
         sources = {name: self._source_of(name) for name in present if not self._tree.is_hooked(name)}
@@ -211,14 +201,8 @@ class ModuleTarget(LoadTarget):
             path=path,
         )
         if stored and not present and not self._tree.hooked:
-            log(
-                logging.WARNING,
-                "%s: no tensor has a name of the module, so nothing is loaded: missing %s; unexpected %s%s",
-                path,
-                listed(missing),
-                listed(unexpected),
-                _advice(missing, unexpected),
-            )
+            what = "%s: no tensor has a name of the module, so nothing is loaded: %s"
+            log(logging.WARNING, what, path, _named(missing, unexpected))
         if self._leaves_all_to_torch():
             self._tree.hook([""])
         if self._parts and (found := [name for name in self._parts if self._tree.is_hooked(name)]):
@@ -279,6 +263,18 @@ class ModuleTarget(LoadTarget):
         unexpected = tuple(name for name in stored if not tree.expects(name) and not tree.is_hooked(name))
         return missing, unexpected
 
+    def _require_names(
+        self, missing: Sequence[str], unexpected: Sequence[str], num_stored: int, *, is_state: bool
+    ) -> None:
+        if is_state and missing and len(unexpected) >= num_stored:
+            message = f"the checkpoint has no tensor of the module: missing {listed(missing)}; {_STATE}"
+            raise MismatchError(message, path=self._path)
+        if self._strict and (missing or unexpected):
+            reason = "the checkpoint does not fit the module; strict=False loads the common names"
+            if len(unexpected) >= num_stored:
+                reason = "the checkpoint and the module have no name in common; load the checkpoint of this model"
+            raise MismatchError(f"{reason}: {_named(missing, unexpected)}", path=self._path)
+
     def _use_names_of_files(self, names: Collection[str]) -> None:
         """Fill views that have the names and shapes of the checkpoint, if transformers has changed those of the module.
 
@@ -293,24 +289,19 @@ class ModuleTarget(LoadTarget):
                 break
         else:
             return
-        cannot = (
-            self.assigns or self._fills or self._parts or tree.hooked or any(map(is_on_meta, tree.tensors.values()))
-        )
+        needs_others = self.assigns or self._fills
         views = views_in_files(self._module, tree.tensors, as_read=as_read)
-        if cannot or not views:
-            raise MismatchError(
-                "transformers gives tensors of this model other names and shapes in files than in the module, and "
-                "from_pretrained converts them: call that after stio.compat.install(), which reads by stio too; or "
-                "save with save_pretrained(..., save_original_format=False)"
-                + (
-                    "; or call load_into without assign=True for a module that is not on 'meta': it converts them"
-                    if views and (self.assigns or self._fills)
-                    else ""
-                )
-                + f". Only in files: {listed(only_in_files.values())}",
-                path=self._path,
-            )
-        tree.tensors = self._targets = views
+        if views and not (needs_others or self._parts or tree.hooked or any(map(is_on_meta, tree.tensors.values()))):
+            tree.tensors = self._targets = views
+            return
+        in_place = "; or call load_into without assign=True for a module that is not on 'meta': it converts them"
+        raise MismatchError(
+            "transformers gives tensors of this model other names and shapes in files than in the module, and "
+            "from_pretrained converts them: call that after stio.compat.install(), which reads by stio too; or "
+            f"save with save_pretrained(..., save_original_format=False){in_place if views and needs_others else ''}. "
+            f"Only in files: {listed(only_in_files.values())}",
+            path=self._path,
+        )
 
     def _require_values(self) -> None:
         """Raise for buffers that neither the checkpoint nor the module has values for: a forward would fail."""
@@ -659,6 +650,10 @@ def _become(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 def _has_gradient(dtype: str) -> bool:
     found = TORCH_DTYPES.get(dtype)
     return found is None or found.is_floating_point or found.is_complex
+
+
+def _named(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    return f"missing {listed(missing)}; unexpected {listed(unexpected)}{_advice(missing, unexpected)}"
 
 
 def _advice(missing: Sequence[str], unexpected: Sequence[str]) -> str:

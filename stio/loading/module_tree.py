@@ -19,7 +19,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import _global_parameter_registration_hooks
 from torch.nn.parameter import is_lazy
 
-from stio.device.tensor_memory import TargetMemory, as_in_files, has_overlap
+from stio.device.names_in_files import as_in_files
+from stio.device.tensor_memory import TargetMemory, has_overlap
 from stio.device.torch_private import traits_of
 from stio.loading.warm_start.parameter import PlaceholderParameter
 

@@ -70,18 +70,18 @@ def copy_of(error: BaseException) -> BaseException:
     An error that cannot be copied is returned itself.
     """
     kind = type(error)
-    made: BaseException | None = None
+    copied: BaseException | None = None
     try:
         with suppress(Exception):  # its `__init__` may take other arguments than those that it keeps
-            made = copy.copy(error)
-        if type(made) is not kind or made.args != error.args:
-            made = kind.__new__(kind, *error.args)
-        made.__dict__.update(error.__dict__)
+            copied = copy.copy(error)
+        if type(copied) is not kind or copied.args != error.args:
+            copied = kind.__new__(kind, *error.args)
+        copied.__dict__.update(error.__dict__)
     except Exception:
         return error
-    made.__cause__, made.__context__ = error.__cause__, error.__context__
-    made.__suppress_context__ = error.__suppress_context__
-    return made.with_traceback(error.__traceback__)
+    copied.__cause__, copied.__context__ = error.__cause__, error.__context__
+    copied.__suppress_context__ = error.__suppress_context__
+    return copied.with_traceback(error.__traceback__)
 
 
 T = TypeVar("T")

@@ -123,9 +123,10 @@ class Retention:
         if named is None or is_url(path) or self._last.get(folder) == named[0]:
             return
         self._last[folder] = named[0]
-        dropped = self._steps_like({series_of(path)}) if self._drop_higher else ()
-        present = warn_of_higher_steps(folder, named[0], among=self._known.get(folder), dropped=dropped)
-        self._known.setdefault(folder, present).add(named[0])
+        known = self._known.setdefault(folder, set(_steps_present(folder)))
+        dropped = self._steps_like({series_of(path)}) if self._drop_higher else set()
+        warn_of_higher_steps(folder, named[0], among=known - dropped)
+        known.add(named[0])
 
     def _take_over(self, series: str | None, filename_pattern: str | None) -> None:
         """Let the earlier saves of a series count as those of this saver, before all of its own."""
@@ -295,9 +296,7 @@ def _earlier_saves(directory: str) -> list[tuple[int, EarlierSave]]:
     return [(named[0], save) for named, save in found if named is not None and len(named[1]) > len(root)]
 
 
-def warn_of_higher_steps(
-    directory: str, step: int, *, among: Collection[int] | None = None, dropped: Collection[int] = ()
-) -> set[int]:
+def warn_of_higher_steps(directory: str, step: int, *, among: Collection[int] | None = None) -> None:
     """Log a warning if a directory holds checkpoints of higher steps than the one at which a run is.
 
     What resumes from the highest step, and what deletes by the number, would take those.
@@ -306,22 +305,10 @@ def warn_of_higher_steps(
         directory: The directory of the steps.
         step: The step.
         among: The steps that count; None: all.
-        dropped: Steps that do not count.
-
-    Returns:
-        The steps in the directory.
     """
-    present: dict[int, list[str]] = {}
-    with suppress(OSError):  # without it the save itself raises, or makes it
-        present = {number: paths for number, paths in steps_in(directory).items() if number is not None}
-    higher = sorted(
-        number
-        for number, paths in present.items()
-        if number > step
-        and (among is None or number in among)
-        and number not in dropped
-        and any(map(_holds_checkpoint, paths))
-    )
+    present = _steps_present(directory)
+    numbers = [number for number in sorted(present) if number > step and (among is None or number in among)]
+    higher = [number for number in numbers if any(map(_holds_checkpoint, present[number]))]
     if higher:
         shown = map(str, higher if len(higher) <= _MOST_SHOWN else [*higher[:2], "...", *higher[-2:]])
         log(
@@ -333,7 +320,13 @@ def warn_of_higher_steps(
             step,
             ", ".join(shown),
         )
-    return {*present}
+
+
+def _steps_present(directory: str) -> dict[int, list[str]]:
+    """Return the paths in a directory by their steps; none if it cannot be listed: the save makes it, or raises."""
+    with suppress(OSError):
+        return {number: paths for number, paths in steps_in(directory).items() if number is not None}
+    return {}
 
 
 def _holds_checkpoint(path: str) -> bool:

@@ -26,7 +26,8 @@ from torch import nn
 
 from stio.device.copy_out import Copy
 from stio.device.describe import LazyTensor, describe_tensors, state_of_object
-from stio.device.tensor_memory import names_in_files, require_own_data
+from stio.device.names_in_files import names_in_files
+from stio.device.tensor_memory import require_own_data
 from stio.errors import listed, printable
 from stio.format.sharding import TensorSource
 from stio.format.shared import UNDECLARED, TiedNames

@@ -123,6 +123,7 @@ def test_verify_as_json(sharded: Path) -> None:
         "file_bytes": 80,
         "data_bytes": 8,
         "num_tensors": 1,
+        "is_compared": True,
         "ok": True,
         "problem": None,
     }
@@ -131,6 +132,7 @@ def test_verify_as_json(sharded: Path) -> None:
         "file_bytes": 88,
         "data_bytes": 16,
         "num_tensors": 1,
+        "is_compared": True,
         "ok": False,
     }
     assert found == {
