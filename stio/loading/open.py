@@ -245,6 +245,7 @@ def open_checkpoint(
     shards_of: Callable[[ShardIndex], Collection[str] | None] = lambda index: None,
     replacement: Callable[[Source], Source] = lambda file: file,
     allow_trailing: bool = False,
+    examine_others: bool = False,
     check: Callable[[], None] = lambda: None,
     warn: Callable[[str], object] = lambda warning: logger.warning("%s", warning),
 ) -> OpenCheckpoint:
@@ -261,6 +262,7 @@ def open_checkpoint(
         replacement: Called with each shard that was opened; returns it, or another file with the same content and the
             same identity, and has closed the shard then.
         allow_trailing: Bytes after the last tensor of a file are a warning, and no error.
+        examine_others: Read the headers of files beside the checkpoint too, and warn of tensors of the same names.
         check: Called between files; may raise to end the call.
         warn: Called with a sentence for each difference that is no error. By default it is logged.
 
@@ -273,7 +275,16 @@ def open_checkpoint(
         StorageError: The operating system reported an error.
     """
     return _Opening(
-        limits or Limits(), strict, follow_symlinks, with_manifest, shards_of, replacement, allow_trailing, check, warn
+        limits or Limits(),
+        strict,
+        follow_symlinks,
+        with_manifest,
+        shards_of,
+        replacement,
+        allow_trailing,
+        examine_others,
+        check,
+        warn,
     ).open(source)
 
 
@@ -288,6 +299,7 @@ class _Opening:
     shards_of: Callable[[ShardIndex], Collection[str] | None]
     replacement: Callable[[Source], Source]
     allow_trailing: bool
+    examine_others: bool
     check: Callable[[], None]
     warn: Callable[[str], object]
 
@@ -426,7 +438,7 @@ class _Opening:
         """Warn of files in the directory that a reader of it may take for the newer checkpoint."""
         loaded = found.index or found.whole
         same, others = beside(loaded, files, names, FILE_SUFFIXES if found.index is not None else (FILE_SUFFIX,))
-        if not is_hub(root.path):  # there it would be downloaded
+        if self.examine_others and not is_hub(root.path):  # there it would be downloaded
             same += [name for name in others[:_MOST_EXAMINED] if self._has_names_of(root, name, opened)]
         if same:
             self.warn(warning_of_others(root.path, loaded, same))

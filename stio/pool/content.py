@@ -30,6 +30,7 @@ from stio.loading.module_tree import ModuleTree
 from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.select import select_tensors
 from stio.runtime import clock
 from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
@@ -158,7 +159,7 @@ class Content:
                 return found
             verify(operation, opened, options)
             if self._module is None:
-                self._tensors = collect(operation, opened, None, options)()
+                self._tensors = collect(operation, select_tensors(opened, None, options), options)()
                 return found
             target = ModuleTarget(self._module, assign=True)
             run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
