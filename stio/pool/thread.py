@@ -246,6 +246,9 @@ class PoolThread:
                 for entry, steps, ended in self._ended():
                     self._go_on(entry, steps, _outcome_of(ended))
                 self._decide()
+                for entry in self.policy.models:
+                    if entry.state in ("absent", "resident"):  # it was measured, and there is no room for it yet
+                        entry.content.close()
                 self._notifier.block_until(
                     lambda: bool(self._inbox or operation.cancelled or self._ended()),
                     self.policy.idle_in(clock.monotonic()),
