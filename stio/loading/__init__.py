@@ -24,4 +24,23 @@ piece. The first error of the executor ends the load in the same manner, and `ru
 `latest.py` finds the newest checkpoint of a training. `integrity.py` compares files with a manifest, `cache/` holds
 files in host memory or on this machine's disk, `warm_start/` loads a module while its forward runs. Start with
 `body.py`, then read `planned.py` and `scheduler.py`.
+
+Rules that are easy to miss:
+
+- A file is cold if less than half of it is in the page cache. Cold files are read past the cache, except mapped files,
+  loads of 16 MiB or less, and files that other ranks on this host load too. A cold map needs no O_DIRECT: huge pages
+  make the kernel read ahead in pieces of 2 MiB.
+- The engine carries out a load if each file is local or held whole by a `HostCache`, and every device has a driver.
+- Casts: `casts.py` decides what a cast may change. Rows of inner dimensions are read whole, with gaps of up to 256 KiB
+  (1 MiB from a store).
+- Into a module on the CPU the load's thread copies. On a device the caller's thread does (`fill_from` in `api.py`), on
+  its current stream: queued work may still read the old values. If a group is copied as it is, it is one tensor of
+  bytes, and no temporary tensor per parameter exists.
+- Where `device=` goes by name, each file is planned once per device, under one budget. Tied names on two devices become
+  a tensor on each.
+- A consumer that takes tensors by name can never wait forever: the requested group moves to the front, and if it would
+  wait for budget (`LoadScheduler.is_blocked`), the thread that takes it reads it alone.
+- A stream refers to the device storages of the group that was taken, so dropping a tensor frees no device memory. torch
+  releases the GIL there, and freeing device memory takes long enough for a busy thread to take it; the end of a storage
+  keeps it.
 """
