@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 import pytest
 import safetensors.torch
 import torch
+from fakes import FakeDevice
 from support import needs_engine
 
 import stio.sync
@@ -17,7 +18,6 @@ from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.loading.prepare import ACCELERATOR_BUDGET_BYTES, prepare
 from stio.storage.local import LocalFile, LocalRoot
-from stio.testing import FakeDevice
 
 pytestmark = pytest.mark.usefixtures("plain_workers")
 

@@ -8,12 +8,12 @@ import threading
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from fakes import MemoryDestination
 from support import Gate, HookedRoot, needs_engine, ramp, save_sharded
 
 import stio
 from stio import sync
 from stio.runtime.spans import summarize
-from stio.testing import MemoryDestination
 
 pytestmark = pytest.mark.anyio
 
