@@ -25,6 +25,7 @@ import trio
 from accelerators import gpu, keep_busy
 from counts import count
 from distributed.ranks import run_ranks
+from fakes import FaultyRoot
 from servers import Fault, HttpServer, Request, http_server
 from test_load import WAYS, local_of, new_model, odd_tensors
 from torch import nn
@@ -40,7 +41,6 @@ from stio.runtime import calls
 from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
 from stio.storage.open import open_directory
-from stio.testing import FaultyRoot
 
 pytestmark = pytest.mark.slow  # its ranks do all that it looks at for any of its tests
 

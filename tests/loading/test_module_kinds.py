@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import MemoryRoot, checkpoint_files
 from support import bits_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -21,7 +22,6 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import stio
 from stio import sync
-from stio.testing import MemoryRoot, checkpoint_files
 
 PAGE = Path(__file__).parents[2] / "docs/howto/modules.md"
 
