@@ -29,7 +29,7 @@ from stio.compat.huggingface_hub.save import (
     save_tensors,
     without_duplicates,
 )
-from stio.compat.safetensors.torch import _is_complete
+from stio.compat.safetensors.torch import _is_complete, _require_contiguous, _require_no_names
 from stio.conversion.sources import pickle_files
 from stio.device.tensor_memory import require_data_of, require_values
 from stio.errors import (
@@ -157,8 +157,8 @@ def save_torch_state_dict(
     if safe_serialization:
         tensors, dropped = without_duplicates(tensors, shared_tensors_to_discard or ())
         described = {**described, **dropped, **described}
-        if not force_contiguous:
-            _require_contiguous(tensors)
+        for name in tensors if not force_contiguous else ():
+            _require_contiguous(name, tensors[name])
         counted = {name: _as_counted(tensor) for name, tensor in tensors.items()}
     else:
         logger.warning(_UNSAFE)
@@ -178,15 +178,6 @@ def save_torch_state_dict(
         save_tensors(place, tensors, files, described, index)
     else:
         save_pickles(place, tensors, files, index)
-
-
-def _require_contiguous(tensors: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"the tensor {printable(name)!r} is non contiguous, and a file holds contiguous ones; call "
-                "`.contiguous()` on it, or save with `force_contiguous=True`"
-            )
 
 
 def _as_counted(tensor: torch.Tensor) -> torch.Tensor:
@@ -336,13 +327,8 @@ def _compared(
     tensors = {name: value for name, value in known.items() if isinstance(value, torch.Tensor)}
     filled = {get_torch_storage_id(value) for name, value in tensors.items() if name in loaded and _is_complete(value)}
     tied = {name for name, value in tensors.items() if get_torch_storage_id(value) in filled}
-    missing = sorted(set(absent if missing is None else missing) - tied)
-    message = f"Error(s) in loading state_dict for {type(model).__name__}"
-    for what, names in (("Missing", missing), ("Unexpected", unexpected)):
-        if names:
-            message += f"\n{what} key(s): " + ",".join(f'"{printable(name)}"' for name in names) + "."
-    if "\n" in message:
-        raise RuntimeError(message)
+    missing = set(absent if missing is None else missing) - tied
+    _require_no_names(model, sorted(missing), unexpected)
     return _IncompatibleKeys([], [])
 
 

@@ -40,7 +40,7 @@ from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import require_data_of, require_no_placeholders
 from stio.device.tensors import FORMAT_DTYPES, tensors_in
 from stio.device.torch_private import conj_neg_bits, copy_of
-from stio.errors import SharedTensorsError
+from stio.errors import SharedTensorsError, printable
 from stio.format.sharding import TensorSource
 from stio.format.shared import overlap_groups
 from stio.loading.module_tree import require_memory_of
@@ -304,13 +304,19 @@ def load_model(
             name for name in names if name not in missing
         ]  # the file has two names for the same memory of the module
         missing -= set(names)
-    if strict and (missing or unexpected):
-        lines = [f"Error(s) in loading state_dict for {type(model).__name__}:"]
-        for kind, found in (("Missing", sorted(missing)), ("Unexpected", sorted(unexpected))):
-            if found:
-                lines.append(f"    {kind} key(s) in state_dict: " + ", ".join(f'"{name}"' for name in found))
-        raise RuntimeError("\n".join(lines))
+    if strict:
+        _require_no_names(model, sorted(missing), sorted(unexpected))
     return missing, unexpected
+
+
+def _require_no_names(model: torch.nn.Module, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Raise RuntimeError, as torch does, if a model and its checkpoint have not the same names."""
+    lines = [f"Error(s) in loading state_dict for {type(model).__name__}:"]
+    for kind, names in (("Missing", missing), ("Unexpected", unexpected)):
+        if names:
+            lines.append(f"    {kind} key(s) in state_dict: " + ", ".join(f'"{printable(name)}"' for name in names))
+    if len(lines) > 1:
+        raise RuntimeError("\n".join(lines))
 
 
 def _evaluate_tensors_for_save(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -340,7 +346,7 @@ def _evaluate_tensors_for_save(tensors: Mapping[str, torch.Tensor]) -> None:
         _evaluate_tensor(name, tensor)
 
 
-def _evaluate_tensor(name: str, tensor: torch.Tensor) -> None:
+def _require_contiguous(name: str, tensor: torch.Tensor) -> None:
     if not tensor.is_contiguous():
         raise ValueError(
             f"You are trying to save a non contiguous tensor: `{name}` which is not allowed. It either means you are "
@@ -348,6 +354,10 @@ def _evaluate_tensor(name: str, tensor: torch.Tensor) -> None:
             "full tensors, and reslice at load time, or simply call `.contiguous()` on your tensor to pack it before "
             "saving."
         )
+
+
+def _evaluate_tensor(name: str, tensor: torch.Tensor) -> None:
+    _require_contiguous(name, tensor)
     if tensor.device.type == "meta":
         raise NotImplementedError(f"Cannot copy out of meta tensor; no data! (`{name}`)")  # a RuntimeError
     if tensor.dtype not in FORMAT_DTYPES:
