@@ -355,7 +355,7 @@ def test_the_files_that_architecture_names_exist() -> None:
     assert sorted(name for name in named if name not in FILES and not (ROOT / name).exists()) == []
 
 
-_TWINS = ("sync.py", "compat/safetensors/_installed.py", "compat/safetensors/_errors.py")
+_TWINS = ("sync.py", "compat/safetensors/_installed.py", "compat/safetensors/_file.py")
 """Files whose classes have the names of those that they stand for."""
 
 _SAME_CLASS_NAME = {"Saver": "`stio.Saver` and `stio.distributed.Saver` are public names"}

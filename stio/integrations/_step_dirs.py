@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 from stio.errors import StioError
@@ -104,10 +103,8 @@ class JoinedSave:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None:
             self._roll_back()
 
 
