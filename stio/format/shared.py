@@ -181,7 +181,6 @@ def parse_aliases(text: str, *, path: str, max_aliases: int) -> dict[str, str]:
     """
     scanner = Scanner(text.encode(errors="surrogatepass"), path=path, base=0, error=FormatError, what=ALIASES_KEY)
     try:
-        scanner.trim()
         aliases = scanner.string_map()
         scanner.finish()
     except FormatError as error:  # its offset is one in the text, and none in the file

@@ -91,7 +91,7 @@ def run_index(data: bytes) -> None:
     except (IndexFormatError, UnsafePathError) as error:
         str(error)
         return
-    document = json.loads(data)
+    document = json.loads(data, parse_int=lambda digits: float(digits) if digits == "-0" else int(digits))
     require(index.weight_map == document["weight_map"], "another weight_map than Python's json reads")
     require(list(index.weight_map) == list(document["weight_map"]), "another order than Python's json reads")
     require(set(index.shards) == set(index.weight_map.values()), "not the shards of the weight_map")
