@@ -46,6 +46,7 @@ __all__ = [  # with those of `stio` that do not wait, see below
     "load_into",
     "load_state",
     "open",
+    "preload",
     "save",
     "save_state",
     "warm_start",
@@ -348,5 +349,6 @@ load_state = _blocking(state.load_state)
 save = _blocking(saving.save)
 save_state = _blocking(state.save_state)
 convert = _blocking(conversion.convert)
+preload = _blocking(_package.preload)
 open = _twin_of(loading.open, Checkpoint)
 warm_start = _twin_of(warm.warm_start, WarmStart)

@@ -3,7 +3,7 @@
 An `Operation` (`operation.py`) is one piece of cancellable work on a thread of its own; each load and each save is one.
 A `Notifier` (`notifier.py`) wakes the tasks and the threads that wait for it; `blocking.py` runs the same coroutines
 without an event loop. A `WorkerPool` (`workers.py`) is a few threads that work on one queue. `calls.py` makes calls
-that a cancel can leave, and runs coroutines of storages and producers; `first_use.py` imports on a thread.
+that a cancel can leave, and runs coroutines of storages and producers.
 `process.py` holds what belongs to the whole process: fork hooks, the interpreter's switch interval, pauses of the
 garbage collector. A `Region` (`memory.py`) is host memory by address. A `Trace` (`trace.py`) records what each thread
 did and when; `spans.py` adds it up, `timeline.py` draws it. `stats.py` counts. `locks.py` makes all
