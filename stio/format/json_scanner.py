@@ -109,10 +109,13 @@ class Scanner:
     def accept_key(self, key: str) -> bool:
         """Step over a key and its colon, if the key is this one, with or without escapes."""
         match = _SHORT_STRING.match(self.raw, self.pos, self.end)
+        if match is None:
+            return False
         try:
-            if match is None or json.loads(match[0].decode()) != key:
-                return False
+            name = json.loads(match[0].decode()) if b"\\" in match[0] else match[0][1:-1].decode()
         except ValueError:
+            return False
+        if name != key:
             return False
         self.pos = match.end()
         self.skip_space()
