@@ -3,20 +3,61 @@
 `stio.loading.integrity` compares them with the files. A digest covers a whole file, as that of `sha256sum` does. Each
 name has a list of acceptable states, because a file and the manifest are replaced by two renames: shortly before a
 commit the manifest has the old and the new state, and after it the new one only. Names are compared and never opened.
+
+SHA-256 comes from the standard library. XXH3 comes from the package xxhash (extra `hash`), imported at its first use.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Literal, Protocol, cast
 
 import msgspec
 
-from stio.errors import FormatError, LimitError, printable
+from stio.errors import FormatError, LimitError, install_command, printable
 from stio.format.json_scanner import Scanner
-from stio.runtime.hashing import ALGORITHMS, HashName
+
+# Hashes.
+
+HashName = Literal["sha256", "xxh3"]
+"""Values of `hash=`: SHA-256, or XXH3 with 128 bits (faster, but no protection against forgery)."""
+
+ALGORITHMS: Mapping[str, int] = {"sha256": 64, "xxh3": 32}
+"""Number of hexadecimal digits in a digest of each algorithm."""
+
+
+class Hasher(Protocol):
+    """The interface that `hashlib` and `xxhash` share."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Add bytes; releases the GIL if there are many."""
+
+    def hexdigest(self) -> str:
+        """Return the digest of all bytes so far."""
+
+
+def new_hasher(algorithm: str) -> Hasher:
+    """Return a new hasher; also the check of a `hash=` argument.
+
+    Raises:
+        ValueError: There is no such algorithm.
+        ImportError: The algorithm is `xxh3`, and xxhash is not installed.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"hash= takes one of {', '.join(map(repr, ALGORITHMS))}, not {algorithm!r}")
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    try:
+        return cast(Hasher, import_module("xxhash").xxh3_128())
+    except ImportError as error:
+        raise ImportError(f"the hash xxh3 comes from the package xxhash: {install_command('hash')}") from error
+
+
+# The file.
 
 VERSION = 1
 

@@ -38,13 +38,12 @@ from stio.loading.plan import Names
 from stio.loading.prepare import prepare
 from stio.loading.select import PlacementsLike, checked_placements, plain_names, reusable_names, shards_of
 from stio.loading.target import LoadReport, LoadTarget
-from stio.runtime.blocking import AsyncOnly, runs_blocking
-from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
+from stio.runtime.notifier import AsyncOnly, runs_blocking
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.progress import Progress
-from stio.runtime.text import counted, show_bytes
+from stio.runtime.text import counted, described_by, keywords_for, show_bytes
 from stio.runtime.trace import Trace, shown
 
 

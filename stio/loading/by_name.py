@@ -24,8 +24,7 @@ from stio.loading.options import LoadOptions
 from stio.loading.plan import Group
 from stio.loading.prepare import prepare
 from stio.loading.scheduler import LoadScheduler
-from stio.runtime.blocking import run_blocking
-from stio.runtime.notifier import Notifier
+from stio.runtime.notifier import Notifier, run_blocking
 from stio.runtime.operation import Operation, close_all
 
 

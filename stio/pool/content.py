@@ -31,7 +31,7 @@ from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions, SourceLike
 from stio.runtime import clock
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.runtime.progress import ProgressEvent
 

@@ -26,7 +26,7 @@ from stio.errors import SaveInProgressError, StioError, printable
 from stio.format.directory import INDEX_NAME, NamedCheckpoint, choose, of_index, without_index
 from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
 from stio.format.index import ShardIndex, parse_index
-from stio.format.manifest import FileState, manifest_change
+from stio.format.manifest import FileState, Hasher, manifest_change, new_hasher
 from stio.format.naming import (
     FILE_SUFFIX,
     INDEX_SUFFIX,
@@ -38,15 +38,14 @@ from stio.format.naming import (
 )
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
-from stio.runtime.hashing import Hasher, new_hasher
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, Limits
-from stio.runtime.log import log
 from stio.runtime.memory import allocate
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation, current_operation
 from stio.runtime.process import collection_paused, switch_interval
 from stio.runtime.progress import progress_callback
 from stio.runtime.spans import CALLER
+from stio.runtime.text import log
 from stio.runtime.trace import shown, traced
 from stio.saving.options import (
     DEFAULT_PATTERN,

@@ -18,11 +18,10 @@ import fuzz_header
 
 from stio.errors import FormatError, IndexFormatError, UnsafePathError
 from stio.format.index import parse_index
-from stio.format.manifest import FileState, Manifest, build_manifest, parse_manifest
+from stio.format.manifest import ALGORITHMS, FileState, Manifest, build_manifest, parse_manifest
 from stio.format.safe_pickle import PickleRefused, PlainPickles
 from stio.format.sharding import build_index
 from stio.format.state_tree import encode_tree, parse_tree
-from stio.runtime.hashing import ALGORITHMS
 from stio.runtime.limits import Limits
 
 LIMITS = Limits(max_state_nodes=100_000)

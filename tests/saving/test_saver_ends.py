@@ -18,7 +18,7 @@ from support import eventually, eventually_async, require_equal
 
 import stio
 import stio.sync
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 from stio.testing import MemoryDestination
 
 pytestmark = pytest.mark.anyio

@@ -54,7 +54,7 @@ from stio.device.tensor_memory import require_data_of, require_values
 from stio.errors import printable
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.loading.module_tree import require_memory_of
-from stio.runtime.contexts import contextmanager
+from stio.runtime.process import contextmanager
 from stio.storage.open import open_directory
 
 __all__ = [

@@ -42,9 +42,9 @@ from stio.loading.body import collect, reading_operation
 from stio.loading.module_tree import require_memory_of
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions
-from stio.runtime.contexts import contextmanager
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
+from stio.runtime.process import contextmanager
 from stio.storage.base import Root
 from stio.storage.open import SingleFileRoot, most_open_files
 

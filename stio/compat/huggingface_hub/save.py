@@ -20,8 +20,8 @@ import torch
 from stio.errors import StioError, StorageError
 from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, index_name, is_checkpoint_file
-from stio.runtime.blocking import run_blocking
-from stio.runtime.contexts import contextmanager
+from stio.runtime.notifier import run_blocking
+from stio.runtime.process import contextmanager
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files

@@ -19,8 +19,8 @@ from stio.errors import DeviceError, DeviceMemoryError
 from stio.loading.body import collect
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
-from stio.runtime.contexts import contextmanager
 from stio.runtime.operation import Operation
+from stio.runtime.process import contextmanager
 
 
 class AcceleratorTensors(Tensors):

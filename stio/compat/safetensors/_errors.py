@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from stio.errors import CheckpointNotFoundError, LimitError, StioError, StorageError, TruncatedError, printable
 from stio.format.companions import why_packed
-from stio.runtime.contexts import contextmanager
+from stio.runtime.process import contextmanager
 
 
 class ErrorBase(Exception):
