@@ -73,12 +73,12 @@ def header_nbytes(prefix: bytes, *, file_bytes: int, limits: Limits = _DEFAULT_L
     nbytes = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     left = max(0, file_bytes - PREFIX_BYTES)  # subtracted, so that no number here can overflow
     if nbytes > limits.header_bytes:
-        most = f"{limits.header_bytes}"
+        what = "the header's length exceeds"
+        refused = limit_error(what, "header_bytes", limits.header_bytes, path=path, offset=0, found=nbytes)
         if nbytes <= left:
-            what = "the header's length exceeds"
-            raise limit_error(what, "header_bytes", most, path=path, offset=0, found=nbytes)
+            raise refused
         message = "this is no safetensors file: its first 8 bytes are not the length of a header; fetch it again"
-        raise LimitError(message, path=path, offset=0, expected=f"at most {most}", found=nbytes)
+        raise LimitError(message, path=path, offset=0, expected=refused.expected, found=nbytes)
     if nbytes > left:
         message = f"the header's length leads past the end of the file; {_CUT}"
         raise FormatError(message, path=path, offset=0, expected=f"at most {left}", found=nbytes)
@@ -215,8 +215,8 @@ class _Columns:
                 scanner.fail("a tensor name occurs twice", at=start, expected="distinct names", found=twice)
             self._add(entries)
             if len(self.names) > max_tensors:
-                most, found = f"{max_tensors:,}", f"{len(self.names):,} or more"
-                raise limit_error("more tensors than", "max_tensors", most, path=self._path, found=found)
+                count = f"{len(self.names):,} or more"
+                raise limit_error("more tensors than", "max_tensors", max_tensors, path=self._path, found=count)
         scanner.finish()
 
     def _end_of_entries(self) -> int:
@@ -499,10 +499,9 @@ def build_header(
     num_tensors = 0
     for name, dtype, shape in tensors:
         kind = dtype, tuple(shape)
-        found = known.get(kind)
-        if found is None:
-            found = known[kind] = _entry(name, *kind)
-        entries[name] = found
+        if kind not in known:
+            known[kind] = _entry(name, *kind)
+        entries[name] = known[kind]
         names_of[dtype].append(name)
         num_tensors += 1
     for name in entries:

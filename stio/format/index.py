@@ -186,9 +186,9 @@ def require_one_set(headers: Sequence[Header], *, path: str) -> None:
         return
     (first, _, count), numbers = marks[0], {number for _, number, _ in marks}
     if any((name, total) != (first, count) for name, _, total in marks):
-        found = " and ".join(dict.fromkeys(printable(name) for name, _, _ in marks))
+        sets = " and ".join(dict.fromkeys(printable(name) for name, _, _ in marks))
         message = "the shards are of several saves, as fastsafetensors has marked them; keep those of one save"
-        raise IndexFormatError(message, path=path, expected="one fst.shard.set", found=found)
+        raise IndexFormatError(message, path=path, expected="one fst.shard.set", found=sets)
     if count != str(len(headers)) or numbers != set(map(str, range(len(headers)))):
         message = "shards are missing, as fastsafetensors has marked them; get the others, or load a shard by its path"
         raise IndexFormatError(message, path=path, expected=f"{printable(count)} shards", found=len(headers))
@@ -254,11 +254,11 @@ def _missing(
 
 def _stale(index: ShardIndex, rows_of: Mapping[str, dict[str, int]]) -> dict[str, list[str]]:
     """Return by shard the tensors that it holds, and that the index gives to another shard."""
-    found = {
+    stale = {
         shard: [name for name in rows if index.weight_map.get(name, shard) != shard or name in index.names_elsewhere]
         for shard, rows in rows_of.items()
     }
-    return {shard: names for shard, names in found.items() if names}
+    return {shard: names for shard, names in stale.items() if names}
 
 
 def _conflict(index: ShardIndex, stale: Mapping[str, list[str]], *, decides: bool, path: str) -> str:

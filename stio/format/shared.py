@@ -186,6 +186,6 @@ def parse_aliases(text: str, *, path: str, max_aliases: int) -> dict[str, str]:
     except FormatError as error:  # its offset is one in the text, and none in the file
         raise FormatError(error.message, path=path, expected=error.expected, found=error.found) from None
     if len(aliases) > max_aliases:
-        what, most = f"{ALIASES_KEY}: more names than", f"{max_aliases:,}"
-        raise limit_error(what, "max_tensors", most, path=path, found=f"{len(aliases):,}")
+        what = f"{ALIASES_KEY}: more names than"
+        raise limit_error(what, "max_tensors", max_aliases, path=path, found=f"{len(aliases):,}")
     return aliases

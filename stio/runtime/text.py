@@ -119,10 +119,10 @@ def without_secrets(text: str) -> str:
     A query may hold a signature, which gives access to the data. Where a slash is missing, text is a URL if a store's
     scheme says so.
     """
-    found = _URL.fullmatch(text)
-    if found is None or (found[2] == "/" and found[1].lower() not in SCHEMES):
+    match = _URL.fullmatch(text)
+    if match is None or (match[2] == "/" and match[1].lower() not in SCHEMES):
         return text
-    scheme, slashes, host, rest = found.groups()
+    scheme, slashes, host, rest = match.groups()
     return f"{scheme}:{slashes}{host.rpartition('@')[2]}{re.split('[?#]', rest, maxsplit=1)[0]}"
 
 
@@ -136,14 +136,14 @@ _SEE = re.compile(r"See `stio\.[\w.]+`\.\s*")
 _REST = "..."
 
 
-def keywords_for(takes: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def keywords_for(takes: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a caller's arguments that a function or class takes by keyword.
 
     Args:
         takes: The function or class.
-        given: The caller's `locals()`, before it has other variables.
+        arguments: The caller's `locals()`, before it has other variables.
     """
-    return {name: given[name] for name in _keywords_of(takes) if name in given}
+    return {name: arguments[name] for name in _keywords_of(takes) if name in arguments}
 
 
 @cache
@@ -188,5 +188,5 @@ def completed(text: str, names: Iterable[str], sources: Iterable[str]) -> str:
 
 def descriptions(text: str) -> dict[str, str]:
     """Return what a docstring says of each parameter."""
-    found = _ENTRIES.search(inspect.cleandoc(text) + "\n")
-    return {} if found is None else dict(_ENTRY.findall(found[0]))
+    match = _ENTRIES.search(inspect.cleandoc(text) + "\n")
+    return {} if match is None else dict(_ENTRY.findall(match[0]))
