@@ -2,10 +2,8 @@
 
     tensors = await stio.load("model/", device="cuda")
 
-Names are imported when they are first used, so that `import stio` does not import torch. On a running event loop the
-functions, and the classes that are entered by `async with`, are imported on a thread (`stio.runtime.first_use`). Other
-names are imported at once. Of these, `LazyTensor`, `Checkpoint`, `Stream`, `LoadReport`, `LoadOptions`, `WarmStart`,
-`PendingSave` and `sync` import torch, and so does `stio.distributed`.
+Names are imported when they are first used, so that `import stio` does not import torch. Most of them do, which takes
+seconds. A program with an event loop calls `await stio.preload()` first, which imports all of them on a thread.
 
 Levels, from the base: `errors.py`; `runtime/`; `format/` (pure); `device/` and `storage/`; `loading/` and `saving/`;
 `conversion/`, `distributed/`, `pool/`, `pull.py` (copies from stores) and `state.py` (nested state); this module and
@@ -17,7 +15,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -117,20 +114,11 @@ _NAMES = {
 }
 """Public names by the module that defines them."""
 
-_COROUTINE_FUNCTIONS = frozenset({"convert", "load", "load_into", "load_state", "save", "save_state"})
-_CONTEXTS = {
-    "HostCache": ("prefetch",),
-    "ModelPool": ("aclose", "evict", "prefetch", "remove", "update"),
-    "Saver": ("aclose", "save", "save_state"),
-    "open": ("aclose", "load", "load_into", "read"),
-    "warm_start": ("aclose", "done"),
-}
-"""Public names that make asynchronous context managers, with the coroutine methods of these."""
-
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [  # noqa: PLE0604  # a test compares the table with the imports above
     "__version__",
+    "preload",
     "sync",
     *sorted(_MODULE_OF),
 ]
@@ -154,27 +142,16 @@ def _resolve(name: str) -> Any:
     return globals()[name]
 
 
-def _is_quick(name: str) -> bool:
-    """Return whether a name may be imported in this thread: no event loop runs, or its module is imported already.
+async def preload() -> None:
+    """Import torch, and all modules behind the names of stio, on a thread.
 
-    In a notebook a cell that imports blocks the loop of its kernel in any case.
+    Otherwise the first call of `stio.load`, or of another function, imports them in the calling thread, which takes
+    seconds. Call this where a server starts, before the first load. The event loop goes on meanwhile, except while the
+    system links torch's libraries (0.25 s if their files are in the page cache). If the modules are imported already,
+    it returns at once. A cancelled call waits until the import has ended.
     """
-    if name not in _COROUTINE_FUNCTIONS and name not in _CONTEXTS:
-        return True
-    module = sys.modules.get(_MODULE_OF[name])
-    if module is not None and not getattr(module.__spec__, "_initializing", False):  # set while a thread imports it
-        return True
-    in_event_loop: bool = import_module("stio.runtime.blocking").in_event_loop()
-    return not in_event_loop or "ipykernel" in sys.modules
-
-
-def _stand_in(name: str) -> Any:
-    """Return what stands for a name until its module, and torch, are imported on a thread."""
-    first_use = import_module("stio.runtime.first_use")
-    resolve = partial(_resolve, name)
-    if name in _COROUTINE_FUNCTIONS:
-        return first_use.coroutine_function(name, resolve)
-    return first_use.Factory(resolve, _CONTEXTS[name])
+    operation = import_module("stio.runtime.operation")
+    await operation.Operation(lambda _: [_resolve(name) for name in _MODULE_OF], name="import").wait()
 
 
 if not TYPE_CHECKING:  # or a checker would take a name that is mistyped for one of ours
@@ -184,7 +161,7 @@ if not TYPE_CHECKING:  # or a checker would take a name that is mistyped for one
             return import_module(f"stio.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'stio' has no attribute {name!r}")
-        return _resolve(name) if _is_quick(name) else _stand_in(name)
+        return _resolve(name)
 
 
 def __dir__() -> list[str]:

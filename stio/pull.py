@@ -41,7 +41,7 @@ from stio.format.other_sources import advice_for_slash
 from stio.loading.integrity import judge_files, read_manifest
 from stio.loading.open import OpenCheckpoint, at_url, chosen, open_checkpoint
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
-from stio.runtime.urls import SCHEMES, is_url, without_secrets
+from stio.runtime.text import SCHEMES, is_url, without_secrets
 from stio.storage.base import Identity, ParallelRoot, RequestedSource, Requests, Root, Source
 from stio.storage.checks import local_directory, refusals
 from stio.storage.commit import syscalls as calls

@@ -42,8 +42,7 @@ from stio.format.header import TensorInfo
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.memory import Region, allocate, libc
 from stio.runtime.operation import Operation
-from stio.runtime.text import counted, natural_key
-from stio.runtime.urls import without_secrets
+from stio.runtime.text import counted, natural_key, without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
 

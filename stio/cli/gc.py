@@ -10,7 +10,7 @@ import click
 
 from stio.cli.output import JSON_OPTION, NO, PATH, ZERO_OR_MORE, print_result, wrong_arguments
 from stio.errors import one_line
-from stio.runtime.urls import is_url, without_secrets
+from stio.runtime.text import is_url, without_secrets
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport, collect_garbage
 from stio.storage.open import open_destination
 

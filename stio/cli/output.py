@@ -47,7 +47,7 @@ from stio.errors import (
     one_line,
     printable,
 )
-from stio.runtime.contexts import contextmanager
+from stio.runtime.process import contextmanager
 from stio.runtime.progress import ProgressEvent
 from stio.runtime.text import show_bytes
 

@@ -23,8 +23,7 @@ from stio.errors import one_line
 from stio.pull import PullResult
 from stio.pull import pull as copy
 from stio.runtime.operation import Operation
-from stio.runtime.text import counted, show_bytes
-from stio.runtime.urls import without_secrets
+from stio.runtime.text import counted, show_bytes, without_secrets
 
 
 @click.command()

@@ -31,8 +31,7 @@ from stio.loading.integrity import judge_files, no_manifest, read_manifest
 from stio.loading.open import open_checkpoint
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
-from stio.runtime.text import counted, show_bytes
-from stio.runtime.urls import without_secrets
+from stio.runtime.text import counted, show_bytes, without_secrets
 from stio.storage.base import Source
 
 PIECE_BYTES = 4 << 20

@@ -56,9 +56,8 @@ from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
 from stio.runtime.limits import Limits
-from stio.runtime.log import log
 from stio.runtime.operation import Operation
-from stio.runtime.urls import is_url
+from stio.runtime.text import is_url, log
 from stio.saving.tensors import tied_names
 from stio.storage.checks import broken_link, refusals
 from stio.storage.open import open_directory

@@ -35,8 +35,8 @@ from stio.errors import (
 )
 from stio.format.naming import FILE_SUFFIX
 from stio.format.other_sources import HEAD_BYTES, FileKind, kind_of, starts_like_safetensors
-from stio.runtime.contexts import contextmanager
 from stio.runtime.memory import reporting_shortage
+from stio.runtime.process import contextmanager
 from stio.runtime.text import counted
 from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
 from stio.storage.local import log_unmapped

@@ -50,9 +50,8 @@ from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import select_tensors
 from stio.loading.target import LoadTarget
-from stio.runtime.blocking import run_blocking
 from stio.runtime.memory import default_budget_bytes
-from stio.runtime.notifier import Notifier
+from stio.runtime.notifier import Notifier, run_blocking
 from stio.runtime.operation import Cancelled, Operation
 from stio.runtime.trace import traced
 from stio.storage.base import RequestedSource

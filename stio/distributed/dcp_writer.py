@@ -37,16 +37,15 @@ from stio.distributed.dcp_layout import (
 from stio.distributed.ranks import MOST_VALUE_BYTES, RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.shared_save import SaveToFiles
 from stio.errors import SaveInProgressError, printable
+from stio.format.manifest import HashName
 from stio.format.placements import ByteRange
 from stio.format.sharding import TensorSource
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, parse_tree
 from stio.loading.nested import torch_value
-from stio.runtime.blocking import run_blocking
-from stio.runtime.hashing import HashName
-from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits, checked_size
-from stio.runtime.log import log
+from stio.runtime.notifier import run_blocking
 from stio.runtime.progress import Progress
+from stio.runtime.text import described_by, keywords_for, log
 from stio.runtime.trace import Trace
 from stio.saving.api import save
 from stio.saving.nested import tree_text

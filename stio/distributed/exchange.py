@@ -25,9 +25,9 @@ import torch
 from stio.distributed.ranks import Ranks
 from stio.distributed.steps import SteppedTransfer
 from stio.errors import MismatchError, RankError
+from stio.format.manifest import Hasher
 from stio.runtime import memory
 from stio.runtime.calls import LOOK_SECONDS
-from stio.runtime.hashing import Hasher
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, Operation, is_interrupted

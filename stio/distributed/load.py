@@ -26,12 +26,11 @@ from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
 from stio.loading.target import Casting, LoadReport, LoadTarget, checked_casting
-from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
+from stio.runtime.text import described_by, is_url, keywords_for
 from stio.runtime.trace import Trace
-from stio.runtime.urls import is_url
 from stio.storage.commit.directory_lock import boot_id
 
 

@@ -43,11 +43,10 @@ from stio import errors
 from stio.distributed.torch_private import store_of
 from stio.errors import ClosedError, LimitError, RankError, StioError, printable
 from stio.runtime import clock
-from stio.runtime.blocking import runs_blocking
 from stio.runtime.locks import Condition, new_lock
-from stio.runtime.log import log
-from stio.runtime.notifier import Notifier
+from stio.runtime.notifier import Notifier, runs_blocking
 from stio.runtime.operation import Cancelled, Operation, copy_of, start_thread
+from stio.runtime.text import log
 
 RANK_TIMEOUT_SECONDS = 120.0
 """Default of `rank_timeout=`."""

@@ -24,10 +24,10 @@ from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.shared_objects import SaveToStore, is_store
 from stio.distributed.shared_save import SaveToFiles, ShardedSave
 from stio.errors import RankError
+from stio.format.manifest import HashName
 from stio.format.shared import UNDECLARED, SharedPolicy
-from stio.runtime.hashing import HashName
-from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.progress import Progress
+from stio.runtime.text import described_by, keywords_for
 from stio.runtime.trace import Trace
 from stio.saving import api
 from stio.saving.api import MakeOptions, WhenFull

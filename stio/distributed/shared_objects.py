@@ -19,9 +19,9 @@ from msgspec import Meta
 from stio.distributed.exchange import NUM_WINDOWS, TABLE_PART, WINDOW_BYTES, Exchange, SendPlan, table_bytes
 from stio.distributed.ranks import Ranks
 from stio.distributed.shared_save import RankTransaction, ShardedSave
-from stio.runtime.blocking import run_blocking
-from stio.runtime.hashing import Hasher
+from stio.format.manifest import Hasher
 from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.saving.options import SaveResult
 from stio.saving.plan import WritePlan

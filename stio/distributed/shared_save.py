@@ -24,12 +24,12 @@ from stio.device.describe import LazyTensor
 from stio.distributed.rank_state import TREE, RankState, Share, difference, merged
 from stio.distributed.ranks import Ranks
 from stio.errors import LimitError, MismatchError, RankError, printable
+from stio.format.manifest import Hasher
 from stio.format.sharding import TensorSource
 from stio.format.shared import UNDECLARED, TiedNames, resolve_shared
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, sorted_tree, tree_entries
-from stio.runtime.blocking import run_blocking
-from stio.runtime.hashing import Hasher
 from stio.runtime.memory import Region, allocate
+from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.saving.options import DestinationLike, SaveOptions, SaveResult
 from stio.saving.pending import PendingSave

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import Store
 from stio.distributed.ranks import Ranks, named
 from stio.errors import RankError, printable
 from stio.runtime import clock
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Cancelled, Operation, start_thread
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02

@@ -27,7 +27,7 @@ from stio.format.naming import (
     step_named,
     whole_name,
 )
-from stio.runtime.urls import SCHEMES, is_url, without_secrets
+from stio.runtime.text import SCHEMES, is_url, without_secrets
 
 HEAD_BYTES = 512
 """Bytes at the start of a file that decide about its kind."""

@@ -15,9 +15,9 @@ from contextlib import suppress
 from typing import Self
 
 from stio.errors import StioError
-from stio.runtime.blocking import run_blocking
-from stio.runtime.log import log
+from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
+from stio.runtime.text import log
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.storage.commit.retention import remove_checkpoint
 from stio.storage.commit.transaction import begin_directory

@@ -49,7 +49,7 @@ from stio.format.other_sources import TORCH_SAVE
 from stio.format.state_tree import STATE_KEY
 from stio.integrations._processes import exchange, gather, on_all, random_states, set_random_states
 from stio.integrations._tagged import from_plain, to_plain
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.saving.nested import flatten
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave

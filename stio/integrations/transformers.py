@@ -45,6 +45,7 @@ from torch import nn
 from stio import PendingSave, sync
 from stio.device.names_in_files import names_in_files
 from stio.errors import CheckpointNotFoundError, MismatchError, install_command, listed
+from stio.format.manifest import HashName
 from stio.integrations._hub_pushes import HubPushes
 from stio.integrations._processes import exchange, on_all, random_states, set_random_states
 from stio.integrations._step_dirs import (
@@ -57,7 +58,6 @@ from stio.integrations._step_dirs import (
 )
 from stio.integrations._tagged import from_plain, to_plain
 from stio.loading.module_tree import memory_keys, views_in_files
-from stio.runtime.hashing import HashName
 from stio.saving.retention import warn_of_higher_steps
 from stio.saving.tensors import tied_names
 from stio.sync import load_state

@@ -35,8 +35,8 @@ from stio.format.naming import FILE_SUFFIX, is_hidden, is_index
 from stio.loading.cache.disk_cache import DiskCache
 from stio.loading.options import LoadOptions, SourceLike
 from stio.runtime.limits import Limits
+from stio.runtime.text import is_url
 from stio.runtime.trace import Trace
-from stio.runtime.urls import is_url
 from stio.storage.base import Root
 from stio.storage.open import SingleFileRoot, open_directory
 

@@ -27,10 +27,9 @@ from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import SelectedTensors, select_tensors
 from stio.loading.target import LoadTarget
-from stio.runtime.contexts import contextmanager
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.operation import Operation
-from stio.runtime.process import collection_paused
+from stio.runtime.process import collection_paused, contextmanager
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.trace import shown, traced
 

@@ -38,8 +38,8 @@ from stio.loading.module_tree import (
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.target import Box, LoadReport, LoadTarget, LocalPart, PartOf, Place, Stored, no_part, whole_of
-from stio.runtime.log import log
 from stio.runtime.process import collection_paused
+from stio.runtime.text import log
 
 _SHOWN_CHARACTERS = 2000
 _WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")

@@ -70,7 +70,7 @@ from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
 from stio.runtime.limits import Limits, advice_on_limit
 from stio.runtime.operation import start_thread
 from stio.runtime.process import collection_paused
-from stio.runtime.urls import is_url
+from stio.runtime.text import is_url
 from stio.storage.base import ParallelRoot, RequestedSource, Root, Source, read_bytes
 from stio.storage.checks import advice_for_hub_cache, broken_link, commits_in
 from stio.storage.open import ReopenedFile, SingleFileRoot, is_hub, most_open_files, open_directory, open_file, open_url

@@ -29,13 +29,12 @@ from stio.pool.policy import Policy
 from stio.pool.status import ModelStatus, PoolStats, Tier
 from stio.pool.thread import Caller, Eviction, PooledModel, PoolThread, Update
 from stio.runtime import clock
-from stio.runtime.blocking import AsyncOnly
-from stio.runtime.keywords import described_by
 from stio.runtime.limits import Limits, checked_size
+from stio.runtime.notifier import AsyncOnly
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.progress import Progress
+from stio.runtime.text import described_by, is_url
 from stio.runtime.trace import Trace
-from stio.runtime.urls import is_url
 from stio.storage.checks import broken_link
 
 RING_BYTES = 96 << 20

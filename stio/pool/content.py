@@ -32,7 +32,7 @@ from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.select import select_tensors
 from stio.runtime import clock
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.runtime.progress import ProgressEvent
 

@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
-from stio.runtime.contexts import contextmanager
-from stio.runtime.process import thread_name
+from stio.runtime.process import contextmanager, thread_name
 from stio.runtime.spans import CALLER, Span, usable
-from stio.runtime.text import counted
+from stio.runtime.text import counted, without_secrets
 from stio.runtime.timeline import draw
-from stio.runtime.urls import without_secrets
 
 
 @dataclass(slots=True)

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
 from stio.format.naming import FILE_SUFFIXES, is_dated, is_hidden, step_named
 from stio.format.other_sources import NO_HOME
-from stio.runtime.contexts import contextmanager
-from stio.runtime.urls import is_url, without_secrets
+from stio.runtime.process import contextmanager
+from stio.runtime.text import is_url, without_secrets
 from stio.storage.base import Identity
 
 if sys.platform != "win32":

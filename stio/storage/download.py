@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from stio.runtime import memory
-from stio.runtime.contexts import contextmanager
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, is_interrupted
+from stio.runtime.process import contextmanager
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Identity, Requests, Source
 from stio.storage.commit import syscalls as calls

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from stio.runtime.memory import Region
-from stio.runtime.urls import without_secrets
+from stio.runtime.text import without_secrets
 from stio.storage import async_files, local
 from stio.storage.base import Identity, Root, Source
 from stio.storage.checks import open_files_limit
@@ -42,7 +42,7 @@ def open_url(url: str, *, is_file: bool | None = None) -> tuple[Root, str]:
     Sends nothing.
 
     Args:
-        url: A URL with one of `stio.runtime.urls.SCHEMES`.
+        url: A URL with one of `stio.runtime.text.SCHEMES`.
         is_file: It names an object, or a directory, whatever its name. None: the name decides, and a slash at its end
             means a directory. Not for URLs of the hub.
 

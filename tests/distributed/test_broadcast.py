@@ -38,7 +38,7 @@ from stio.device.base import resolve_device
 from stio.errors import RankError
 from stio.loading.module import ModuleTarget
 from stio.runtime import calls
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.storage.open import open_directory
 

@@ -34,7 +34,7 @@ from stio.distributed import StioStager, StioStorageReader, StioStorageWriter, d
 from stio.distributed.rank_state import RankState
 from stio.distributed.ranks import Ranks
 from stio.loading import body
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 from stio.storage.commit.transaction import LocalTransaction
 
 pytestmark = pytest.mark.slow  # its ranks do all that it looks at for any of its tests

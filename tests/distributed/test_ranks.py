@@ -26,7 +26,7 @@ from stio import sync
 from stio.distributed import ranks as module_of_ranks
 from stio.distributed.ranks import Ranks
 from stio.errors import CheckpointNotFoundError, ClosedError, MismatchError, RankError
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 
 
 def test_one_process_is_one_rank():

@@ -28,7 +28,7 @@ import stio
 from stio.loading import planned
 from stio.loading.cache import disk_cache
 from stio.loading.engine import EngineExecutor
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 from stio.storage import download
 from stio.storage.commit import directory_lock, syscalls
 

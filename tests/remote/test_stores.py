@@ -19,7 +19,7 @@ from servers import Fault, HttpServer, azure_server, http_server, new_certificat
 
 import stio
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, ConcurrentSaveError, StorageError
-from stio.runtime.urls import is_url, without_secrets
+from stio.runtime.text import is_url, without_secrets
 from stio.storage.base import Source
 from stio.storage.remote import settings as store_settings
 from stio.storage.remote.requests import Patience

@@ -19,7 +19,7 @@ from support import eventually, eventually_async, require_equal
 
 import stio
 import stio.sync
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 
 pytestmark = pytest.mark.anyio
 

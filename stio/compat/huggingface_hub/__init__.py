@@ -45,9 +45,9 @@ from stio.errors import (
 )
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.loading.module_tree import require_memory_of
-from stio.runtime.blocking import run_blocking
-from stio.runtime.contexts import contextmanager
 from stio.runtime.limits import parse_size
+from stio.runtime.notifier import run_blocking
+from stio.runtime.process import contextmanager
 
 try:
     from huggingface_hub import (

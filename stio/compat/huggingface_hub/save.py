@@ -25,7 +25,7 @@ from stio.device.tensor_memory import ON_META
 from stio.errors import DeviceError, StioError, StorageError, printable
 from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, index_name, is_checkpoint_file
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files

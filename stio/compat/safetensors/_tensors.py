@@ -48,9 +48,9 @@ from stio.loading.by_name import LoadByName
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
-from stio.runtime.contexts import contextmanager
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation
+from stio.runtime.process import contextmanager
 from stio.storage.local import LocalFile
 
 Shape = tuple[int, ...]

@@ -44,8 +44,8 @@ from stio.errors import SharedTensorsError, printable
 from stio.format.sharding import TensorSource
 from stio.format.shared import overlap_groups
 from stio.loading.module_tree import require_memory_of
-from stio.runtime.blocking import run_blocking
 from stio.runtime.memory import Region
+from stio.runtime.notifier import run_blocking
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
 from stio.saving.plan import WritePlan, plan_files

@@ -30,12 +30,10 @@ from stio.errors import ChangedDuringReadError, StioError, StorageError
 from stio.format.naming import FILE_SUFFIX
 from stio.loading.cache.entries import CacheStats, counted, on_own_thread
 from stio.runtime import clock, memory
-from stio.runtime.contexts import contextmanager
 from stio.runtime.limits import checked_size
 from stio.runtime.locks import new_lock
-from stio.runtime.log import log
-from stio.runtime.process import after_fork_in_child
-from stio.runtime.text import show_bytes
+from stio.runtime.process import after_fork_in_child, contextmanager
+from stio.runtime.text import log, show_bytes
 from stio.storage.base import Identity, RequestedSource, Source
 from stio.storage.checks import OPEN_FLAGS, identity_of, local_directory, stat_of
 from stio.storage.commit import syscalls as calls

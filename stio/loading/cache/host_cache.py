@@ -36,15 +36,14 @@ from stio.loading.planned import plan_prefetch
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
 from stio.runtime import clock, memory
-from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation, start_thread
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.progress import Progress
+from stio.runtime.text import described_by, is_url, keywords_for
 from stio.runtime.trace import Trace
-from stio.runtime.urls import is_url
 from stio.storage.base import Root, Source
 from stio.storage.open import place_of_url
 

@@ -32,13 +32,13 @@ from stio.loading.warm_start.load import (
     require_supported,
     restore_ended,
 )
-from stio.runtime.blocking import AsyncOnly, runs_blocking
-from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
+from stio.runtime.notifier import AsyncOnly, runs_blocking
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import collection_paused
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.progress import Progress
+from stio.runtime.text import described_by, keywords_for
 from stio.runtime.trace import Trace, shown
 
 

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from stio.errors import StorageError
-from stio.runtime.contexts import contextmanager
+from stio.runtime.process import contextmanager
 from stio.storage.checks import OPEN_FLAGS, open_by_rule, require_regular, stat_by_rule
 from stio.storage.commit import syscalls as calls
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 from stio.errors import listed, printable
 from stio.format.naming import INDEX_SUFFIX, MANIFEST_SUFFIX
-from stio.runtime.contexts import contextmanager
-from stio.runtime.log import log
+from stio.runtime.process import contextmanager
+from stio.runtime.text import log
 from stio.storage.base import Identity
 from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls

@@ -20,8 +20,8 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple, Self
 
 from stio.errors import printable
-from stio.runtime.contexts import contextmanager
-from stio.runtime.log import log
+from stio.runtime.process import contextmanager
+from stio.runtime.text import log
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import FileLock, is_same

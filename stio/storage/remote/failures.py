@@ -24,7 +24,7 @@ from stio.errors import (
     printable,
 )
 from stio.runtime.operation import PanicError, without_panic
-from stio.runtime.urls import without_secrets
+from stio.runtime.text import without_secrets
 from stio.storage.remote.settings import set_variables
 
 Kind = Literal[

@@ -22,9 +22,9 @@ from stio.errors import CheckpointNotFoundError, StioError, StorageError
 from stio.runtime import memory
 from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.locks import Condition
-from stio.runtime.log import log
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, is_interrupted, mark_progress
+from stio.runtime.text import log
 from stio.runtime.workers import WorkerPool
 from stio.storage.remote.failures import RequestFailure, failure_of
 from stio.storage.remote.source import RemoteRoot

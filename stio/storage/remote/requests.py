@@ -29,8 +29,8 @@ from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Requ
 from stio.errors import StorageError
 from stio.runtime import clock
 from stio.runtime.calls import LOOK_SECONDS, Call
-from stio.runtime.log import RareWarnings, log
 from stio.runtime.operation import Cancelled, is_interrupted
+from stio.runtime.text import RareWarnings, log
 from stio.storage.remote.failures import (
     LEAST_BYTES_PER_SECOND,
     WEB_PAGE,

@@ -45,9 +45,8 @@ from stio.format.naming import (
 )
 from stio.runtime import clock
 from stio.runtime.calls import Call
-from stio.runtime.log import log
 from stio.runtime.operation import Cancelled
-from stio.runtime.urls import without_secrets
+from stio.runtime.text import log, without_secrets
 from stio.storage.base import Ending, Note, Root, Transaction
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
 from stio.storage.remote.failures import RequestFailure, failure_of

@@ -17,10 +17,10 @@ from stio.errors import CheckpointNotFoundError, StioError, StorageError
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_file
 from stio.runtime import memory
 from stio.runtime.calls import Call
-from stio.runtime.contexts import contextmanager
 from stio.runtime.locks import new_lock
-from stio.runtime.log import log
 from stio.runtime.memory import Region
+from stio.runtime.process import contextmanager
+from stio.runtime.text import log
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Identity, Requests, Source
 from stio.storage.checks import cut_short

@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 
 from stio.errors import CheckpointNotFoundError, StorageError, install_command, listed, one_line
 from stio.runtime.operation import without_panic
-from stio.runtime.urls import without_secrets
+from stio.runtime.text import without_secrets
 from stio.storage.remote.failures import RefusedError, RequestError, failure_of
 from stio.storage.remote.requests import STALL_SECONDS, ask
 from stio.storage.remote.settings import (
