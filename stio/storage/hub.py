@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from errno import EACCES, EHOSTUNREACH, EIO, ENOENT
 from functools import partial
@@ -58,15 +59,6 @@ _MISSING = {
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SECRET = re.compile(r"(https?://[^\s'\"<>]+)|hf_\w{8,}")
 _MAX_TEXT = 300
-
-
-class _UnreachableError(Exception):
-    """The hub did not answer, or may not be contacted; the cache may have what is needed."""
-
-    def __init__(self, error: StioError) -> None:
-        super().__init__(str(error))
-        self.error = error
-        """What to raise if the cache does not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +157,8 @@ class HubRoot:
         """Whether the cache records the commit of the revision: the hub's package writes that with a download."""
         self._files: frozenset[str] | None = None
         """All files of the commit; None before the hub has listed them."""
-        self._unreachable: _UnreachableError | None = None
-        """Why it could not be contacted."""
-        self._ahead: dict[str, str | StioError] = {}
+        self._is_unreachable = False
+        """Whether the hub did not answer, or may not be contacted: the cache may have what is needed."""
 
     def listdir(self) -> list[str]:
         """Return the names of the files of the directory, sorted.
@@ -180,54 +171,65 @@ class HubRoot:
                 contacted, and the cache does not show which file is the checkpoint.
             StorageError: The hub refuses, or cannot be reached.
         """
-        self._resolve()
+        self.resolve()
         if self._files is None:
             cached = self._inside(self._cached_files())
             if any(name in cached for name in _CHECKPOINTS):
                 return cached
-            self._list()
+            _, self._files = self._listed(self._commit)  # a file that is alone in the cache may be one of several
         return self._inside(self._files or ())
 
     def resolve(self) -> str:
-        """Return the URL with the commit, which names this state of the directory.
+        """Return the URL with the commit, which names this state of the directory. A full commit needs no request.
 
         Raises:
             CheckpointNotFoundError: There is no such repository or revision, or it cannot be seen.
             StorageError: The hub refuses, or cannot be reached, and the cache does not have the revision.
         """
-        self._resolve()
+        location = self._location
+        if not self._commit and _COMMIT.fullmatch(location.revision or ""):
+            self._commit, self._has_ref = str(location.revision), True
+        if not self._commit:
+            cached = self._cached_commit()
+            try:
+                self._commit, self._files = self._listed(location.revision)
+            except StioError as error:
+                if not (cached and self._is_unreachable):
+                    raise
+                self._commit = cached
+                level = logging.INFO if self._constants.HF_HUB_OFFLINE else logging.WARNING
+                log(level, "%s; commit %s is in the cache, and is used", error, cached)
+            self._has_ref = cached == self._commit
+            self.path = location.shown(self._commit)
         return self.path
 
     def list_all(self) -> list[str]:
         """Return the names of all files of the directory, as the hub lists them, sorted; raises what `listdir` does."""
-        self._resolve()
+        self.resolve()
         if self._files is None:
-            self._list()
+            _, self._files = self._listed(self._commit)
         return self.listdir()
 
     def open_ahead(self, names: Sequence[str]) -> None:
-        """Download files at one time, each of which `open` opens later. Blocks; raises no error of a file.
+        """Download files at one time, which `open` then finds in the cache. Blocks.
 
-        The first error ends all downloads, and nothing is downloaded if the repository does not have all files.
+        The first error of a file ends all downloads; `open` raises it.
+
+        Raises:
+            CheckpointNotFoundError: The repository does not have all files; none is downloaded.
         """
-        self._resolve()
-        self._ahead = {name: path for name, path in self._ahead.items() if isinstance(path, str)}
-        wanted = [name for name in dict.fromkeys(names) if name not in self._ahead]
-        left = wanted[::-1]
+        self.resolve()
+        left = list(dict.fromkeys(names))[::-1]
+        for name in left:
+            self._require(name)
         pool = WorkerPool("download")
 
         def work() -> None:
             for name in pool.items(left):
-                self._ahead[name] = self._download(name)
+                self._download(name)
 
-        try:
-            for name in wanted:
-                self._require(name)
-            if len(wanted) > 1:
-                pool.run(work, min(len(wanted), _NUM_DOWNLOADS))
-        except StioError as error:
-            for name in wanted:
-                self._ahead.setdefault(name, error)
+        with suppress(StioError):
+            pool.run(work, min(len(left), _NUM_DOWNLOADS))
 
     def open(self, name: str, *, trusted: bool = False) -> Source:
         """Open one file; download it if it is not in the cache.
@@ -241,54 +243,16 @@ class HubRoot:
             StorageError: The hub refuses, or cannot be reached, or the cache cannot be written; ENOENT: the cache does
                 not have the file, and the hub is not contacted.
         """
-        self._resolve()
-        found = self._ahead.pop(name, None)
-        if isinstance(found, StioError):
-            raise found
+        self.resolve()
         self._require(name)
-        return open_file(self._download(name) if found is None else found)
+        return open_file(self._download(name))
 
     def close(self) -> None:
         """Do nothing: files that were opened can still be read."""
 
-    def _resolve(self) -> None:
-        """Get the commit. A full commit needs no request."""
-        if self._commit:
-            return
-        location = self._location
-        if _COMMIT.fullmatch(location.revision or ""):
-            self._commit, self._has_ref = str(location.revision), True
-            return
-        cached = self._cached_commit()
-        try:
-            self._commit, self._files = self._listed(location.revision)
-        except _UnreachableError as error:
-            if not cached:
-                error.error.message += self._cached_commits()
-                raise error.error from error.__cause__
-            self._commit, self._unreachable = cached, error
-            level = logging.INFO if self._constants.HF_HUB_OFFLINE else logging.WARNING
-            log(level, "%s; commit %s is in the cache, and is used", error, cached)
-        self._has_ref = cached == self._commit
-        self.path = location.shown(self._commit)
-
-    def _list(self) -> None:
-        """Get the files of the commit from the hub: a file that is alone in the cache may be one of several."""
-        try:
-            if self._unreachable is not None:
-                raise self._unreachable
-            _, self._files = self._listed(self._commit)
-        except _UnreachableError as error:
-            error.error.message += self._cached_commits()
-            raise error.error from error.__cause__
-
     def _listed(self, revision: str | None) -> tuple[str, frozenset[str]]:
         """Return the commit of a revision, and its files, as the hub lists them."""
-
-        def request() -> Any:
-            return self._hub.HfApi().model_info(self._location.repository, revision=revision)
-
-        info = self._call(request)
+        info = self._call(lambda: self._hub.HfApi().model_info(self._location.repository, revision=revision))
         return info.sha, frozenset(file.rfilename for file in info.siblings or ())
 
     def _inside(self, files: Iterable[str]) -> list[str]:
@@ -321,9 +285,10 @@ class HubRoot:
         """Return a clause with the URLs of the commits that the cache has, "" without any."""
         commits = commits_in(cache_folder(self._location.shown(None)))
         shown = " and ".join(map(self._location.shown, commits))
-        if not shown or self._commit in commits:
+        commit = self._commit or self._cached_commit()
+        if not shown or commit in commits:
             return ""
-        why = f"has no files of {self._commit}" if self._commit else "does not say which commit that is"
+        why = f"has no files of {commit}" if commit else "does not say which commit that is"
         return f"; the cache {why}; it has {shown}"
 
     def _cached_files(self) -> list[str]:
@@ -340,15 +305,12 @@ class HubRoot:
         download: Callable[..., str] = partial(
             self._hub.hf_hub_download, self._location.repository, self._key(name), library_name="stio"
         )
-        try:
-            if not self._has_ref:
-                path = self._call(partial(download, revision=self._location.revision), name)
-                self._has_ref = True
-                if self._commit in path.split(os.sep):
-                    return path  # otherwise the branch has another commit by now
-            return self._call(partial(download, revision=self._commit), name)
-        except _UnreachableError as error:
-            raise error.error from error.__cause__
+        if not self._has_ref:
+            path = self._call(partial(download, revision=self._location.revision), name)
+            self._has_ref = True
+            if self._commit in path.split(os.sep):
+                return path  # otherwise the branch has another commit by now
+        return self._call(partial(download, revision=self._commit), name)
 
     def _call(self, work: Callable[[], T], name: str = "") -> T:
         """Call a function of the hub. A cancel leaves it behind; a download then goes on in the cache.
@@ -356,7 +318,6 @@ class HubRoot:
         Raises:
             Cancelled: The calling thread should end.
             StioError: It failed.
-            _UnreachableError: The hub did not answer.
         """
         path = f"{self.path}/{name}" if name else self.path
         try:
@@ -364,7 +325,7 @@ class HubRoot:
         except Exception as error:
             raise self._error(error, path, name) from error
 
-    def _error(self, error: Exception, path: str, name: str) -> StioError | _UnreachableError:
+    def _error(self, error: Exception, path: str, name: str) -> StioError:
         """Return what an error of the hub means. Errors that it does not raise are raised again."""
         kinds = {kind.__name__ for kind in type(error).__mro__}
         reason: BaseException = error
@@ -384,19 +345,18 @@ class HubRoot:
             if name:
                 words = f"{words}, and its cache does not have the file{remedy}{self._cached_commits()}"
                 return StorageError(words, path=path, errno=ENOENT)
-            missing = CheckpointNotFoundError(
-                f"{words}, and its cache does not show the checkpoint{remedy}, or give the URL of the file",
-                path=path,
-            )
-            return _UnreachableError(missing)
+            self._is_unreachable = True
+            words = f"{words}, and its cache does not show the checkpoint{remedy}, or give the URL of the file"
+            return CheckpointNotFoundError(words + self._cached_commits(), path=path)
         for kind, message in _MISSING.items():
             if kind in kinds and not (is_local and kind == "EntryNotFoundError"):
                 return CheckpointNotFoundError(message, path=path)
         text, status = _text_of(reason), getattr(getattr(reason, "response", None), "status_code", 0)
         is_refused = 400 <= status < 500 and status not in (408, 429)
         if kinds & _UNREACHABLE and not is_refused:
-            message = f"the hub cannot be reached, or did not answer; check network, proxy and HF_ENDPOINT: {text}"
-            return _UnreachableError(StorageError(message, path=path, errno=EHOSTUNREACH))
+            self._is_unreachable = True
+            words = f"the hub cannot be reached, or did not answer; check network, proxy and HF_ENDPOINT: {text}"
+            return StorageError(words + self._cached_commits(), path=path, errno=EHOSTUNREACH)
         # Its parts that are not Python raise RuntimeError.
         if "InvalidURL" in kinds or isinstance(error, OSError | RuntimeError | ValueError):
             return StorageError(

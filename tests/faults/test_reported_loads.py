@@ -31,7 +31,7 @@ from stio.compat import huggingface_hub as hub
 from stio.compat.safetensors import numpy as safetensors_numpy
 from stio.compat.safetensors import torch as safetensors_torch
 from stio.distributed import StioStorageReader, StioStorageWriter
-from stio.format.directory import choose, warning_of_pickle
+from stio.format.directory import choose
 from stio.format.naming import names_checkpoint, shard_number, whole_name
 from stio.integrations import iterators, vllm
 
@@ -353,7 +353,7 @@ BESIDE: dict[str, tuple[str, str, bool]] = {
     "an optimizer": ("optimizer.safetensors", "pytorch_model-00001-of-00002.bin", True),
     "a variant": ("model.fp16.safetensors", "pytorch_model.bin", True),
     "an index": ("adapter_model.safetensors", "pytorch_model.bin.index.json", True),
-    "another component": ("model.safetensors", "diffusion_pytorch_model.bin", True),
+    "another component": ("model.safetensors", "diffusion_pytorch_model.bin", False),
     "the same model": ("model.safetensors", "pytorch_model.bin", False),
     "the same shards": ("model-00001-of-00001.safetensors", "pytorch_model-00001-of-00002.bin", False),
     "the same component": ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin", False),
@@ -375,9 +375,6 @@ def test_c306_a_model_of_torch_save_beside_another_checkpoint_is_named(
     for load in (sync.load, by_convert, by_load_into):
         require_equal(load(tmp_path / "m"), OLD)
         assert [name in one and pickle in one for one in warnings_of(caplog)] == [True] * is_told
-    assert "; if that is the model you mean: download it, then `stio convert" in warning_of_pickle(
-        "hf://a/b", choose([name], path=""), pickle
-    )
     if pickle == "pytorch_model.bin":  # the step
         require_equal(by_convert(tmp_path / "m" / pickle), NEW)
     require_equal(sync.load(tmp_path / "m" / name), OLD)
