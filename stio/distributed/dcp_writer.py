@@ -1,7 +1,7 @@
 """Saves of torch's distributed checkpoint (DCP) as checkpoints in the hub's layout, published by stio's commit.
 
 DCP's planner decides which rank writes which part of which tensor. The coordinator puts these decisions together
-(`dcp_layout.py`). Then `write_data` is one save of many ranks (`shared_save.py`), of the parts that the planner chose.
+(`dcp_layout.py`). Then `write_data` is one save of many ranks (`sharded_save.py`), of the parts that the planner chose.
 So DCP's `finish` has nothing to do. The values that are no tensors come from the ranks that the planner chose; the
 first rank makes the tree of them, and writes it like its part of a tensor.
 
@@ -34,8 +34,8 @@ from stio.distributed.dcp_layout import (
     state_paths,
     values_of_items,
 )
-from stio.distributed.ranks import MOST_VALUE_BYTES, RANK_TIMEOUT_SECONDS, Ranks
-from stio.distributed.shared_save import SaveToFiles
+from stio.distributed.ranks import MAX_VALUE_BYTES, RANK_TIMEOUT_SECONDS, Ranks
+from stio.distributed.sharded_save import SaveToFiles
 from stio.errors import SaveInProgressError, printable
 from stio.format.placements import ByteRange
 from stio.format.sharding import TensorSource
@@ -65,7 +65,7 @@ from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.plan_parts import WrittenPart
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
-_CHUNK_BYTES = MOST_VALUE_BYTES // 2
+_CHUNK_BYTES = MAX_VALUE_BYTES // 2
 """Longest part of a rank's values that is sent at once."""
 
 _COMMON_OPTIONS = (
