@@ -12,7 +12,7 @@ part of the checkpoint's tensor a `DTensor` is. It has `Placements` too, for loa
   the first rank commits. On a filesystem all write into the same files. `sharded_upload.py`: in a store each file has
   an owner, to which the others send their bytes.
 - `torch.distributed.checkpoint`, whose planner decides what each rank reads and writes: `dcp_reader.py`,
-  `dcp_writer.py` (with `dcp_layout.py`), `dcp_stager.py`.
+  `dcp_writer.py`, `dcp_stager.py`.
 - `torch_private.py`: all that is used of torch's private names.
 """
 
