@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from stio.distributed.broadcast import Broadcast, fill_shared
+from stio.distributed.broadcast import Broadcast, SharedFill
 from stio.distributed.parts import part_of
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.errors import ChangedDuringReadError
@@ -112,7 +112,7 @@ async def load_into(
         ) -> list[str]:
             nonlocal opened_as
             opened_as = describe_opened(opened, source)
-            return fill_shared(operation, opened, target, names, ranks=ranks, options=options, broadcast=broadcast)
+            return SharedFill(ranks, options, broadcast).fill(operation, opened, target, names)
 
         report = await fill_from(
             source,

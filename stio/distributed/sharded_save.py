@@ -6,7 +6,7 @@ the first one commits when all have agreed. A rank that fails or is cancelled be
 The others have ended their writes before the first rank removes the files.
 
 How a rank writes depends on the destination: into files that all share (`SaveToFiles`), or to the ranks that upload the
-files (`shared_objects.py`).
+files (`sharded_upload.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from stio.device.copy_out import copy_out
 from stio.device.describe import LazyTensor
-from stio.distributed.rank_state import TREE, RankState, Share, difference, merged
+from stio.distributed.agreement import TREE, RankState, Share, difference, merged
 from stio.distributed.ranks import Ranks
 from stio.errors import LimitError, MismatchError, RankError, printable
 from stio.format.manifest import Hasher
@@ -38,7 +38,7 @@ from stio.saving.plan_parts import WrittenPart, data_places, plan_parts
 from stio.storage.base import Ending, FileWriter, Note, Published, Transaction
 from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction
 
-_MOST_COMPARED_BYTES = 16 << 20
+_MAX_COMPARED_BYTES = 16 << 20
 """Longest tensor that is compared with those of other ranks: SHA-256 takes 10 ms of it."""
 
 
@@ -180,7 +180,7 @@ class ShardedSave(PendingSave):
             if source.name not in self._shares
             and source.name != TREE_TENSOR
             and isinstance(source.data, torch.Tensor)
-            and 0 < source.nbytes <= _MOST_COMPARED_BYTES
+            and 0 < source.nbytes <= _MAX_COMPARED_BYTES
             and (not (source.data.is_floating_point() or source.data.is_complex()) or source.data.numel() == 1)
         ]
         found = {}
