@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from http.client import HTTPException
 from typing import Any, Literal
+from urllib.error import HTTPError
 from urllib.parse import quote
+from urllib.request import Request, urlopen
 from xml.etree import ElementTree
 
 from stio.errors import (
@@ -50,11 +54,10 @@ from stio.runtime.operation import Cancelled
 from stio.runtime.urls import without_secrets
 from stio.storage.base import Ending, Note, Root, Transaction
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
-from stio.storage.remote.failures import RequestFailure, failure_of
-from stio.storage.remote.folder import DEFAULT_BYTES, SMALLEST_PART_BYTES, Folder, PartMemory, State, Upload
-from stio.storage.remote.requests import Attempts, ask
+from stio.storage.remote.folder import DEFAULT_BYTES, MIN_PART_BYTES, Folder, PartMemory, State, Upload
+from stio.storage.remote.requests import Attempts, RequestError, RequestFailure, failure_of, summary_of
 from stio.storage.remote.source import RemoteRoot
-from stio.storage.remote.stores import Query, locate, signed_url
+from stio.storage.remote.stores import Query, added_authorities, locate, signed_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class RemoteDestination:
 
     def within(self, budget_bytes: int) -> tuple[RemoteDestination, int]:
         """Return the destination with memory of its own that fits a budget, and how much that is: half, or one part."""
-        nbytes = max(SMALLEST_PART_BYTES, min(DEFAULT_BYTES, budget_bytes // 2))
+        nbytes = max(MIN_PART_BYTES, min(DEFAULT_BYTES, budget_bytes // 2))
         return replace(self, buffer_bytes=nbytes), nbytes
 
     def begin(
@@ -470,7 +473,7 @@ class RemoteFiles:
         return f"{self.folder.path}/{name}"
 
 
-_MOST_ANSWER_BYTES = 16 << 20
+_MAX_ANSWER_BYTES = 16 << 20
 """Longest answer that is read; a page of the list has at most 1,000 uploads."""
 
 
@@ -534,9 +537,19 @@ def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
     root, key = folder.root, f"/{quote(folder.key(name))}" if name else ""
 
     def send(store: Any) -> bytes:
-        url = signed_url(root.new_store, root.config, method, key, query)
-        seconds = folder.patience.stall_seconds
-        return ask(url, {}, _MOST_ANSWER_BYTES, stall_seconds=seconds, scheme="s3", method=method)[1]
+        request = Request(signed_url(root.new_store, root.config, method, key, query), method=method)
+        context = ssl.create_default_context()
+        if added := added_authorities("s3"):
+            context.load_verify_locations(cadata=added["root_certificate"].decode())
+        try:
+            with urlopen(request, timeout=folder.patience.stall_seconds, context=context) as answer:
+                content: bytes = answer.read(_MAX_ANSWER_BYTES)
+                return content
+        except HTTPError as error:
+            body = error.read(_MAX_ANSWER_BYTES).decode(errors="replace")
+            raise OSError(f"Server returned non-2xx status code: {error.code}: {body}") from None
+        except (OSError, HTTPException) as error:
+            raise RequestError("unreachable", summary_of(str(getattr(error, "reason", error)))) from None
 
     with suppress(CheckpointNotFoundError):  # it was completed or aborted by now
         return root.requester.run(send, f"{folder.path}/{name}" if name else folder.path, work="save")
