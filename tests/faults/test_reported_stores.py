@@ -820,7 +820,13 @@ def test_c345_a_login_page_is_named(
         set_s3(monkeypatch, server.url)
         base = server.url if scheme.startswith("http") else f"{scheme}://bucket"
         place = {"file": "/m.safetensors", "index": "/m.safetensors.index.json"}.get(call, "/m")
-        with pytest.raises(StorageError, match="login page|web page"):
+        # A save reads one byte of the index: a page of another length is no answer to that.
+        words = (
+            "did not send what was requested"
+            if (scheme, call, how) == ("s3", "save", "range")
+            else "login page|web page"
+        )
+        with pytest.raises(StorageError, match=words):
             if call == "save":
                 sync.save(TENSORS, base + place)
             elif call == "pull":

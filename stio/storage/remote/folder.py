@@ -12,7 +12,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -43,16 +42,6 @@ _MAX_RETRIES = 1000
 
 _ID_KEY = "stiosave"  # Azure allows names of variables only
 """Metadata of an object that is a checkpoint of its own: the id of the save that made it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """One object in a listing."""
-
-    e_tag: str
-    """Names its state; "": the store has no ETags."""
-    changed: float
-    """Time of its last change, in seconds since 1970."""
 
 
 class Folder:
@@ -120,8 +109,8 @@ class Folder:
         meta = self._meta(name)
         return (_state_of(meta) if meta else {}), ""
 
-    def list(self, known: Callable[[], Iterable[str]] | None = None) -> dict[str, Listed]:
-        """Return the objects in it, by name.
+    def list(self, known: Callable[[], Iterable[str]] | None = None) -> dict[str, Any]:
+        """Return what obstore says of each object in it (`e_tag`, `last_modified`), by name.
 
         Args:
             known: Returns the names to look for if obstore cannot list the directory because of one of its keys. None:
@@ -131,7 +120,7 @@ class Folder:
             StorageError: There is no such bucket or container, or it cannot be listed.
         """
         try:
-            metas = self.root.list_objects("save")
+            return self.root.list_objects("save")
         except CheckpointNotFoundError as error:
             message = "there is no such bucket or container"
             raise StorageError(message, path=self.path, errno=errno.ENOENT) from error
@@ -139,8 +128,7 @@ class Folder:
             if error.errno != errno.EILSEQ or known is None:
                 raise
             log(self.root.requester.warnings.level(), "%s. The save replaces what the index names", error)
-            metas = {name: meta for name in known() if (meta := self._meta(name))}
-        return {name: Listed(meta["e_tag"] or "", meta["last_modified"].timestamp()) for name, meta in metas.items()}
+            return {name: meta for name in known() if (meta := self._meta(name))}
 
     def _meta(self, name: str) -> Any:
         with suppress(CheckpointNotFoundError):
@@ -303,8 +291,7 @@ class Upload:
         self._folder, self.name, self._nbytes, self._save_id = folder, name, nbytes, save_id
         self.path = f"{folder.path}/{name}"
         """URL without secrets."""
-        self._memory = parts
-        self._changed = parts.changed
+        self._memory, self._changed = parts, parts.changed
         part_bytes = max(parts.part_bytes, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
         self.is_one = nbytes <= part_bytes
         """Whether it is one put, and not an upload of parts."""
@@ -327,7 +314,11 @@ class Upload:
         with self._changed:
             self._wait(lambda: self._at == offset)
             if self._call is None:
-                self._begin()
+                try:
+                    self._call = Call(self._put, on_own_thread=True)
+                except RuntimeError as error:
+                    text = f"the upload cannot begin, the system starts no more threads: {error}"
+                    raise StorageError(text, path=self.path) from None
         at = 0
         while at < region.nbytes:
             if self._filled == len(self._part):
@@ -345,14 +336,6 @@ class Upload:
             self._at = offset + region.nbytes
             self._ends = self._at == self._nbytes and not self._save_id
             self._changed.notify_all()
-
-    def _begin(self) -> None:
-        try:
-            self._call = Call(self._put, on_own_thread=True)
-        except RuntimeError as error:
-            raise StorageError(
-                f"the upload cannot begin, the system starts no more threads: {error}", path=self.path
-            ) from None
 
     def _new_part(self, nbytes: int) -> _Bytes:
         with self._changed:

@@ -53,7 +53,7 @@ _AGAIN = ("busy", "stalled", "broken", "unreachable", "wrong", "expired", "anony
 _SLOW = ("stalled", "anonymous")
 
 _STATUS = re.compile(r"status code: (\d{3})")
-_ANSWERED = re.compile("Server returned non-2xx status code: ")
+_ANSWERED = "Server returned non-2xx status code: "
 _CODE = re.compile(r"<Code>([^<]*)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _ODD_KEY = re.compile(r'object with invalid path: [\w ]*"(.*?)"(?: contained|: Encountered)', re.DOTALL)
@@ -223,7 +223,18 @@ def failure_of(error: BaseException) -> RequestFailure:
     if type(error).__module__.partition(".")[0] != "obstore" and not isinstance(error, OSError | ValueError):
         raise error
     text, _, details = str(error).partition("Debug source:")
-    return _of_text(name, text, details)
+    answered = _STATUS.search(text)
+    status = int(answered[1]) if answered else 0
+    summary = summary_of(text)
+    if name == "InvalidPathError" and (key := _ODD_KEY.search(text)):
+        summary = printable(repr(key[1]))
+    kind = next((kind for kind, pattern in _RULES if re.search(pattern, f"{name} {status} {text}")), None)
+    if kind is None:
+        return _without_status(summary, text + details)
+    if kind == "anonymous":
+        return RequestFailure(kind, f"the metadata service of the machine: {summary}")
+    is_throttled = kind == "busy" and (status in (429, 503) or "SlowDown" in text)
+    return RequestFailure(kind, "" if kind == "unranged" else summary, is_throttled=is_throttled)
 
 
 _RULES: tuple[tuple[Kind, str], ...] = (
@@ -251,30 +262,14 @@ _RULES: tuple[tuple[Kind, str], ...] = (
 """What an error means, by the name of its class, the status ("0": none), and its text; the first rule decides."""
 
 
-def _of_text(name: str, text: str, details: str) -> RequestFailure:
-    """Return what an error means by the name of its class, its text, and obstore's description of its source."""
-    answered = _STATUS.search(text)
-    status = int(answered[1]) if answered else 0
-    summary = summary_of(text)
-    if name == "InvalidPathError" and (key := _ODD_KEY.search(text)):
-        summary = printable(repr(key[1]))
-    kind = next((kind for kind, pattern in _RULES if re.search(pattern, f"{name} {status} {text}")), None)
-    if kind is None:
-        return _without_status(summary, text + details)
-    if kind == "anonymous":
-        return RequestFailure(kind, f"the metadata service of the machine: {summary}")
-    is_throttled = kind == "busy" and (status in (429, 503) or "SlowDown" in text)
-    return RequestFailure(kind, "" if kind == "unranged" else summary, is_throttled=is_throttled)
-
-
 def _without_status(summary: str, details: str) -> RequestFailure:
     """Return what an error means that came from the connection, or from obstore's own checks of an answer."""
     if "following redirect" in details:
         return RequestFailure("elsewhere", summary)
     if "UnexpectedRange" in details or "NoContentRange" in details or "ContentRange" in details:
         return RequestFailure("wrong", summary)
-    if found := _TLS.search(details):
-        return RequestFailure("tls", "".join(found[0].split()).replace("(", ": "))
+    if refusal := _TLS.search(details):
+        return RequestFailure("tls", "".join(refusal[0].split()).replace("(", ": "))
     cause = next((words for pattern, words in _CAUSES if pattern.search(details)), summary)
     if "kind: Timeout" in details or "TimedOut" in details:
         return RequestFailure("unreachable" if "kind: Connect" in details else "stalled", "")
@@ -291,9 +286,8 @@ def summary_of(text: str) -> str:
     if code is not None:
         text = f"{code[1]}: {message[1]}" if message is not None else code[1]
     else:
-        text = (
-            _ANSWERED.sub("", text.partition("Debug source:")[0].rpartition(" - ")[2]).partition("<")[0].rstrip(": \n")
-        )
+        answer = text.partition("Debug source:")[0].rpartition(" - ")[2].replace(_ANSWERED, "")
+        text = answer.partition("<")[0].rstrip(": \n")
     line = one_line(" ".join(_LINK.sub(lambda link: without_secrets(link[0]), text).split()))
     return line if len(line) <= _MAX_CHARACTERS else line[:_MAX_CHARACTERS] + "..."
 
@@ -320,10 +314,6 @@ class RateWatch:
     def add(self, num_bytes: int) -> None:
         """Count bytes that came."""
         self._num_bytes += num_bytes
-
-    def end(self) -> None:
-        """Judge no more: all bytes came."""
-        self._mark = None
 
     def check(self) -> None:
         """Require that the bytes since the last check came fast enough, if that was long enough ago.
@@ -409,14 +399,7 @@ def patience_of(value: Patience | float | None) -> Patience:
 
 
 class Attempts:
-    """The attempts at one request.
-
-    Args:
-        requester: Makes the request.
-        path: URL of the object, without secrets.
-        expected: Identity of the object, if it was opened before.
-        work: What it is for.
-    """
+    """The attempts at one request; see `Requester.run`."""
 
     def __init__(self, requester: Requester, path: str, *, expected: object = None, work: Work = "load") -> None:
         self._requester = requester
@@ -442,14 +425,14 @@ class Attempts:
         )
         if last or not failure.may_succeed or (failure.kind == "expired" and self._renewed):
             raise failure.error(self._path, self.number, expected=self._expected, work=self._work)
-        most = patience.num_stalls if failure.is_slow else patience.num_attempts
+        max_attempts = patience.num_stalls if failure.is_slow else patience.num_attempts
         log(
             requester.warnings.level(),
             "%s: attempt %d%s failed (%s%s); trying again",
             self._path,
             self.number,
             # Throttled requests are repeated for a time, however often.
-            "" if failure.is_throttled and patience.busy_seconds else f" of {most}",
+            "" if failure.is_throttled and patience.busy_seconds else f" of {max_attempts}",
             failure.kind,
             f": {failure.cause}" if failure.cause else "",
         )

@@ -21,7 +21,7 @@ from stio.runtime.locks import new_lock
 from stio.runtime.log import log
 from stio.runtime.memory import Region
 from stio.runtime.workers import WorkerPool
-from stio.storage.base import Identity, Requests, Source
+from stio.storage.base import Identity, Requests
 from stio.storage.checks import cut_short
 from stio.storage.remote.requests import (
     WEB_PAGE,
@@ -100,7 +100,7 @@ class RemoteRoot:
         """The URL without its secrets."""
         self._requests = requests
         patience = patience_of(patience)
-        connect = partial(
+        self.new_store = partial(
             new_store,
             self.location,
             stall_seconds=patience.stall_seconds,
@@ -108,13 +108,12 @@ class RemoteRoot:
             client_options=client_options,
             credential_provider=credential_provider,
         )
-        self.requester = Requester(connect, patience, path=self.path)
-        """Makes the requests."""
-        self.new_store = connect
         """Connects once more; see `stio.storage.remote.stores.new_store`."""
+        self.requester = Requester(self.new_store, patience, path=self.path)
+        """Makes the requests."""
         self.config = dict(config or {})
         """See above."""
-        self._ahead: dict[str, RemoteSource | WholeObject | BaseException] = {}
+        self._ahead: dict[str, RemoteSource | StioError] = {}
 
     def listdir(self) -> list[str]:
         """Return the names of the objects of the directory, sorted.
@@ -128,18 +127,18 @@ class RemoteRoot:
         if self.location.scheme in ("http", "https"):
             return self._usual_names()
         try:
-            found = self.list_objects()
+            names = sorted(self.list_objects())
         except StorageError as error:
             if error.errno == errno.EILSEQ:  # a key that has nothing to do with the checkpoint
                 with suppress(CheckpointNotFoundError):
-                    names = self._usual_names()
-                    log(self.requester.warnings.level(), "%s. Only %s was looked for", error, names[0])
-                    return names
+                    (name,) = self._usual_names()
+                    log(self.requester.warnings.level(), "%s. Only %s was looked for", error, name)
+                    return [name]
             raise
-        if not found:
+        if not names:
             with suppress(CheckpointNotFoundError):  # obstore takes a web page for a listing without objects
                 self._open(_USUAL_NAMES[0]).close()
-        return sorted(found)
+        return names
 
     def list_objects(self, work: Work = "load") -> dict[str, Any]:
         """Return what a listing says of each object of the directory, by its name.
@@ -149,10 +148,10 @@ class RemoteRoot:
         """
         prefix = self.location.key
         list_in = partial(require_obstore().list_with_delimiter, prefix=prefix or None)
-        found = self.requester.run(lambda store: list_in(store), self.path, work=work)
+        listing = self.requester.run(lambda store: list_in(store), self.path, work=work)
         start = len(prefix) + 1 if prefix else 0
         # A console that shows directories makes an empty object with the directory's own name.
-        return {one["path"][start:]: one for one in found["objects"] if len(one["path"]) > start}
+        return {meta["path"][start:]: meta for meta in listing["objects"] if len(meta["path"]) > start}
 
     def _usual_names(self) -> list[str]:
         for name in _USUAL_NAMES:
@@ -180,7 +179,7 @@ class RemoteRoot:
         if len(left) > 1:
             pool.run(work, min(len(left), self._requests.num_in_flight))
 
-    def open(self, name: str, *, trusted: bool = False) -> RemoteSource | WholeObject:
+    def open(self, name: str, *, trusted: bool = False) -> RemoteSource:
         """Open one object.
 
         Args:
@@ -191,14 +190,22 @@ class RemoteRoot:
             CheckpointNotFoundError: There is no such object.
             StorageError: The store refuses it, or cannot be read.
         """
-        found = self._ahead.pop(name, None)
-        if isinstance(found, BaseException):
-            raise found
-        return self._open(name) if found is None else found
+        ahead = self._ahead.pop(name, None)
+        if isinstance(ahead, StioError):
+            raise ahead
+        return ahead or self._open(name)
 
-    def _open(self, name: str) -> RemoteSource | WholeObject:
+    def _open(self, name: str) -> RemoteSource:
         place = self.location.below(name)
-        source = self._ranged(place.key, place.shown) or self._whole(place.key, place.shown)
+        source = self._ranged(place.key, place.shown)
+        if source is None:
+            source = WholeObject(self.requester, place.key, place.shown, self._requests)
+            log(
+                self.requester.warnings.level(),
+                "%s: the server sends no parts of files (it ignores Range), so the whole file is read in order, by one "
+                "connection",
+                source.path,
+            )
         if is_page(source.head) and name.endswith(_NO_PAGES):
             raise RequestFailure("page", WEB_PAGE).error(source.path)
         return source
@@ -216,16 +223,6 @@ class RemoteRoot:
             if identity.nbytes:
                 raise
         return RemoteSource(self.requester, key, path, identity, b"".join(map(bytes, pieces)), self._requests)
-
-    def _whole(self, key: str, path: str) -> WholeObject:
-        source = WholeObject(self.requester, key, path, self._requests)
-        log(
-            self.requester.warnings.level(),
-            "%s: the server sends no parts of files (it ignores Range), so the whole file is read in order, by one "
-            "connection",
-            path,
-        )
-        return source
 
     def close(self) -> None:
         """Drop what was opened ahead; objects opened from it can still be read. Idempotent."""
@@ -270,12 +267,17 @@ class RemoteSource:
             StallTimeoutError: The store sent no bytes for too long.
             StorageError: The request failed.
         """
-        end = _end_of(self, offset, regions)
-        target, head = _Target(regions), self.head
+        end, nbytes = offset + sum(region.nbytes for region in regions), self.identity.nbytes
+        if end > nbytes:
+            raise cut_short(self.path, nbytes, end - max(offset, nbytes))
+        head = self.head
         if end <= len(head):
-            target.fill(head, offset, end)
-            return
-        self.head = b""
+            _Target(regions).fill(head, offset, end)
+        else:
+            self._read(offset, end, regions)
+
+    def _read(self, offset: int, end: int, regions: Sequence[Region]) -> None:
+        target, self.head = _Target(regions), b""
         step = 2 * self.requests.nbytes  # reads of a load are shorter; a header may be longer
         for at in range(offset, end, step):
             for data in self._get(at, min(at + step, end)):
@@ -303,12 +305,12 @@ class RemoteSource:
         self.head = b""
 
 
-class WholeObject:
+class WholeObject(RemoteSource):
     """One object of a server that sends no parts of files (it ignores Range), in the state in which it was opened.
 
-    A `Source`. The loader reads it by one request at a time, in the order of the offsets. Bytes between two reads are
-    received and dropped. A read before the place of the last one begins the object again. So memory stays as small as
-    with ranges, and a load that needs few tensors receives most of the file.
+    The loader reads it by one request at a time, in the order of the offsets. Bytes between two reads are received and
+    dropped. A read before the place of the last one begins the object again. So memory stays as small as with ranges,
+    and a load that needs few tensors receives most of the file.
 
     Args:
         requester: Makes its requests.
@@ -321,53 +323,40 @@ class WholeObject:
     """
 
     def __init__(self, requester: Requester, key: str, path: str, requests: Requests) -> None:
-        self.path = path
-        """See above."""
-        self.requests = replace(requests, num_in_flight=1)
-        """See `RequestedSource`."""
-        self._requester = requester
-        self._key = key
+        self._requester, self._key, self.path = requester, key, path
         self._lock = new_lock()
         self._stream: Any = None
         self._piece: Any = b""  # the bytes that the stream gave last
         self._begin = 0  # their offset
-        self.identity, self.head = requester.repeat(self._open, path)
-        """The state of the object, and its first bytes."""
-
-    def read_into(self, offset: int, regions: Sequence[Region]) -> None:
-        """Fill the regions, one after the other, with the bytes from `offset` on; see `RemoteSource.read_into`."""
-        end = _end_of(self, offset, regions)
-        head = self.head
-        if end <= len(head):
-            _Target(regions).fill(head, offset, end)
-            return
-        with self._lock:
-            self._requester.repeat(lambda: self._read(offset, end, _Target(regions)), self.path, expected=self.identity)
+        identity, head = requester.repeat(self._open, path)
+        super().__init__(requester, key, path, identity, head, replace(requests, num_in_flight=1))
 
     def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if the server has another state of the object by now, or none."""
-        found = self._requester.run(self._get, self.path, expected=self.identity)
-        self.identity.require_same(_identity(found.meta, self.path), self.path)
+        self._requester.repeat(self._new_stream, self.path, expected=self.identity)
 
     def close(self) -> None:
         """End the request that is under way. Idempotent; no read may be under way."""
+        super().close()
         self._stream = None
-        self.head = b""
-
-    def _get(self, store: Any) -> Any:
-        return require_obstore().get(store, self._key)
 
     def _open(self) -> tuple[Identity, bytes]:
-        result = self._requester.begin(self._get).result()
-        identity = _identity(result.meta, self.path)
-        stream, head = self._pieces(result), b""
+        identity, stream = self._request()
+        head = b""
         while len(head) < min(_HEAD_BYTES, identity.nbytes):
             head += bytes(self._next(stream))
         return identity, head
 
-    def _pieces(self, result: Any) -> Any:
-        """Return the iterator of the bytes of an answer, in pieces that come within the time of a stall."""
-        return iter(result.stream(min_chunk_size=RateWatch(self._requester.patience.stall_seconds).piece_bytes))
+    def _request(self) -> tuple[Identity, Any]:
+        """Return the state of the object, and its bytes, in pieces that come within the time of a stall."""
+        result = self._requester.begin(lambda store: require_obstore().get(store, self._key)).result()
+        piece_bytes = RateWatch(self._requester.patience.stall_seconds).piece_bytes
+        return _identity(result.meta, self.path), iter(result.stream(min_chunk_size=piece_bytes))
+
+    def _new_stream(self) -> Any:
+        identity, stream = self._request()
+        self.identity.require_same(identity, self.path)
+        return stream
 
     def _next(self, stream: Any) -> Any:
         """Return the next bytes of a stream, which has more.
@@ -382,13 +371,16 @@ class WholeObject:
             raise RequestError("wrong", "the answer has ended early")
         return piece
 
-    def _read(self, offset: int, end: int, target: _Target) -> None:
+    def _read(self, offset: int, end: int, regions: Sequence[Region]) -> None:
+        with self._lock:
+            self._requester.repeat(
+                lambda: self._receive(offset, end, _Target(regions)), self.path, expected=self.identity
+            )
+
+    def _receive(self, offset: int, end: int, target: _Target) -> None:
         stream, self._stream = self._stream, None  # kept again if the read succeeds
         if stream is None or offset < self._begin:
-            result = self._requester.begin(self._get).result()
-            self.identity.require_same(_identity(result.meta, self.path), self.path)
-            stream = self._pieces(result)
-            self._piece, self._begin = b"", 0
+            stream, self._piece, self._begin = self._new_stream(), b"", 0
         while True:
             stop = self._begin + len(self._piece)
             if offset < stop:
@@ -398,14 +390,6 @@ class WholeObject:
                 self._stream = stream
                 return
             self._piece, self._begin = self._next(stream), stop
-
-
-def _end_of(source: Source, offset: int, regions: Sequence[Region]) -> int:
-    """Return where a read ends; raise `TruncatedError` if the object ends before."""
-    end, nbytes = offset + sum(region.nbytes for region in regions), source.identity.nbytes
-    if end > nbytes:
-        raise cut_short(source.path, nbytes, end - max(offset, nbytes))
-    return end
 
 
 class _Target:
@@ -459,7 +443,6 @@ def _get(
     for piece in result.stream(min_chunk_size=watch.piece_bytes):
         pieces.append(piece)
         watch.add(len(piece))
-    watch.end()
     num_bytes = sum(map(len, pieces))
     if num_bytes != end - begin:
         raise RequestError("wrong", f"{num_bytes:,} bytes instead of {end - begin:,}")

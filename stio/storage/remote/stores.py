@@ -236,8 +236,8 @@ def _endpoints(location: Location, config: Options) -> list[str]:
     """Return the URLs of the store that the settings name, or else those of the environment."""
     if location.scheme in ("http", "https"):
         return [location.store]
-    given = [str(value) for name, value in config.items() if _ENDPOINT.fullmatch(name)]
-    return given or [os.environ[name] for name in set_variables(location.scheme) if _ENDPOINT.fullmatch(name)]
+    urls = [str(value) for name, value in config.items() if _ENDPOINT.fullmatch(name)]
+    return urls or [os.environ[name] for name in set_variables(location.scheme) if _ENDPOINT.fullmatch(name)]
 
 
 def _without_values(scheme: str, reason: str, config: Options) -> str:
@@ -258,8 +258,8 @@ def _add_profile(location: Location, config: dict[str, Any]) -> Callable[[], Any
         StorageError: There is no such profile, or it gives no credentials.
     """
     name = os.environ.get("AWS_PROFILE") or os.environ.get("AWS_DEFAULT_PROFILE")
-    given = {str(key).lower().removeprefix("aws_") for key in config}
-    if not name or os.environ.get("AWS_ACCESS_KEY_ID") or given & {"access_key_id", "skip_signature"}:
+    settings = {str(key).lower().removeprefix("aws_") for key in config}
+    if not name or os.environ.get("AWS_ACCESS_KEY_ID") or settings & {"access_key_id", "skip_signature"}:
         return None
     try:
         session = import_module("botocore.session").Session(profile=name)
@@ -273,7 +273,7 @@ def _add_profile(location: Location, config: dict[str, Any]) -> Callable[[], Any
             path=location.shown,
             errno=errno.EACCES,
         ) from None
-    if region and not (given & {"region", "default_region"} or os.environ.get("AWS_REGION")):
+    if region and not (settings & {"region", "default_region"} or os.environ.get("AWS_REGION")):
         config["region"] = region
     if endpoint and not _endpoints(location, config):
         config[_S3_ENDPOINT] = endpoint
