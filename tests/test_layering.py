@@ -77,8 +77,7 @@ DYNAMIC_IMPORTS = {
     "runtime/progress.py": "tqdm is an extra, needed with progress=True only",
     "storage/hub.py": "huggingface_hub is an extra, needed with hf:// only",
     "storage/open.py": "what reads URLs, and numpy with it, is needed with a URL only",
-    "storage/remote/settings.py": "obstore is an extra, needed with URLs only",
-    "storage/remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with some profiles of AWS only",
+    "storage/remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with profiles of AWS only",
     "sync.py": "torch.distributed is needed with stio.distributed only",
 }
 """Files that call `import_module`, with the reason."""

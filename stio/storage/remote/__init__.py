@@ -1,10 +1,8 @@
 """Checkpoints in remote stores: `s3://`, `gs://`, `az://`, `http://` and `https://`, by obstore (extra `remote`).
 
 A `RemoteRoot` (`source.py`; start there) is a place in a store, and opens `RemoteSource`s, which `loading/` reads as it
-reads files. `stores.py` takes a URL apart and makes a store with credentials and endpoint by the conventions of each
-provider, those of pods too. `settings.py` strips and checks what the environment has. `requests.py` makes requests that
-a cancel leaves within a second, judges the answers, and repeats what failed. `failures.py` decides which failures are
-worth another attempt, and turns the others into errors of stio.
+reads files. `stores.py` takes a URL apart and makes a store; obstore finds the credentials. `requests.py` makes
+requests that a cancel leaves within a second, repeats what failed, and turns failures into errors of stio.
 
 For saves: `save.py` has the transaction, which one put commits, and deletes what interrupted saves have left;
 `folder.py` puts and deletes the objects below a URL, and uploads them in parts.

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -26,7 +26,7 @@ from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, is_interrupted, mark_progress
 from stio.runtime.text import log
 from stio.runtime.workers import WorkerPool
-from stio.storage.remote.failures import RequestFailure, failure_of
+from stio.storage.remote.requests import RequestFailure, failure_of
 from stio.storage.remote.source import RemoteRoot
 from stio.storage.remote.stores import require_obstore
 
@@ -38,18 +38,10 @@ State: TypeAlias = dict[str, Any]
 NUM_IN_FLIGHT = 16
 """Requests of one object under way at one time."""
 
+_MAX_RETRIES = 1000
+
 _ID_KEY = "stiosave"  # Azure allows names of variables only
 """Metadata of an object that is a checkpoint of its own: the id of the save that made it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """One object in a listing."""
-
-    e_tag: str
-    """Names its state; "": the store has no ETags."""
-    changed: float
-    """Time of its last change, in seconds since 1970."""
 
 
 class Folder:
@@ -70,8 +62,7 @@ class Folder:
 
     def key(self, name: str) -> str:
         """Return the name of an object in the store."""
-        prefix = self.root.location.key
-        return f"{prefix}/{name}" if prefix else name
+        return self.root.location.below(name).key
 
     def read(self, name: str) -> tuple[bytes, State] | None:
         """Return the content of a small object, and its state; None without it.
@@ -118,8 +109,8 @@ class Folder:
         meta = self._meta(name)
         return (_state_of(meta) if meta else {}), ""
 
-    def list(self, known: Callable[[], Iterable[str]] | None = None) -> dict[str, Listed]:
-        """Return the objects in it, by name.
+    def list(self, known: Callable[[], Iterable[str]] | None = None) -> dict[str, Any]:
+        """Return what obstore says of each object in it (`e_tag`, `last_modified`), by name.
 
         Args:
             known: Returns the names to look for if obstore cannot list the directory because of one of its keys. None:
@@ -128,10 +119,8 @@ class Folder:
         Raises:
             StorageError: There is no such bucket or container, or it cannot be listed.
         """
-        prefix = self.root.location.key
-        start = len(prefix) + 1 if prefix else 0
         try:
-            found = self._run(lambda store: require_obstore().list_with_delimiter(store, prefix=prefix or None), "")
+            return self.root.list_objects("save")
         except CheckpointNotFoundError as error:
             message = "there is no such bucket or container"
             raise StorageError(message, path=self.path, errno=errno.ENOENT) from error
@@ -139,11 +128,7 @@ class Folder:
             if error.errno != errno.EILSEQ or known is None:
                 raise
             log(self.root.requester.warnings.level(), "%s. The save replaces what the index names", error)
-            found = {"objects": [meta for name in known() if (meta := self._meta(name))]}
-        return {
-            one["path"][start:]: Listed(one["e_tag"] or "", one["last_modified"].timestamp())
-            for one in found["objects"]
-        }
+            return {name: meta for name in known() if (meta := self._meta(name))}
 
     def _meta(self, name: str) -> Any:
         with suppress(CheckpointNotFoundError):
@@ -191,10 +176,7 @@ class Folder:
             Exception: What obstore raises, or the iterator.
         """
         if self._upload_store is None:
-            # obstore has no pauses that a store requests, and repeats every failure for as long.
-            self._upload_store = self.root.new_store(
-                num_retries=self.patience.num_attempts - 1, retry_seconds=self.patience.busy_seconds
-            )
+            self._upload_store = self.root.new_store(retry_config=self._retries())
         result = require_obstore().put(
             self._upload_store,
             self.key(name),
@@ -206,10 +188,16 @@ class Folder:
         )
         return result["e_tag"] or ""
 
+    def _retries(self) -> dict[str, Any]:
+        """Return how obstore repeats the requests of uploads: every failure for the same time."""
+        if not self.patience.busy_seconds:
+            return {"max_retries": self.patience.num_attempts - 1}
+        pauses = {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=10), "base": 2}
+        duration = timedelta(seconds=self.patience.busy_seconds)
+        return {"max_retries": _MAX_RETRIES, "retry_timeout": duration, "backoff": pauses}
+
     def _run(self, request: Callable[[Any], T], name: str) -> T:
-        path = f"{self.path}/{name}" if name else self.path
-        with self.root.explained(name):
-            return self.root.requester.run(request, path, work="save")
+        return self.root.requester.run(request, f"{self.path}/{name}", work="save")
 
 
 def _state_of(meta: Any) -> State:
@@ -227,13 +215,13 @@ _MIB = 1 << 20
 PART_BYTES = 8 << 20
 """One part of an upload. With 16 under way, 60 MB/s a connection give 1 GB/s."""
 
-SMALLEST_PART_BYTES = 5 << 20
+MIN_PART_BYTES = 5 << 20
 """By the rules of S3, for all parts but the last."""
 
 DEFAULT_BYTES = (NUM_IN_FLIGHT + 2) * PART_BYTES
 """Memory of parts: those that are sent, one that is full, one that is being filled."""
 
-_MOST_PARTS = 10_000
+_MAX_PARTS = 10_000
 """Of one object, by the stores' rules."""
 
 
@@ -243,12 +231,12 @@ class PartMemory:
     An object of which no part is in memory always gets one: otherwise objects that are begun would wait for each other.
 
     Args:
-        most_bytes: Most bytes of parts; by the rule above, one part more for each further object that is begun.
+        max_bytes: Most bytes of parts; by the rule above, one part more for each further object that is begun.
     """
 
-    def __init__(self, most_bytes: int = DEFAULT_BYTES) -> None:
-        self._most_bytes = most_bytes
-        self.part_bytes = min(PART_BYTES, max(SMALLEST_PART_BYTES, most_bytes // 4))
+    def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self.part_bytes = min(PART_BYTES, max(MIN_PART_BYTES, max_bytes // 4))
         """Size of a part, unless the object would have too many."""
         self.changed = Condition()
         """Guards this and the uploads."""
@@ -262,7 +250,7 @@ class PartMemory:
             freed, whole = self._freed.popleft()
             self._held[freed] -= len(whole)
             self._free.append(whole)
-        return not self._held.get(name) or sum(self._held.values()) + nbytes <= self._most_bytes
+        return not self._held.get(name) or sum(self._held.values()) + nbytes <= self._max_bytes
 
     def take(self, name: str, nbytes: int, *, whole_bytes: int) -> _Bytes:
         """Take a part for an object. The caller holds the condition.
@@ -303,9 +291,8 @@ class Upload:
         self._folder, self.name, self._nbytes, self._save_id = folder, name, nbytes, save_id
         self.path = f"{folder.path}/{name}"
         """URL without secrets."""
-        self._memory = parts
-        self._changed = parts.changed
-        part_bytes = max(parts.part_bytes, -(-nbytes // _MOST_PARTS // _MIB) * _MIB)
+        self._memory, self._changed = parts, parts.changed
+        part_bytes = max(parts.part_bytes, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
         self.is_one = nbytes <= part_bytes
         """Whether it is one put, and not an upload of parts."""
         self._part_bytes = min(part_bytes, nbytes)
@@ -327,7 +314,11 @@ class Upload:
         with self._changed:
             self._wait(lambda: self._at == offset)
             if self._call is None:
-                self._begin()
+                try:
+                    self._call = Call(self._put, on_own_thread=True)
+                except RuntimeError as error:
+                    text = f"the upload cannot begin, the system starts no more threads: {error}"
+                    raise StorageError(text, path=self.path) from None
         at = 0
         while at < region.nbytes:
             if self._filled == len(self._part):
@@ -345,14 +336,6 @@ class Upload:
             self._at = offset + region.nbytes
             self._ends = self._at == self._nbytes and not self._save_id
             self._changed.notify_all()
-
-    def _begin(self) -> None:
-        try:
-            self._call = Call(self._put, on_own_thread=True)
-        except RuntimeError as error:
-            raise StorageError(
-                f"the upload cannot begin, the system starts no more threads: {error}", path=self.path
-            ) from None
 
     def _new_part(self, nbytes: int) -> _Bytes:
         with self._changed:

@@ -1,49 +1,294 @@
-"""Requests: repeated if they fail, left within a second by a cancel, judged by what an answer says beside its bytes.
+"""Requests by obstore: what their failures mean, how long they are repeated, and how a cancel leaves them.
 
-Most are made by obstore (`Requester`). A call of obstore cannot be interrupted: it ends with its answer, or when the
-store was silent for too long. So it is a `stio.runtime.calls.Call`, and writes only to memory that obstore allocates. A
-worker that ends leaves it behind.
+A call of obstore cannot be interrupted: it ends with its answer, or when the store was silent for too long. So it is a
+`stio.runtime.calls.Call`, and writes only to memory that obstore allocates. A worker that ends leaves it behind.
 
-An error of obstore has a status and a text, but no `Retry-After`, no region of a bucket and no type of the content. So,
-before it is repeated, Python's own client requests a part of the same (`ask`): its answer has the whole head. It also
-makes the requests that obstore has no function for. It follows no redirect, and blocks: callers run it on a thread that
-a cancel leaves behind.
+obstore has a class for few failures. It describes the others by a text, which also holds the whole URL and the whole
+answer of the server. `RequestFailure` keeps the cause in one line without secrets. No error of obstore is chained to
+one of stio, since a traceback would show its text.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
-import ssl
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
-from html import unescape
-from http.client import HTTPException
-from typing import Any, TypeVar
-from urllib.error import HTTPError
-from urllib.request import HTTPRedirectHandler, HTTPSHandler, ProxyHandler, Request, build_opener
+from typing import Any, Literal, TypeVar
 
-from stio.errors import StorageError
+from stio.errors import (
+    ChangedDuringReadError,
+    CheckpointNotFoundError,
+    ConcurrentSaveError,
+    StallTimeoutError,
+    StioError,
+    StorageError,
+    listed,
+    one_line,
+    printable,
+)
 from stio.runtime import clock
 from stio.runtime.calls import LOOK_SECONDS, Call
-from stio.runtime.operation import Cancelled, is_interrupted
-from stio.runtime.text import RareWarnings, log
-from stio.storage.remote.failures import (
-    LEAST_BYTES_PER_SECOND,
-    WEB_PAGE,
-    RefusedError,
-    RequestError,
-    RequestFailure,
-    Work,
-    failure_of,
-    summary_of,
-)
-from stio.storage.remote.settings import added_authorities
+from stio.runtime.operation import Cancelled, PanicError, is_interrupted, without_panic
+from stio.runtime.text import RareWarnings, log, without_secrets
+from stio.storage.remote.stores import STALL_SECONDS, set_variables
 
-_TITLE = re.compile(rb"<title[^>]*>(.{0,200}?)</title", re.IGNORECASE | re.DOTALL)
+T = TypeVar("T")
+
+Kind = Literal[
+    "busy", "stalled", "broken", "unreachable", "wrong", "expired", "anonymous",  # another attempt may succeed
+    "missing", "no bucket", "no name", "odd key", "changed", "denied", "unranged", "tls", "elsewhere", "range", "other",
+    "panic", "no credentials", "page",
+]  # fmt: skip
+"""Kinds of failures."""
+
+Work = Literal["load", "save"]
+"""What a request is for; errors say it."""
+
+_AGAIN = ("busy", "stalled", "broken", "unreachable", "wrong", "expired", "anonymous")
+_SLOW = ("stalled", "anonymous")
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_ANSWERED = "Server returned non-2xx status code: "
+_CODE = re.compile(r"<Code>([^<]*)</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+_ODD_KEY = re.compile(r'object with invalid path: [\w ]*"(.*?)"(?: contained|: Encountered)', re.DOTALL)
+_LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://[^\s<>\"']+")
+_TLS = re.compile(
+    r"InvalidCertificate\(\s*\w+|AlertReceived|Peer(Incompatible|Misbehaved)|Invalid(Message|ContentType)"
+)
+_CAUSES = (
+    (re.compile(r"Connection ?refused", re.IGNORECASE), "the connection was refused"),
+    (re.compile(r"dns error|failed to lookup|Name or service not known", re.IGNORECASE), "there is no such host"),
+    (
+        re.compile(
+            r"Connection ?reset|UnexpectedEof|Incomplete(Body|Message)|BrokenPipe|ConnectionAborted", re.IGNORECASE
+        ),
+        "the connection was closed early",
+    ),
+)
+_MAX_CHARACTERS = 300
+
+
+MIN_BYTES_PER_SECOND = 4096
+"""A connection that sends less, for the time of a stall, counts as stalled. 32 connections share 130 kB/s then."""
+
+WEB_PAGE = "a web page (HTML)"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """One failed request."""
+
+    kind: Kind
+    """What went wrong."""
+    cause: str
+    """The message of the server or of the connection, on one line, without secrets."""
+    is_throttled: bool = False
+    """Whether the store says that it refuses the request for the moment (429, 503)."""
+
+    @property
+    def may_succeed(self) -> bool:
+        """Whether another attempt may succeed."""
+        return self.kind in _AGAIN
+
+    @property
+    def may_have_worked(self) -> bool:
+        """Whether the store may have done what was requested, or may do it still."""
+        return self.kind in ("busy", "stalled", "broken", "unreachable")
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a long time passed before it was known, so that few attempts are made."""
+        return self.kind in _SLOW
+
+    def error(self, path: str, attempts: int = 1, *, expected: object = None, work: Work = "load") -> StioError:
+        """Return the error to raise.
+
+        Args:
+            path: URL of the object, without secrets.
+            attempts: Number of attempts that were made.
+            expected: Identity of the object, if it was opened before.
+            work: What it was for.
+        """
+        if self.kind == "changed" and work == "save":
+            return ConcurrentSaveError("another save changed the destination at the same time", path=path)
+        if self.kind == "changed" or (expected is not None and self.kind in ("missing", "range")):
+            return ChangedDuringReadError(
+                "the object was removed or replaced while it was being read; load it again",
+                path=path,
+                expected=None if expected is None else str(expected),
+            )
+        what, remedy, number = _MESSAGES["page" if self.kind == "unranged" and work == "save" else self.kind]
+        if self.kind == "panic" and (names := set_variables(path.partition("://")[0])):
+            remedy = f"{remedy}; these variables are set: {listed(names)}"
+        tried = f" (in {attempts} attempts)" if attempts > 1 else ""
+        cause = f": {self.cause}" if self.cause else ""
+        if self.kind == "missing" or (self.kind == "no bucket" and work == "load"):
+            return CheckpointNotFoundError(f"{what}{cause}", path=path)
+        text = f"{what}{tried}; {remedy.format(work=work)}{cause}"
+        if self.kind == "stalled":
+            return StallTimeoutError(text, path=path, errno=number)
+        return StorageError(text, path=path, errno=number)
+
+
+_MESSAGES: dict[Kind, tuple[str, str, int]] = {
+    "busy": ("the store could not answer", "{work} again later", errno.EBUSY),
+    "stalled": (
+        f"the store sent fewer than {MIN_BYTES_PER_SECOND:,} bytes/s for too long",
+        "check the network, or {work} again",
+        errno.ETIMEDOUT,
+    ),
+    "missing": ("the store has no such object", "", errno.ENOENT),
+    "broken": ("the connection to the store broke", "{work} again", errno.ECONNRESET),
+    "unreachable": ("the store cannot be reached", "check address, endpoint and proxy", errno.EHOSTUNREACH),
+    "wrong": ("the store did not send what was requested", "do not use this server or proxy", errno.EPROTO),
+    "expired": ("the credentials or the signed URL have expired", "get new ones", errno.EACCES),
+    "anonymous": (
+        "no credentials were found",
+        "set those of your provider (AWS_ACCESS_KEY_ID, AWS_PROFILE=default for ~/.aws, "
+        "GOOGLE_APPLICATION_CREDENTIALS, ...), or "
+        "AWS_SKIP_SIGNATURE=true, GOOGLE_SKIP_SIGNATURE=true for what is public",
+        errno.EACCES,
+    ),
+    "no bucket": ("there is no such bucket or container; check the URL and the endpoint", "or make it", errno.ENOENT),
+    "no name": ("the name of the object is not allowed", "use another one", errno.EINVAL),
+    "odd key": (
+        "the directory cannot be listed, since obstore refuses keys with an empty segment, `.`, `..` or a control "
+        "character",
+        "delete or rename the object, or load the URL of an index or a file, which lists nothing",
+        errno.EILSEQ,
+    ),
+    "denied": ("the store refuses access", "check the credentials, and what they allow", errno.EACCES),
+    "unranged": (
+        "the server sends no parts of files (it ignores Range), so it cannot be streamed",
+        "download the file, and load that",
+        errno.EOPNOTSUPP,
+    ),
+    "tls": (
+        "no TLS connection, or the server's certificate is not accepted",
+        "SSL_CERT_FILE or AWS_CA_BUNDLE names the certificate of a private authority; a server without TLS has http://",
+        errno.EPROTO,
+    ),
+    "elsewhere": (
+        "the store redirects to another place, which is not followed",
+        "set AWS_REGION if the bucket is in another region, or give the URL of that place (from https:// none is "
+        "followed to http://)",
+        errno.EREMOTE,
+    ),
+    "page": (
+        "the server sent something else than the data, such as a login page",
+        "log in, or correct the URL, the endpoint and the credentials",
+        errno.EACCES,
+    ),
+    "panic": (
+        "obstore has failed inside (a panic)",
+        "check the URL and the settings of the store for values that a URL or a header cannot have",
+        errno.EIO,
+    ),
+    "no credentials": ("the credential provider gives no credentials", "correct its settings", errno.EACCES),
+    "range": ("the store has no such range of the object", "{work} again", errno.EINVAL),
+    "other": ("the request failed", "the store says why", errno.EIO),
+}
+"""What happened, what to do, and the number of the error."""
+
+
+class RequestError(Exception):
+    """A request or an answer of which stio itself found what is wrong.
+
+    Args:
+        kind: See `RequestFailure`.
+        cause: See `RequestFailure`.
+    """
+
+    def __init__(self, kind: Kind, cause: str = "") -> None:
+        self.failure = RequestFailure(kind, cause)
+        super().__init__(cause)
+
+
+def failure_of(error: BaseException) -> RequestFailure:
+    """Return what an error of obstore means. Errors that a request cannot raise are raised again."""
+    name = type(error).__name__
+    if isinstance(error, RequestError):
+        return error.failure
+    error = without_panic(error)
+    if isinstance(error, PanicError):
+        return RequestFailure("panic", error.cause)
+    if isinstance(error, StioError):
+        raise error
+    if type(error).__module__.partition(".")[0] != "obstore" and not isinstance(error, OSError | ValueError):
+        raise error
+    text, _, details = str(error).partition("Debug source:")
+    answered = _STATUS.search(text)
+    status = int(answered[1]) if answered else 0
+    summary = summary_of(text)
+    if name == "InvalidPathError" and (key := _ODD_KEY.search(text)):
+        summary = printable(repr(key[1]))
+    kind = next((kind for kind, pattern in _RULES if re.search(pattern, f"{name} {status} {text}")), None)
+    if kind is None:
+        return _without_status(summary, text + details)
+    if kind == "anonymous":
+        return RequestFailure(kind, f"the metadata service of the machine: {summary}")
+    is_throttled = kind == "busy" and (status in (429, 503) or "SlowDown" in text)
+    return RequestFailure(kind, "" if kind == "unranged" else summary, is_throttled=is_throttled)
+
+
+_RULES: tuple[tuple[Kind, str], ...] = (
+    (
+        "no bucket",
+        r"<Code>(NoSuchBucket|ContainerNotFound)</Code>|(?i:The specified (bucket|container) does not exist)",
+    ),
+    ("missing", r"\AFileNotFoundError "),
+    ("no credentials", "credential provider"),
+    ("anonymous", r"169\.254\.\d+\.\d+|metadata\.google\.internal|/latest/api/token|/metadata/identity"),
+    ("no name", "Could not parse path"),
+    ("odd key", r"\AInvalidPathError "),
+    ("busy", "ConditionalRequestConflict"),  # S3 has not compared: another request to the object was under way
+    ("missing", r"\A(NotFoundError |\w+ (404|410) )"),
+    ("changed", r"\A(PreconditionError |AlreadyExistsError |\w+ 412 )"),
+    ("page", "Header missing from response|invalid list response"),
+    ("unranged", r"\ANotSupportedError |Received non-partial response"),
+    ("range", r"\A\w+ 416 "),
+    ("expired", r"\A\w+ 40[013] (?is:.*(expired|TokenRefreshRequired|AuthenticationFailed.*expir))"),
+    ("denied", r"\A(PermissionDeniedError |UnauthenticatedError |\w+ 40[13] )"),
+    ("busy", r"\A\w+ (408|409|425|429|5(?!01)\d\d) |RequestTimeout|SlowDown"),
+    ("elsewhere", r"\A\w+ 3\d\d |Received redirect without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed"),
+    ("other", r"\A\w+ [1-9]"),
+)
+"""What an error means, by the name of its class, the status ("0": none), and its text; the first rule decides."""
+
+
+def _without_status(summary: str, details: str) -> RequestFailure:
+    """Return what an error means that came from the connection, or from obstore's own checks of an answer."""
+    if "following redirect" in details:
+        return RequestFailure("elsewhere", summary)
+    if "UnexpectedRange" in details or "NoContentRange" in details or "ContentRange" in details:
+        return RequestFailure("wrong", summary)
+    if refusal := _TLS.search(details):
+        return RequestFailure("tls", "".join(refusal[0].split()).replace("(", ": "))
+    cause = next((words for pattern, words in _CAUSES if pattern.search(details)), summary)
+    if "kind: Timeout" in details or "TimedOut" in details:
+        return RequestFailure("unreachable" if "kind: Connect" in details else "stalled", "")
+    if "kind: Connect" in details or "ConnectError" in details:
+        return RequestFailure("unreachable", cause)
+    if "HttpError" in details or "reqwest" in details or "hyper" in details:
+        return RequestFailure("broken", cause)
+    return RequestFailure("other", summary)
+
+
+def summary_of(text: str) -> str:
+    """Return the message of a server as one short line without URLs."""
+    code, message = _CODE.search(text), _MESSAGE.search(text)
+    if code is not None:
+        text = f"{code[1]}: {message[1]}" if message is not None else code[1]
+    else:
+        answer = text.partition("Debug source:")[0].rpartition(" - ")[2].replace(_ANSWERED, "")
+        text = answer.partition("<")[0].rstrip(": \n")
+    line = one_line(" ".join(_LINK.sub(lambda link: without_secrets(link[0]), text).split()))
+    return line if len(line) <= _MAX_CHARACTERS else line[:_MAX_CHARACTERS] + "..."
 
 
 class RateWatch:
@@ -55,7 +300,7 @@ class RateWatch:
     """
 
     def __init__(self, stall_seconds: float) -> None:
-        self.piece_bytes = max(1, int(LEAST_BYTES_PER_SECOND * stall_seconds))
+        self.piece_bytes = max(1, int(MIN_BYTES_PER_SECOND * stall_seconds))
         """What must come within the time of a stall, at the least rate."""
         self._seconds = stall_seconds * _PIECES_FACTOR
         self._num_bytes = 0
@@ -68,10 +313,6 @@ class RateWatch:
     def add(self, num_bytes: int) -> None:
         """Count bytes that came."""
         self._num_bytes += num_bytes
-
-    def end(self) -> None:
-        """Judge no more: all bytes came."""
-        self._mark = None
 
     def check(self) -> None:
         """Require that the bytes since the last check came fast enough, if that was long enough ago.
@@ -90,45 +331,14 @@ class RateWatch:
 _PIECES_FACTOR = 1.25
 
 
-def retry_after(text: str) -> float:
-    """Return the seconds of a field `Retry-After`, which is a number or a date; 0: none that is later than now."""
-    if re.fullmatch(r"\s*\d{1,9}(\.\d*)?\s*", text, re.ASCII):
-        return float(text)
-    try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - clock.now())
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
-
-
 def is_page(body: bytes) -> bool:
     """Return whether bytes begin a web page."""
     start = body[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     return start.startswith((b"<!doctype html", b"<html", b"<head", b"<!--"))
 
 
-def require_no_page(content_type: str, body: bytes) -> None:
-    """Require that an answer is no web page: neither a checkpoint nor a listing is one.
-
-    Raises:
-        RequestError: It is one.
-    """
-    if is_page(body) or (content_type.lower().startswith("text/html") and body[:1] == b"<"):
-        title = _TITLE.search(body)
-        text = unescape(title[1].decode(errors="replace")) if title else ""
-        titled = f"of the title {' '.join(text.split())!r}" if text.strip() else ""
-        raise RequestError("page", f"{WEB_PAGE} {summary_of(titled)}".rstrip())
-
-
-T = TypeVar("T")
-
-
-STALL_SECONDS = 30.0
-"""Longest time without a byte before a request counts as failed."""
-
 BUSY_SECONDS = 180.0
 """Longest time for which a request is repeated that the store refuses for the moment, unless the caller sets it."""
-
-_MOST_JITTER_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,23 +353,17 @@ class Patience:
     """Pause before the second attempt; it doubles with each attempt. Half of it is random, so that workers that failed
     together do not come back together."""
     longest_pause_seconds: float = 10.0
-    """Longest pause, unless the store requests a longer one."""
+    """Longest pause."""
     stall_seconds: float = STALL_SECONDS
     """Longest time without a byte."""
     busy_seconds: float = 0.0
     """For so long a request is repeated that the store refuses for the moment (429, 503), however many attempts that
     takes; 0: by the number of attempts."""
 
-    def pause_seconds(self, attempt: int, requested_seconds: float = 0.0) -> float:
-        """Return the pause after an attempt, counted from 1.
-
-        Args:
-            attempt: Number of the attempt.
-            requested_seconds: Shortest pause, which the store requests (Retry-After).
-        """
+    def pause_seconds(self, attempt: int) -> float:
+        """Return the pause after an attempt, counted from 1."""
         whole = min(self.longest_pause_seconds, self.first_pause_seconds * 2.0 ** (attempt - 1))
-        jitter = random.uniform(0.0, min(_MOST_JITTER_SECONDS, whole / 2))
-        return max(whole * random.uniform(0.5, 1.0), requested_seconds + jitter if requested_seconds else 0.0)
+        return whole * random.uniform(0.5, 1.0)
 
     def is_over(self, failure: RequestFailure, attempt: int, seconds: float, pause_seconds: float) -> bool:
         """Return whether a request that has failed is not repeated any more, for another reason than a stall.
@@ -172,7 +376,7 @@ class Patience:
         """
         if failure.is_throttled and self.busy_seconds:
             return pause_seconds > self.busy_seconds - seconds
-        return attempt >= self.num_attempts or failure.retry_after_seconds > self.longest_pause_seconds
+        return attempt >= self.num_attempts
 
 
 def patience_of(value: Patience | float | None) -> Patience:
@@ -194,14 +398,7 @@ def patience_of(value: Patience | float | None) -> Patience:
 
 
 class Attempts:
-    """The attempts at one request.
-
-    Args:
-        requester: Makes the request.
-        path: URL of the object, without secrets.
-        expected: Identity of the object, if it was opened before.
-        work: What it is for.
-    """
+    """The attempts at one request; see `Requester.run`."""
 
     def __init__(self, requester: Requester, path: str, *, expected: object = None, work: Work = "load") -> None:
         self._requester = requester
@@ -221,23 +418,22 @@ class Attempts:
         """
         patience, requester = self._requester.patience, self._requester
         self._num_slow += failure.is_slow
-        seconds = patience.pause_seconds(self.number, failure.retry_after_seconds)
+        seconds = patience.pause_seconds(self.number)
         last = self._num_slow >= patience.num_stalls or patience.is_over(
             failure, self.number, clock.monotonic() - self._began, seconds
         )
         if last or not failure.may_succeed or (failure.kind == "expired" and self._renewed):
             raise failure.error(self._path, self.number, expected=self._expected, work=self._work)
-        most = patience.num_stalls if failure.is_slow else patience.num_attempts
+        max_attempts = patience.num_stalls if failure.is_slow else patience.num_attempts
         log(
             requester.warnings.level(),
-            "%s: attempt %d%s failed (%s%s); trying again%s",
+            "%s: attempt %d%s failed (%s%s); trying again",
             self._path,
             self.number,
             # Throttled requests are repeated for a time, however often.
-            "" if failure.is_throttled and patience.busy_seconds else f" of {most}",
+            "" if failure.is_throttled and patience.busy_seconds else f" of {max_attempts}",
             failure.kind,
             f": {failure.cause}" if failure.cause else "",
-            failure.requested_pause,
         )
         if failure.kind == "expired":
             self._renewed = True
@@ -286,22 +482,11 @@ class Requester:
 
         def work() -> T:
             _thread_local.watch = watch
-            try:
-                return request(store)
-            finally:
-                _thread_local.watch = None
+            return request(store)
 
         return Call(work, check=watch.check)
 
-    def run(
-        self,
-        request: Callable[[Any], T],
-        path: str,
-        *,
-        expected: object = None,
-        work: Work = "load",
-        again: Callable[[Any], T] | None = None,
-    ) -> T:
+    def run(self, request: Callable[[Any], T], path: str, *, expected: object = None, work: Work = "load") -> T:
         """Make a request, and wait for its answer; repeat it while it fails, and may succeed.
 
         Args:
@@ -309,27 +494,22 @@ class Requester:
             path: URL of the object, without secrets.
             expected: Identity of the object, if it was opened before.
             work: What it is for.
-            again: The same request by a client that says more about a refusal than obstore does.
 
         Raises:
             Cancelled: The calling thread should end (`is_interrupted`).
             StioError: The request failed; see `RequestFailure.error`.
         """
+        return self.repeat(lambda: self.begin(request).result(), path, expected=expected, work=work)
+
+    def repeat(self, attempt: Callable[[], T], path: str, *, expected: object = None, work: Work = "load") -> T:
+        """Call a function that makes requests, and again while it fails and may succeed; see `run`."""
         attempts = Attempts(self, path, expected=expected, work=work)
-        call = self.begin(request)
         while True:
             try:
-                return call.result()
+                return attempt()
             except Exception as error:
                 failure = failure_of(error)
-            del call  # its error refers to this frame
-            if again is not None and expected is None and failure.kind in ("elsewhere", "unranged"):
-                request, again = again, None  # it cannot succeed, but it says where, or what was sent
-            else:
-                attempts.failed(failure)
-                if again is not None and failure.kind == "busy":
-                    request = again
-            call = self.begin(request)
+            attempts.failed(failure)
 
 
 def pause(seconds: float) -> None:
@@ -361,98 +541,3 @@ def require_usable(path: str) -> None:
             "'spawn' or 'forkserver' (multiprocessing.set_start_method), or read no URL before the fork",
             path=path,
         )
-
-
-_REGION = re.compile(r"<Region>([\w-]+)</Region>|s3[.-]([a-z]{2,}-[a-z-]+-\d)\.amazonaws")
-_PIECE_BYTES = 64 << 10
-_MOST_BODY_BYTES = 64 << 10
-"""Of the answer of a request that was refused."""
-
-
-def ask(
-    url: str,
-    headers: Mapping[str, str],
-    num_bytes: int,
-    *,
-    stall_seconds: float,
-    scheme: str,
-    method: str = "GET",
-    data: bytes | None = None,
-    is_local: bool = False,
-) -> tuple[int, bytes]:
-    """Make one request. Blocks, and cannot be interrupted.
-
-    Args:
-        url: A URL of http or https, without a user.
-        headers: Fields of the request.
-        num_bytes: Most bytes of the body to read.
-        stall_seconds: Longest time without enough bytes; see `RateWatch`.
-        scheme: Scheme of the store, for the authorities of TLS.
-        method: Its method.
-        data: Body of the request.
-        is_local: No proxy is used.
-
-    Returns:
-        The status, which is a success, and the body.
-
-    Raises:
-        RefusedError: The status is no success.
-        RequestError: It is a web page, the bytes come too slowly, or there was no answer, or it ended early.
-        StorageError: The authorities of the environment cannot be read.
-    """
-    handlers: list[Any] = [_NoRedirect(), *([ProxyHandler({})] if is_local else [])]
-    if url.lower().startswith("https:"):
-        context = ssl.create_default_context()
-        if added := added_authorities(scheme):
-            context.load_verify_locations(cadata=added["root_certificate"].decode())
-        handlers.append(HTTPSHandler(context=context))
-    try:
-        request = Request(url, data, dict(headers), method=method)
-        with build_opener(*handlers).open(request, timeout=stall_seconds) as answer:
-            body = _read(answer, num_bytes, stall_seconds)
-            require_no_page(answer.headers.get("Content-Type", ""), body)
-            return answer.status, body
-    except HTTPError as error:
-        with error:
-            raise _refused(error) from None
-    except TimeoutError:
-        raise RequestError("stalled") from None
-    except (OSError, HTTPException, ValueError) as error:
-        if isinstance(getattr(error, "reason", None), TimeoutError):
-            raise RequestError("stalled") from None
-        raise RequestError("unreachable", summary_of(str(error))) from None
-
-
-class _NoRedirect(HTTPRedirectHandler):
-    def redirect_request(self, *values: Any) -> None:
-        return None
-
-
-def _read(answer: Any, num_bytes: int, stall_seconds: float) -> bytes:
-    watch, found = RateWatch(stall_seconds), bytearray()
-    watch.begin()
-    while len(found) < num_bytes:
-        data = answer.read1(min(_PIECE_BYTES, num_bytes - len(found)))
-        if not data:
-            break
-        found += data
-        watch.add(len(data))
-        watch.check()
-    return bytes(found)
-
-
-def _refused(error: HTTPError) -> Exception:
-    try:
-        body = error.read(_MOST_BODY_BYTES)
-    except (OSError, HTTPException):
-        body = b""
-    text = body.decode(errors="replace")
-    region = _REGION.search(text)
-    named = error.headers.get("x-amz-bucket-region") or (region and (region[1] or region[2])) or ""
-    return RefusedError(
-        error.code,
-        str(error.reason or ""),
-        text,
-        retry_after_seconds=retry_after(error.headers.get("Retry-After", "")),
-        region=named if re.fullmatch(r"[\w-]{1,40}", named) else "",
-    )

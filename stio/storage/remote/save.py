@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from http.client import HTTPException
 from typing import Any, Literal
+from urllib.error import HTTPError
 from urllib.parse import quote
+from urllib.request import Request, urlopen
 from xml.etree import ElementTree
 
 from stio.errors import (
@@ -49,11 +53,10 @@ from stio.runtime.operation import Cancelled
 from stio.runtime.text import log, without_secrets
 from stio.storage.base import Ending, Note, Root, Transaction
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
-from stio.storage.remote.failures import RequestFailure, failure_of
-from stio.storage.remote.folder import DEFAULT_BYTES, SMALLEST_PART_BYTES, Folder, PartMemory, State, Upload
-from stio.storage.remote.requests import Attempts, ask
+from stio.storage.remote.folder import DEFAULT_BYTES, MIN_PART_BYTES, Folder, PartMemory, State, Upload
+from stio.storage.remote.requests import Attempts, RequestError, RequestFailure, failure_of, summary_of
 from stio.storage.remote.source import RemoteRoot
-from stio.storage.remote.stores import Query, locate, signed_url
+from stio.storage.remote.stores import Query, added_authorities, locate, signed_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class RemoteDestination:
 
     def within(self, budget_bytes: int) -> tuple[RemoteDestination, int]:
         """Return the destination with memory of its own that fits a budget, and how much that is: half, or one part."""
-        nbytes = max(SMALLEST_PART_BYTES, min(DEFAULT_BYTES, budget_bytes // 2))
+        nbytes = max(MIN_PART_BYTES, min(DEFAULT_BYTES, budget_bytes // 2))
         return replace(self, buffer_bytes=nbytes), nbytes
 
     def begin(
@@ -121,20 +124,23 @@ class RemoteDestination:
             if index.endswith(INDEX_SUFFIX):
                 used |= _shards_of(folder, index)
         now = clock.now()
-        ages = {one: now - listed.changed for one, listed in objects.items() if is_of_save(one) and one not in used}
-        old = sorted(one for one, age in ages.items() if age >= max_age_seconds)
+        ages = {
+            key: now - meta["last_modified"].timestamp()
+            for key, meta in objects.items()
+            if is_of_save(key) and key not in used
+        }
+        old = sorted(key for key, age in ages.items() if age >= max_age_seconds)
+        uploads = [upload for upload in _uploads(folder) if is_of_save(upload.name) or (name and upload.name == name)]
+        ended = [upload for upload in uploads if now - upload.began >= max_age_seconds]
         if not dry_run:
             folder.delete(old)
-        uploads = [one for one in _uploads(folder) if is_of_save(one.name) or (name and one.name == name)]
-        ended = [one for one in uploads if now - one.began >= max_age_seconds]
-        if not dry_run:
-            for one in ended:
-                _send(folder, "DELETE", one.name, {"uploadId": one.id})
-        kept = {*ages} - {*old} | {one.name for one in uploads if one not in ended}
+            for upload in ended:
+                _send(folder, "DELETE", upload.name, {"uploadId": upload.id})
+        kept = {*ages} - {*old} | {upload.name for upload in uploads if upload not in ended}
         return GarbageReport(
-            unused=tuple(f"{folder.path}/{one}" for one in old),
-            aborted=tuple(f"{folder.path}/{one.name}" for one in ended),
-            kept=tuple(f"{folder.path}/{one}" for one in sorted(kept)),
+            unused=tuple(f"{folder.path}/{key}" for key in old),
+            aborted=tuple(f"{folder.path}/{upload.name}" for upload in ended),
+            kept=tuple(f"{folder.path}/{key}" for key in sorted(kept)),
         )
 
 
@@ -223,7 +229,7 @@ class RemoteTransaction(Uploads):
         super().__init__(folder, buffer_bytes)
         self._last = self._kept = last
         self._id = os.urandom(8).hex()
-        self._found = folder.state(last)
+        self._before = folder.state(last)
         self._state: State = {}  # of the new checkpoint
         self._notes: dict[str, tuple[bytes | None, State]] = {}  # as they were found
         self._written: dict[Note, State] = {}  # the notes as this save has left them
@@ -336,17 +342,13 @@ class RemoteTransaction(Uploads):
 
     def _unknown(self, name: str, failure: RequestFailure) -> StioError:
         """Return the error where the store does not say whether it has an object."""
-        return self._uncertain(failure) if name == self._last else self._error(failure, name)
-
-    def _uncertain(self, failure: RequestFailure) -> CommitUncertainError:
+        if name != self._last:
+            return failure.error(f"{self._folder.path}/{name}", work="save")
         return CommitUncertainError(
             f"the store does not say whether the checkpoint is published ({failure.kind}: {failure.cause}); "
             "check the destination, or save again",
-            path=f"{self._folder.path}/{self._last}",
+            path=f"{self._folder.path}/{name}",
         )
-
-    def _error(self, failure: RequestFailure, name: str) -> StioError:
-        return failure.error(f"{self._folder.path}/{name}", work="save")
 
 
 class _Directory(RemoteTransaction):
@@ -365,9 +367,9 @@ class _Directory(RemoteTransaction):
         super().__init__(folder, buffer_bytes, index_name(pattern))
         # After the index was read: shards of a save that commits in between would not be deleted otherwise. Those of
         # one that commits later are in it too; it cannot commit any more once this one has.
-        found = folder.list(lambda: {*self._indexed(), shard_name(pattern, 0, 1)})
+        objects = folder.list(lambda: {*self._indexed(), shard_name(pattern, 0, 1)})
         self._old = {
-            name: one for name, one in found.items() if name != self._last and is_checkpoint_file(name, pattern)
+            name: meta for name, meta in objects.items() if name != self._last and is_checkpoint_file(name, pattern)
         }
         self.shard_names = tuple(shard_name(pattern, k, num_shards, save_id=self._id) for k in range(num_shards))
 
@@ -377,12 +379,12 @@ class _Directory(RemoteTransaction):
         return set()
 
     def _put_last(self, index: bytes) -> None:
-        self._state = self._put(self._last, index, self._found)
+        self._state = self._put(self._last, index, self._before)
 
     def _delete_old(self) -> None:
         if self._old:
             now = self._folder.list(lambda: self._old)  # what another program has put there since the save began stays
-            self._folder.delete([name for name, one in self._old.items() if now.get(name) == one])
+            self._folder.delete([name for name, meta in self._old.items() if now.get(name) == meta])
 
 
 class _OneObject(RemoteTransaction):
@@ -404,7 +406,7 @@ class _OneObject(RemoteTransaction):
 
     def _put_last(self, index: bytes) -> None:
         (upload,) = self._writers
-        if not _is_same(self._folder.state(self._last), self._found):
+        if not _is_same(self._folder.state(self._last), self._before):
             raise self._conflict()
         failure = upload.complete()
         if failure is None:
@@ -413,9 +415,10 @@ class _OneObject(RemoteTransaction):
         try:
             state, save_id = self._folder.state_and_id(self._last)
         except StioError as error:
-            raise self._uncertain(failure) from error
+            raise self._unknown(self._last, failure) from error
         if save_id != self._id:
-            raise self._uncertain(failure) if upload.may_complete_yet else self._error(failure, self._last)
+            known = failure.error(self.path, work="save")
+            raise self._unknown(self._last, failure) if upload.may_complete_yet else known
         self._state = state  # the answer was lost
 
 
@@ -452,11 +455,11 @@ class RemoteFiles:
         """
         if self._url(self.first) in spare:
             return  # a save has replaced it, and deleted its shards
-        found = self.folder.state(self.first)
-        if found and not _is_same(found, self.state):
+        now = self.folder.state(self.first)
+        if now and not _is_same(now, self.state):
             log(logging.WARNING, "%s: it was replaced, and is not deleted", self._url(self.first))
             return
-        if found:
+        if now:
             self.folder.delete([self.first])
         unchanged = [
             name
@@ -469,14 +472,14 @@ class RemoteFiles:
         return f"{self.folder.path}/{name}"
 
 
-_MOST_ANSWER_BYTES = 16 << 20
+_MAX_ANSWER_BYTES = 16 << 20
 """Longest answer that is read; a page of the list has at most 1,000 uploads."""
 
 
 def _shards_of(folder: Folder, index: str) -> set[str]:
-    found = folder.read(index)
+    content, _ = folder.read(index) or (None, {})
     try:
-        return set() if found is None else {*parse_index(found[0], path=f"{folder.path}/{index}").shards}
+        return set() if content is None else {*parse_index(content, path=f"{folder.path}/{index}").shards}
     except IndexFormatError:
         if index.endswith(FILE_SUFFIX + INDEX_SUFFIX):
             raise
@@ -485,6 +488,8 @@ def _shards_of(folder: Folder, index: str) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Unfinished:
+    """An upload that was neither completed nor aborted."""
+
     name: str
     id: str
     began: float
@@ -495,7 +500,7 @@ def _uploads(folder: Folder) -> list[_Unfinished]:
     if folder.root.location.scheme != "s3":
         return []
     try:
-        return sorted(_listed_uploads(folder), key=lambda one: (one.name, one.began))
+        return sorted(_listed_uploads(folder), key=lambda upload: (upload.name, upload.began))
     except StorageError as error:
         log(
             logging.WARNING,
@@ -513,11 +518,11 @@ def _listed_uploads(folder: Folder) -> Iterator[_Unfinished]:
         before = dict(query)
         try:
             page = ElementTree.fromstring(_send(folder, "GET", "", query))
-            for one in page.iterfind("{*}Upload"):
-                name = one.findtext("{*}Key", "").removeprefix(prefix)
+            for upload in page.iterfind("{*}Upload"):
+                name = upload.findtext("{*}Key", "").removeprefix(prefix)
                 if "/" not in name:
-                    began = datetime.fromisoformat(one.findtext("{*}Initiated", ""))
-                    yield _Unfinished(name, one.findtext("{*}UploadId", ""), began.timestamp())
+                    began = datetime.fromisoformat(upload.findtext("{*}Initiated", ""))
+                    yield _Unfinished(name, upload.findtext("{*}UploadId", ""), began.timestamp())
         except (ElementTree.ParseError, ValueError) as error:  # ValueError: no time
             raise StorageError(f"the store did not send a list of uploads: {error}", path=folder.path) from None
         if page.findtext("{*}IsTruncated") != "true":
@@ -533,9 +538,19 @@ def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
     root, key = folder.root, f"/{quote(folder.key(name))}" if name else ""
 
     def send(store: Any) -> bytes:
-        url = signed_url(root.new_store, root.config, method, key, query)
-        seconds = folder.patience.stall_seconds
-        return ask(url, {}, _MOST_ANSWER_BYTES, stall_seconds=seconds, scheme="s3", method=method)[1]
+        request = Request(signed_url(root.new_store, root.config, method, key, query), method=method)
+        context = ssl.create_default_context()
+        if added := added_authorities("s3"):
+            context.load_verify_locations(cadata=added["root_certificate"].decode())
+        try:
+            with urlopen(request, timeout=folder.patience.stall_seconds, context=context) as answer:
+                content: bytes = answer.read(_MAX_ANSWER_BYTES)
+                return content
+        except HTTPError as error:
+            body = error.read(_MAX_ANSWER_BYTES).decode(errors="replace")
+            raise OSError(f"Server returned non-2xx status code: {error.code}: {body}") from None
+        except (OSError, HTTPException) as error:
+            raise RequestError("unreachable", summary_of(str(getattr(error, "reason", error)))) from None
 
     with suppress(CheckpointNotFoundError):  # it was completed or aborted by now
         return root.requester.run(send, f"{folder.path}/{name}" if name else folder.path, work="save")
