@@ -171,28 +171,29 @@ def fill(
         verify(operation, opened, options)
         if fill_first is not None:
             names = fill_first(operation, opened, target, names)
-        if not names and fill_first is not None:
-            return
-        if isinstance(target, ModuleTarget) and target.assigns:
+        if isinstance(target, ModuleTarget) and target.keeps:
+            if not target.assigns:  # a second copy of the module might not fit on its device
+                options = replace(options, device="cpu")
             scheduler = prepare(opened, names, options, deliver=lambda _, loaded: target.keep(loaded))
             queue.attach(scheduler)
             scheduler.run_for(operation)
             with collection_paused(len(names)):
                 target.make()
             return
+        if not names and fill_first is not None:
+            return
         options = replace(options, device=target.device)  # the copies stay on one device
         # If no device queue orders the copies, the load's thread makes them, and no event loop is needed.
         direct = target.on_cpu and resolve_devices(options.device) == torch.device("cpu")
-        kept = target.kept_names
         scheduler = prepare(
             opened,
             names,
             options,
             deliver=(lambda _, loaded: target.copy(loaded)) if direct else queue.put,
             hold=not direct,
-            kept=kept,
+            kept=(),
             slices=target.slices,
-            views=not kept,
+            views=True,
             # An event loop's thread must not wait for the engine.
             copied=target.copied_names(by_engine=direct and native.available()),
         )

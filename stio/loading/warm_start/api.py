@@ -196,7 +196,7 @@ class WarmStart(AsyncOnly):
             raise ValueError("a warm start has one device; place a module on several by load_into(..., assign=True)")
         opened = open_with_options(operation, self._source, settings, strict=False)
         try:
-            match = Match.of(module, into, names, opened, dtype=settings.casts, strict=settings.strict)
+            match = Match.of(module, into, names, opened, settings)
             verify(operation, opened, settings)
             # `casts` has the dtype of each tensor that is cast.
             options = replace(settings, dtype=None, streams="copy", lost={})
