@@ -19,9 +19,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from stio.device.base import LoadedGroup, current_streams
+from stio.device.copy_in import copy_all
 from stio.device.cuda import on_stream
 from stio.device.names_in_files import names_in_files, unnumbered
-from stio.device.tensor_memory import copy_all, has_memory, require_memory
+from stio.device.tensor_memory import has_memory, require_memory
 from stio.device.tensors import TORCH_DTYPES, as_scalar, cast, fits_shape, loses_values, may_lose_range
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
 from stio.format.state_tree import STATE_KEY, TREE_TENSOR

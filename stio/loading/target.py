@@ -16,7 +16,8 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from stio.device.base import LoadedGroup
-from stio.device.tensor_memory import TargetMemory, copy_all, copy_from_image, has_plain_bytes
+from stio.device.copy_in import copy_all, copy_from_image, has_plain_bytes
+from stio.device.tensor_memory import TargetMemory
 from stio.device.tensors import TORCH_DTYPES, Lost, fits_shape, holds_all, loses_values
 from stio.errors import MismatchError, listed, printable
 from stio.loading.module_tree import is_on_meta, memory_key, overlapping, why_not_copied, why_refused

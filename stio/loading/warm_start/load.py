@@ -26,8 +26,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from stio.device.base import LoadedGroup, current_streams
+from stio.device.copy_in import copy_all
 from stio.device.cuda import TorchAccelerator, default_stream
-from stio.device.tensor_memory import TargetMemory, copy_all
+from stio.device.tensor_memory import TargetMemory
 from stio.device.tensors import TORCH_DTYPES, as_scalar, cast, loses_values, require_dtypes
 from stio.device.torch_private import copy_of, moved
 from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
