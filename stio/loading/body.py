@@ -184,7 +184,7 @@ def fill(
             return
         options = replace(options, device=target.device)  # the copies stay on one device
         # If no device queue orders the copies, the load's thread makes them, and no event loop is needed.
-        direct = target.on_cpu and resolve_devices(options.device) == torch.device("cpu")
+        direct = target.on_cpu
         scheduler = prepare(
             opened,
             names,

@@ -9,6 +9,7 @@ collected, and torch's own `load_state_dict` fills the module, on the load's thr
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,12 +40,12 @@ from stio.loading.module_tree import (
 )
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
-from stio.loading.target import Box, LoadReport, LoadTarget, LocalPart, PartOf, Place, Stored, no_part, whole_of
+from stio.loading.target import LoadReport, LoadTarget, LocalPart, PartOf, Place, Stored, no_part, whole_of
 from stio.runtime.log import log
 from stio.runtime.process import collection_paused
 
 _SHOWN_CHARACTERS = 2000
-_WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WRAPPERS = re.compile(r"_orig_mod\.|module\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 """What wrappers of torch add to names: `torch.compile`, DDP and `DataParallel`, `checkpoint_wrapper`, FSDP."""
 _OF_ADAPTERS = ("lora_", "poly_lora_", "oft_", "ln_tuning_")
 """How names of PEFT's layers begin that hold a module for each adapter."""
@@ -129,15 +130,14 @@ class ModuleTarget(LoadTarget):
                     )
 
     def _find_ties(self) -> None:
-        if not self._keys:
-            self._keys = memory_keys(self._targets)
-            for name, part in self._parts.items():
-                if not part.local.numel():  # without an address, two names of one tensor are found by the object
-                    self._keys[name] = -id(self._tree.tensors[name])
-            if len(set(self._keys.values())) < len(self._keys):
-                for name, key in self._keys.items():
-                    self._ties.setdefault(key, []).append(name)
-                self._ties = {key: names for key, names in self._ties.items() if len(names) > 1}
+        self._keys = memory_keys(self._targets)
+        for name, part in self._parts.items():
+            if not part.local.numel():  # without an address, two names of one tensor are found by the object
+                self._keys[name] = -id(self._tree.tensors[name])
+        if len(set(self._keys.values())) < len(self._keys):
+            for name, key in self._keys.items():
+                self._ties.setdefault(key, []).append(name)
+            self._ties = {key: names for key, names in self._ties.items() if len(names) > 1}
 
     def select(self, opened: OpenCheckpoint, options: LoadOptions, check: Callable[[], None]) -> list[str]:
         """See `LoadTarget.select`. Names of custom submodules are compared by `load_state_dict`.
@@ -406,23 +406,16 @@ class ModuleTarget(LoadTarget):
             whole: Shape of the tensor.
         """
         with torch.inference_mode() if self._inference else torch.no_grad():
-            for place in self._places.get(source, ()):
-                index = whole_of(whole) if place.part is None else place.part.index
-                self._copy_common(place.name, place.memory, index, rows, dim, begin)
-
-    def _copy_common(
-        self, name: str, target: torch.Tensor, index: Box, rows: torch.Tensor, dim: int, begin: int
-    ) -> None:
-        """Copy what `rows` and the part `index` of a tensor have in common into the memory of that part."""
-        if not index or not target.dim():
-            copy_all([target], [rows], [name], path=self._path, lost=self.lost)
-            return
-        first, end = max(begin, index[dim].start), min(begin + rows.shape[dim], index[dim].stop)
-        if first < end:
-            require_memory(name, target, path=self._path)  # torch makes no views of a storage that is too short
-            within = (*index[:dim], slice(first - begin, end - begin), *index[dim + 1 :])
-            same = target.narrow(dim, first - index[dim].start, end - first)
-            copy_all([same], [rows[within]], [name], path=self._path, lost=self.lost)
+            for name, memory, part, *_ in self._places.get(source, ()):
+                index, common = whole_of(whole) if part is None else part.index, rows
+                if index and memory.dim():  # what the rows and this part of the tensor have in common
+                    first, end = max(begin, index[dim].start), min(begin + rows.shape[dim], index[dim].stop)
+                    if first >= end:
+                        continue
+                    require_memory(name, memory, path=self._path)  # torch makes no views of a storage that is too short
+                    common = rows[(*index[:dim], slice(first - begin, end - begin), *index[dim + 1 :])]
+                    memory = memory.narrow(dim, first - index[dim].start, end - first)
+                copy_all([memory], [common], [name], path=self._path, lost=self.lost)
 
     def rows_memory(
         self, source: str, dtype: torch.dtype, dim: int, rows: tuple[int, int], whole: tuple[int, ...]
@@ -444,16 +437,15 @@ class ModuleTarget(LoadTarget):
         if len(places) != 1 or not whole:
             return None
         target, part = places[0].memory.detach(), places[0].part
-        if not has_memory(target):
-            return None  # `copy_rows` says so
         held = whole_of(whole) if part is None else part.index
-        if target.device.type != "cpu" or target.dtype != dtype or not target.is_contiguous():
-            return None
-        if target.shape != tuple(one.stop - one.start for one in held):  # two elements of the format are one of torch
-            return None
-        covers = target.shape[dim + 1 :] == whole[dim + 1 :]
         begin, end = rows[0] - held[dim].start, rows[1] - held[dim].start
-        if not covers or begin < 0 or end > target.shape[dim] or not target.numel():
+        is_plain = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+        # Two elements of the format may be one of torch.
+        has_rows = (
+            target.shape == tuple(one.stop - one.start for one in held) and begin >= 0 and end <= target.shape[dim]
+        )
+        is_whole = target.shape[dim + 1 :] == whole[dim + 1 :] and target.numel()
+        if not (is_plain and has_rows and is_whole and has_memory(target)):  # of its memory `copy_rows` says so
             return None
         if not target.is_inference():
             torch.autograd.graph.increment_version(target)
@@ -590,25 +582,19 @@ def _advice(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """Return advice for names that differ by what a wrapper adds to them; empty if they differ otherwise."""
     if not missing or not unexpected:
         return ""
-    bare = [{_without_wrappers(name) for name in names} for names in (missing, unexpected)]
+    bare = [{_WRAPPERS.sub("", name) for name in names} for names in (missing, unexpected)]
     if not (bare[0] <= bare[1] or bare[1] <= bare[0]):
         return (
             _advice_on_prefix(missing, unexpected)
             or _advice_on_prefix(unexpected, missing, "checkpoint")
             or _advice_on_adapters(missing, unexpected)
         )
-    added = [sorted({w for n in names for w in _WRAPPERS if w in n}) for names in (missing, unexpected)]
+    added = [sorted({w for n in names for w in _WRAPPERS.findall(n)}) for names in (missing, unexpected)]
     return (
         f"; names differ by what wrappers add: {', '.join(added[0]) or 'nothing'} in the module's names, "
         f"{', '.join(added[1]) or 'nothing'} in the checkpoint's; load into the module without its wrapper "
         "(`.module`, `._orig_mod`), or save the plain module"
     )
-
-
-def _without_wrappers(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _advice_on_prefix(longer: Sequence[str], shorter: Sequence[str], which: str = "module") -> str:
