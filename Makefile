@@ -123,7 +123,7 @@ rehearse-gpu: $(ENGINE)  ## the same stages, small, on the simulated device: 90 
 # In stages, two at a time; build/nightly/summary.md says what each did and found. All stages run, even if one of them
 # fails; the command then fails at the end. NIGHTLY_ARGS="--stage kills --scale 0.05" for a part, or for a short form.
 # Power cuts need root, and mkfs of ext4, xfs and btrfs (Debian: xfsprogs, btrfs-progs); what is missing is skipped.
-nightly: $(ENGINE) $(MODEL_STAMP) $(NIGHTLY_STAMP)  ## all that takes too long for `make test`: 35 minutes on two cores before it had the rest of matrices, and 10 for the mutants
+nightly: $(ENGINE) $(MODEL_STAMP) $(NIGHTLY_STAMP)  ## all that takes too long for `make test`, in stages; NIGHTLY_ARGS="--list" shows them
 	@PYTHONPATH=.:tests $(BIN)/python -m nightly.run --fuzz-python $(NIGHTLY)/bin/python $(NIGHTLY_ARGS)
 
 # `make test` has those of them whose frameworks $(VENV) has: transformers and accelerate.

@@ -194,6 +194,24 @@ def markdown(records: list[Record], suite: Suite) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def summary(records: list[Record], suite: Suite) -> str:
+    """Give the part of the report that tables.md shows: the machine, a short row for each bound, notes."""
+    runs = Runs(records)
+    skipped = {record["case"]: record["reason"] for record in records if record["kind"] == "skipped"}
+    shown = [case for case in suite.cases if runs.names(case.name) or case.name in skipped]
+    names = {case.name for case in shown}
+    rows = ["| Case | Figure | stio | Against | Value (rounds) | Bound |", "|---|---|--:|--:|--:|---|"]
+    for bound in suite.bounds:
+        if bound.case in names:
+            *cells, value, rounds, _, limit, verdict = _verdict_cells(bound, runs, skipped)
+            ends = [] if verdict in ("met", "reported") else [f"**{verdict}**"]
+            ends = [limit, *ends] if limit else ends
+            spread, _, _ = rounds.rpartition(" (")
+            rows.append(_line([*cells, f"{value} ({spread})" if spread else value, ", ".join(ends)]))
+    machine_text = _machine_text(next(record for record in records if record["kind"] == "machine"))
+    return "\n\n".join(part for part in (machine_text, "\n".join(rows), _notes(shown, runs)) if part) + "\n"
+
+
 def publish(suite: Suite, records: list[Record], text: str, drawn: Path, page: Path | None) -> None:
     """Draw the chart to `drawn`, and write the report between its markers of `page`, with the chart if beside it."""
     is_drawn = draw(records, suite, drawn)
@@ -241,20 +259,23 @@ def _verdict_table(bounds: list[Bound], runs: Runs, skipped: dict[str, str]) -> 
 
 
 def _verdict_row(bound: Bound, runs: Runs, skipped: dict[str, str]) -> str:
+    return _line(_verdict_cells(bound, runs, skipped))
+
+
+def _verdict_cells(bound: Bound, runs: Runs, skipped: dict[str, str]) -> list[str]:
+    head, empty = [bound.case, bound.text], [""] * 5
     if bound.case in skipped:
-        return f"| {bound.case} | {bound.text} | | | | | | {bound.limit_text} | not run: {skipped[bound.case]} |"
+        return [*head, *empty, bound.limit_text, f"not run: {skipped[bound.case]}"]
     try:
         found = bound.measure(runs)
     except NoFigure as error:
-        return f"| {bound.case} | {bound.text} | | | | | | {bound.limit_text} | no figure: {_cell(str(error))} |"
+        return [*head, *empty, bound.limit_text, f"no figure: {_cell(str(error))}"]
     side_unit = ("MB" if bound.case == "memory" else "s") if bound.unit == "x" else bound.unit
     theirs = "" if found.theirs is None else f"{found.rival} {show(found.theirs, side_unit)}"
     spread = f"{show(found.low, bound.unit)} to {show(found.high, bound.unit)} ({found.num_rounds})"
     interval = "{:.2f} to {:.2f}".format(*found.interval) if found.interval else ""
-    return (
-        f"| {bound.case} | {bound.text} | {show(found.ours, side_unit)} | {theirs} | {show(found.value, bound.unit)} "
-        f"| {spread} | {interval} | {bound.limit_text} | {bound.verdict(found.value)} |"
-    )
+    figures = [show(found.ours, side_unit), theirs, show(found.value, bound.unit), spread, interval]
+    return [*head, *figures, bound.limit_text, bound.verdict(found.value)]
 
 
 def _case_table(case: Case, runs: Runs, suite: Suite) -> str:

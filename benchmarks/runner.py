@@ -151,7 +151,7 @@ def main(suite: Suite, description: str, arguments: list[str] | None = None) -> 
     text = report.markdown(records, suite)
     print(text)
     page = HERE / "tables.md" if options.publish or not partial else None
-    report.publish(suite, records, text, out.resolve().with_suffix(".svg"), page)
+    report.publish(suite, records, report.summary(records, suite), out.resolve().with_suffix(".svg"), page)
     return 1 if report.num_missed(records, suite) else 0
 
 

@@ -22,6 +22,7 @@ from stio.loading.body import gather, reading_operation
 from stio.loading.nested import read_nested
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.select import select_tensors
 from stio.runtime.hashing import HashName
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
@@ -140,7 +141,7 @@ def restore(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOpti
     nested = read_nested(opened, options.limits or Limits(), check=operation.check)
     tree, holds_bytes = nested.tree, nested.holds_bytes
     names = (lambda name: name not in holds_bytes) if holds_bytes else None
-    groups = gather(operation, opened, names, options)
+    groups = gather(operation, select_tensors(opened, names, options), options)
     with collection_paused(tree.num_nodes):
         made = [_filled(tree, groups, nested.host_values, opened.path)]
 

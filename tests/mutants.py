@@ -374,8 +374,11 @@ MUTANTS = (
     mutant(
         "a cache releases too early",
         "the memory of a cached file is released while copies of the load still read it",
-        "stio/loading/prepare.py",
-        ("                owned.callback(one.release)\n", "                one.release()\n"),
+        "stio/loading/planned.py",
+        (
+            "            owned.callback(image.release)\n        paths = [load",
+            "            image.release()\n        paths = [load",
+        ),
         tests=f"{ORDERS}test_a_cache_keeps_what_is_copied_from",
     ),
     mutant(
@@ -570,8 +573,8 @@ MUTANTS = (
     mutant(
         "bytes of what is cast",
         "a load with dtype= copies the bytes of the file",
-        "stio/loading/prepare.py",
-        ("copied = copied if casts is None else frozenset()", "pass"),
+        "stio/loading/planned.py",
+        ("copied = delivery.copied if selected.casts is None else frozenset()", "copied = delivery.copied"),
         tests=f"{IMAGES}test_what_is_cast_on_the_way_is_no_copy_of_bytes",
     ),
     mutant(

@@ -123,7 +123,9 @@ def examine(
 
     def body(operation: Operation[Report]) -> Report:
         warnings: list[str] = []
-        with closing(open_checkpoint(path, with_manifest=True, check=operation.check, warn=warnings.append)) as opened:
+        with closing(
+            open_checkpoint(path, with_manifest=True, examine_others=True, check=operation.check, warn=warnings.append)
+        ) as opened:
             manifest = read_manifest(opened, in_part=not hash_required)
             if manifest is None and hash_required:
                 raise no_manifest(opened)

@@ -10,6 +10,11 @@ place of the original, for all code of the process. The drop-ins add no rules of
 shard names, overlapping memory and commits are those of `stio.format` and `stio.storage`. They add the original's
 split into files, its names, its conversions and its error texts. Start with the `__init__.py` of the library that you
 replace.
+
+`replacement.py` replaces attributes and globals of modules and records each place. One function changes names: it makes
+them equal to the list of installations, and can be repeated after an interruption at any point. While stio is
+installed, its `SafetensorError` derives from the original's, so each `except` catches it, however the program refers to
+the class. Messages for refused headers and saves begin with the original's phrase.
 """
 
 from stio.compat.replacement import Installation, install, uninstall

@@ -46,6 +46,7 @@ from stio.format.state_tree import STATE_KEY
 from stio.loading.body import collect, reading_operation
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
+from stio.loading.select import select_tensors
 from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
 from stio.saving.api import save
@@ -207,7 +208,7 @@ def _read(options: LoadOptions, operation: Operation[Any], opened: OpenCheckpoin
     """Load stio's nested state, or tensors with OLMo's names; return also whether it was stio's."""
     if STATE_KEY in opened.metadata:
         return restore(operation, opened, options), True
-    return collect(operation, opened, None, options), False
+    return collect(operation, select_tensors(opened, None, options), options), False
 
 
 class _Reader:

@@ -54,6 +54,7 @@ from stio.loading.body import collect
 from stio.loading.casts import AS_STORED, planned_casts
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions
+from stio.loading.select import select_tensors
 from stio.runtime.limits import Limits
 from stio.runtime.log import log
 from stio.runtime.operation import Operation
@@ -154,7 +155,8 @@ class ReadAhead:
         slices: dict[str, object] = {} if rows is None else dict.fromkeys(stored, rows)
 
         def body(operation: Operation[Any]) -> Callable[[], _Tensors]:
-            take = collect(operation, self._opened, list(stored), self._settings, slices)
+            selected = select_tensors(self._opened, list(stored), self._settings, slices=slices)
+            take = collect(operation, selected, self._settings)
             return lambda: {stored[name]: tensor for name, tensor in take().items()}
 
         operation = Operation(body, name="load")

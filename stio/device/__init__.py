@@ -9,26 +9,47 @@ of the caller. `names_in_files.py` has the names that transformers gives to tens
 pinned memory, and finds the drivers that the engine calls. `torch_private.py` has torch's private names that loads and
 saves use.
 
+Streams and events are torch's generic ones, so any device type with them is supported; a device whose driver the engine
+does not know is loaded by the plain executor. CUDA uses its own events, since those can sleep while a thread waits.
+
 Lifetimes on an accelerator. A copy is queued first and done later. Until it is done, the device reads and writes memory
 that no Python code uses any more. These rules keep that memory valid:
 
-1. Host memory. The device reads a slot (pinned host memory), or the image of a cached file, until the event behind its
-   copies has passed; only then a slot is filled again, or the image released. If the event fails, the device may still
-   read the slot: it is kept and never filled again. No allocator protects pinned memory that copies use: it is unpinned
-   and unmapped with its last reference.
-2. The memory of a group is allocated under the caller's stream, so the allocator may return memory that work there
-   still reads. The copy stream waits for an event behind the allocation. A disk that writes by GPUDirect Storage waits
-   for no stream: the load waits for that event on the host.
-3. A group is delivered when all events of its copies have passed, so its tensors are for any stream. Until then, and
-   after a cancel until `stio_transfer_end` has returned, its memory is referenced (P4).
-4. Warm starts allocate and cast under the copy stream, and record their caller's stream: without that the allocator
-   would return freed memory to the copy stream, and the next load would write there while the caller's stream reads.
-5. Saves. A thread of the save waits for an event on the caller's stream (`Readiness`) and then queues copies out of the
-   tensors, on the stream that all saves of the device share. That stream never waits for another one, so no save waits
-   for what another one waits for. The save holds a tensor until the event behind its copy has passed.
+1. Slots. A slot belongs to one engine thread, then to the copies out of it, until the event behind all of them has
+   passed. An event recorded earlier would pass before the last copy: the slot would be refilled, and the group
+   delivered, too early. A slot whose event fails may still be read: it is never filled again, and its ring takes no
+   further chunk. The same holds for images of cached files.
+2. Group memory is allocated under the stream that was current in the caller's thread at the call, so what the caller
+   frees serves the next load, and the allocator needs no record of another stream. Work queued there may still use that
+   memory: the copy stream waits for an event behind the allocation. GPUDirect Storage waits for no stream, so the load
+   waits for that event on the host. If torch has to ask the driver for more than 512 MiB, the load allocates in two
+   steps, and waits for what is queued until the second.
+3. A group is delivered when all events of its copies have passed on the host, so its tensors are valid for every thread
+   and stream, and no event is handed over. Until then, and after a cancel or error until `stio_transfer_end` has
+   returned, its memory is referenced. Every event is waited for, since each reports the failure of its own copies.
+4. Casts and slices that a copy cannot do run on the caller's stream, behind the copies. If a cast may lose values, the
+   lost ones are counted there, and the load waits for that count.
+5. Loads into existing tensors fill memory of their own; the caller's thread then copies on its current stream, which is
+   recorded for that memory. Work queued there may still read the old values.
+6. Warm starts wait for no work of the caller, since its forward may be running. They allocate and cast under the copy
+   stream, wait there on the host, and record the stream that was current at the call. Without the record the allocator
+   would give freed memory to the next load while the caller's stream still reads it. Code on other streams calls
+   `record_stream`, as for any tensor of torch.
+7. Saves mark the caller's current stream at the call (`Readiness`). A thread of the save waits for the mark, then
+   queues copies to pinned blocks on the stream that all saves of the device share, and waits for their event. That
+   stream never waits for another, so no save waits for what another one waits for. A tensor is held until its event has
+   passed.
+8. Pinned memory is unmapped with its last reference, and no allocator knows the copies that use it. So whoever copies
+   waits for the events before dropping it, after an error and a cancel too. Unpinning waits for the whole device and
+   takes milliseconds, so a thread of the engine does it, and a `Saver` and a `HostCache` keep theirs until they are
+   closed. What the driver refuses to unpin stays mapped. A forked child has none. If the driver refuses to pin, plain
+   memory is used, with one warning.
 
-6. Loads into memory of the caller. The copies out of a group's memory are queued on the caller's current stream, which
-   is recorded: the memory is freed at once, and may have been allocated under another stream.
+No bit changes. torch computes in places where it should move bytes: its list kernels convert 16-bit floats through
+float32, which changes NaNs, and copies of BOOL make 0 or 1 of each byte. The driver copies where it can; otherwise
+`copy_each` keeps lists away from those kernels and views BOOL, packed F4 and non-contiguous memory as integers.
 
-All events of a group are waited for, not only the last one, because each event reports the failure of its own copies.
+The GIL. torch releases it at the end of each tensor, and beside a busy Python thread may get it back only a switch
+interval later: dropping 10,000 small tensors takes 0.1 s, or 10 to 30. So no load makes and drops a tensor per tensor
+of the file, unless torch must copy or cast it, and device tensors are made by calls that keep the GIL.
 """

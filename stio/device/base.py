@@ -106,6 +106,11 @@ class LoadedGroup:
     results: dict[str, torch.Tensor] | None = None
     """What the consumer gets instead of the tensors, whose memory it shares; None: it gets the tensors."""
 
+    def rename(self, names: Mapping[str, Sequence[str]]) -> None:
+        """Put tensors under the names that were selected, by the name that has data; empty: leave all as they are."""
+        if names and self.image is None:
+            self.tensors = {new: tensor for name, tensor in self.tensors.items() for new in names[name]}
+
     def take(self) -> dict[str, torch.Tensor]:
         """Return what the consumer gets."""
         return self.tensors if self.results is None else self.results

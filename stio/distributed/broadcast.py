@@ -41,12 +41,14 @@ from stio.format.placements import (
     needed_rows,
     rows_of,
 )
+from stio.loading.body import planned
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plan import Group, stored_shape
-from stio.loading.prepare import prepare
+from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
+from stio.loading.select import select_tensors
 from stio.loading.target import LoadTarget
 from stio.runtime.blocking import run_blocking
 from stio.runtime.memory import default_budget_bytes
@@ -378,7 +380,9 @@ class _Broadcast(SteppedTransfer):
     # On the thread that reads.
 
     def _read_own(self, operation: Operation[None]) -> None:
-        scheduler = prepare(self._in_chunks, self._own_names, self._options, deliver=self._deliver, hold=True, kept=())
+        selected = select_tensors(self._in_chunks, self._own_names, self._options)
+        delivery = Delivery(deliver=self._deliver, hold=True, kept=())
+        scheduler = planned(selected, self._options, delivery)
         self._scheduler = scheduler
         try:
             scheduler.run_for(operation)

@@ -12,4 +12,12 @@ for OLMo's files `safe_pickle`. Many ranks: `placements` gives the part of a ten
 reads what. `directory` finds the checkpoint of a directory, `other_sources` has the advice for sources that are none.
 
 Start with `header`: `parse_header` shows all steps of reading a file. Continue with `dtypes` and `index`.
+
+Some rules that span several modules: `header` decides which bytes a header may claim, and refuses holes, overlaps and
+duplicate keys. `naming` decides which names an index may contain (`check_shard_name`), which step a path names, and
+which destinations look like another kind of file. Where an index and its shards differ, `check_against_shards` in
+`index` decides. `companions` knows which tensors mean something only together (quantized weights and their scales), and
+`shared` which metadata every save makes anew (`MADE_ANEW`).
+
+A new dtype goes into `dtypes`, with its name in torch; its DLPack code goes into `stio.device.tensors`.
 """

@@ -551,7 +551,7 @@ def build_header(
         names_of[dtype].append(name)
         num_tensors += 1
     for name in entries:
-        _check_name(name)
+        check_name(name)
     if len(entries) != num_tensors:
         raise ValueError("two tensors have the same name")
     # Python orders text by code points, which is the order of its UTF-8 bytes.
@@ -584,7 +584,12 @@ def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
     return f'{{"dtype":"{dtype}","shape":[{dimensions}],"data_offsets":[', tensor_nbytes(dtype, shape)
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Require that a header can hold a name, for all readers.
+
+    Raises:
+        ValueError: It is the metadata's, or holds NUL or half of a surrogate pair.
+    """
     if name == METADATA_KEY:
         raise ValueError(f"a tensor cannot have the name {METADATA_KEY!r}: the format keeps its metadata there")
     if "\0" in name:

@@ -10,6 +10,14 @@ raises an error of one process on all.
 Invariants: only public interfaces of a framework are used, with exceptions that the module names; nothing in a
 checkpoint is executed; a process that is killed at any time leaves a complete checkpoint. Start with the module of your
 framework.
+
+Values that are not plain state become tagged dicts; no class is imported by a name from a file. A checkpoint of Trainer
+is several saves and small files in one staging directory, published by one rename; if a directory of that name exists,
+two renames are needed, and between them neither is visible. Under FSDP2 all ranks write into the first one's staging
+directory. An optimizer's state keeps its numbered parameters with whole tensors, so a checkpoint resumes with and
+without sharding. A checkpoint that is being pushed, and the best one, are not deleted. Lightning calls a `CheckpointIO`
+on the first rank only, so a callback saves the random generators of each rank. vLLM's loader opens and checks
+everything when it is asked for the tensors: later vLLM changes a running model, and an error then would end the engine.
 """
 
 from __future__ import annotations

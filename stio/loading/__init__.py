@@ -1,14 +1,15 @@
 """Loading: from files to tensors, on the CPU or on accelerators, into dictionaries, streams and modules.
 
 Life of a load. `api.py` checks the keywords once (`LoadOptions`) and starts an operation, whose body (`body.py`) runs
-on a thread of stio's own. `open.py` opens every shard and checks its header. `prepare.py` selects the tensors of each
-device (a `DeviceLoad` each) and how each file is read for it (a `FileSelection` each). `plan.py` turns that into a
-`ReadPlan`: groups of neighbouring tensors that are delivered together, cut into blocks of one read each.
-`scheduler.py` executes it: it begins groups within the budget, an executor moves their bytes, and a group that is
-complete (a `LoadedGroup`) goes to a `load`, to a queue (`consumers.py`), to threads that take tensors by name
-(`by_name.py`), or into memory of the caller (`target.py`): a module (`module.py`, `module_tree.py`), a nested state
-(`nested.py`), parts of tensors. A read path (`read_paths.py`, `gds_path.py`) says where the bytes of a group go, and
-makes its tensors. The executor is the engine (`engine.py`, `stio.native`) or, where that cannot move the bytes, the
+on a thread of stio's own. A load is four values, each made from the one before: `open.py` opens every shard and checks
+its header (`OpenCheckpoint`); `select.py` selects the tensors of each device, their slices and casts
+(`SelectedTensors`); `planned.py` decides how each file is read for each device, and `plan.py` puts the reads in order
+(`PlannedLoad`): groups of neighbouring tensors that are delivered together, cut into blocks of one read each;
+`scheduler.py` runs that (`LoadScheduler`). It begins groups within the budget, an executor moves their bytes, and a
+group that is complete (a `LoadedGroup`) goes to a `load`, to a queue (`consumers.py`), to threads that take tensors by
+name (`by_name.py`), or into memory of the caller (`target.py`): a module (`module.py`, `module_tree.py`), a nested
+state (`nested.py`), parts of tensors. A read path (`read_paths.py`, `gds_path.py`) says where the bytes of a group go,
+and makes its tensors. The executor is the engine (`engine.py`, `stio.native`) or, where that cannot move the bytes, the
 plain one (`plain.py`).
 
 Invariants. The memory of a group counts against the budget from its begin until its last user has released it, unless
@@ -19,8 +20,27 @@ touches its buffers.
 A cancel calls `LoadScheduler.stop`: the engine begins no further chunk, workers of the plain executor end after their
 piece. The first error of the executor ends the load in the same manner, and `run` raises it.
 
-`options.py` has the keywords, `select.py` the names that are loaded, and the parts of tensors that a rank holds.
+`options.py` has the keywords. `Delivery` (`read_paths.py`) is how a consumer gets its tensors.
 `latest.py` finds the newest checkpoint of a training. `integrity.py` compares files with a manifest, `cache/` holds
 files in host memory or on this machine's disk, `warm_start/` loads a module while its forward runs. Start with
-`body.py`, then read `prepare.py` and `scheduler.py`.
+`body.py`, then read `planned.py` and `scheduler.py`.
+
+Rules that are easy to miss:
+
+- A file is cold if less than half of it is in the page cache. Cold files are read past the cache, except mapped files,
+  loads of 16 MiB or less, and files that other ranks on this host load too. A cold map needs no O_DIRECT: huge pages
+  make the kernel read ahead in pieces of 2 MiB.
+- The engine carries out a load if each file is local or held whole by a `HostCache`, and every device has a driver.
+- Casts: `casts.py` decides what a cast may change. Rows of inner dimensions are read whole, with gaps of up to 256 KiB
+  (1 MiB from a store).
+- Into a module on the CPU the load's thread copies. On a device the caller's thread does (`fill_from` in `api.py`), on
+  its current stream: queued work may still read the old values. If a group is copied as it is, it is one tensor of
+  bytes, and no temporary tensor per parameter exists.
+- Where `device=` goes by name, each file is planned once per device, under one budget. Tied names on two devices become
+  a tensor on each.
+- A consumer that takes tensors by name can never wait forever: the requested group moves to the front, and if it would
+  wait for budget (`LoadScheduler.is_blocked`), the thread that takes it reads it alone.
+- A stream refers to the device storages of the group that was taken, so dropping a tensor frees no device memory. torch
+  releases the GIL there, and freeing device memory takes long enough for a busy thread to take it; the end of a storage
+  keeps it.
 """

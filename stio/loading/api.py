@@ -26,6 +26,7 @@ from stio.loading.body import (
     collect,
     fill,
     open_with_options,
+    planned,
     reading_operation,
     verify,
 )
@@ -35,8 +36,15 @@ from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.plan import Names
-from stio.loading.prepare import prepare
-from stio.loading.select import PlacementsLike, checked_placements, plain_names, reusable_names, shards_of
+from stio.loading.read_paths import Delivery
+from stio.loading.select import (
+    PlacementsLike,
+    checked_placements,
+    plain_names,
+    reusable_names,
+    select_tensors,
+    shards_of,
+)
 from stio.loading.target import LoadReport, LoadTarget
 from stio.runtime.blocking import AsyncOnly, runs_blocking
 from stio.runtime.keywords import described_by, keywords_for
@@ -128,7 +136,9 @@ async def load(
     take = await reading_operation(
         source,
         options,
-        lambda operation, opened: collect(operation, opened, chosen, options, slices, placements),
+        lambda operation, opened: collect(
+            operation, select_tensors(opened, chosen, options, slices=slices, placements=placements), options
+        ),
         shards_of=partial(shards_of, names=chosen, slices=slices, strict=strict),
     ).wait()
     return take()
@@ -447,9 +457,8 @@ class Checkpoint(AsyncOnly):
 
         def body(operation: Operation[None], queue: GroupQueue) -> None:
             with shortened(options.switch_interval):
-                scheduler = prepare(
-                    opened, names, options, slices=slices, placements=placed, deliver=queue.put, hold=True, kept=()
-                )
+                selected = select_tensors(opened, names, options, slices=slices, placements=placed)
+                scheduler = planned(selected, options, Delivery(deliver=queue.put, hold=True, kept=()))
                 queue.attach(scheduler, opened.aliases)
                 scheduler.run_for(operation)  # the consumer releases the budget, so reading waits for it
 
@@ -484,7 +493,8 @@ class Checkpoint(AsyncOnly):
 
         def body(operation: Operation[Any]) -> Callable[[], dict[str, torch.Tensor]]:
             with shortened(options.switch_interval):
-                return collect(operation, opened, names, options, slices, placements)
+                selected = select_tensors(opened, names, options, slices=slices, placements=placements)
+                return collect(operation, selected, options)
 
         return self._own(Operation(body, name="load", kind="load", about=opened.path))
 

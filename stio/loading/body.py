@@ -5,7 +5,7 @@ A load from a path costs two thread switches, to its thread and back: opening, r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
@@ -14,7 +14,6 @@ import torch
 
 from stio import native
 from stio.device.base import LoadedGroup, resolve_devices
-from stio.device.tensors import Casts
 from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
 from stio.loading.cache.entries import ObjectCache
@@ -23,9 +22,10 @@ from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions, SourceLike
-from stio.loading.plan import Names
-from stio.loading.prepare import prepare
-from stio.loading.select import PlacementsLike
+from stio.loading.planned import plan_load
+from stio.loading.read_paths import Delivery
+from stio.loading.scheduler import LoadScheduler
+from stio.loading.select import SelectedTensors, select_tensors
 from stio.loading.target import LoadTarget
 from stio.runtime.contexts import contextmanager
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
@@ -98,46 +98,32 @@ def verify(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptio
             verify_files(opened, check=operation.check, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES)
 
 
+def planned(
+    selected: SelectedTensors, options: LoadOptions, delivery: Delivery, *, max_workers: int | None = None
+) -> LoadScheduler:
+    """Return a load that is ready to run; see `plan_load`."""
+    with traced(options.trace, "plan", detail=selected.opened.path):
+        return LoadScheduler(plan_load(selected, options, delivery, max_workers=max_workers), options, delivery)
+
+
 def gather(
-    operation: Operation[Any],
-    opened: OpenCheckpoint,
-    names: Names | None,
-    options: LoadOptions,
-    slices: Mapping[str, object] | None = None,
-    *,
-    placements: PlacementsLike | None = None,
-    casts: Casts | None = None,
-    max_workers: int | None = None,
+    operation: Operation[Any], selected: SelectedTensors, options: LoadOptions, *, max_workers: int | None = None
 ) -> list[LoadedGroup]:
     """Load to the end; return the groups. The consumer's thread calls `LoadedGroup.take` of each."""
     groups: list[LoadedGroup] = []
-    scheduler = prepare(
-        opened,
-        names,
-        options,
-        slices=slices,
-        placements=placements,
-        casts=casts,
-        max_workers=max_workers,
-        deliver=lambda _, group: groups.append(group),
-    )
-    scheduler.run_for(operation)
+    delivery = Delivery(deliver=lambda _, loaded: groups.append(loaded))
+    planned(selected, options, delivery, max_workers=max_workers).run_for(operation)
     return groups
 
 
 def collect(
-    operation: Operation[Any],
-    opened: OpenCheckpoint,
-    names: Names | None,
-    options: LoadOptions,
-    slices: Mapping[str, object] | None = None,
-    placements: PlacementsLike | None = None,
+    operation: Operation[Any], selected: SelectedTensors, options: LoadOptions
 ) -> Callable[[], dict[str, torch.Tensor]]:
     """Load to the end; return a function that returns all tensors. The consumer's thread calls it once.
 
     The tensors are in the order of the checkpoint's data, aliases last.
     """
-    groups = gather(operation, opened, names, options, slices, placements=placements)
+    groups, opened = gather(operation, selected, options), selected.opened
     headers, aliases = opened.headers, opened.aliases
 
     def take() -> dict[str, torch.Tensor]:
@@ -174,7 +160,8 @@ def fill(
         if isinstance(target, ModuleTarget) and target.keeps:
             if not target.assigns:  # a second copy of the module might not fit on its device
                 options = replace(options, device="cpu")
-            scheduler = prepare(opened, names, options, deliver=lambda _, loaded: target.keep(loaded))
+            delivery = Delivery(deliver=lambda _, loaded: target.keep(loaded))
+            scheduler = planned(select_tensors(opened, names, options), options, delivery)
             queue.attach(scheduler)
             scheduler.run_for(operation)
             with collection_paused(len(names)):
@@ -185,18 +172,15 @@ def fill(
         options = replace(options, device=target.device)  # the copies stay on one device
         # If no device queue orders the copies, the load's thread makes them, and no event loop is needed.
         direct = target.on_cpu
-        scheduler = prepare(
-            opened,
-            names,
-            options,
+        delivery = Delivery(
             deliver=(lambda _, loaded: target.copy(loaded)) if direct else queue.put,
             hold=not direct,
             kept=(),
-            slices=target.slices,
             views=True,
             # An event loop's thread must not wait for the engine.
             copied=target.copied_names(by_engine=direct and native.available()),
         )
+        scheduler = planned(select_tensors(opened, names, options, slices=target.slices), options, delivery)
         queue.attach(scheduler)
         scheduler.run_for(operation)
 

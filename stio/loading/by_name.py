@@ -18,12 +18,13 @@ import torch
 
 from stio.device.base import LoadedGroup
 from stio.errors import ClosedError
-from stio.loading.body import gather
+from stio.loading.body import gather, planned
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plan import Group
-from stio.loading.prepare import prepare
+from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
+from stio.loading.select import select_tensors
 from stio.runtime.blocking import run_blocking
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation, close_all
@@ -144,18 +145,9 @@ class LoadByName:
 
     def _run(self, operation: Operation[None]) -> None:
         try:
-            scheduler = prepare(
-                self._opened,
-                self.names,
-                self._options,
-                deliver=self._put,
-                hold=True,
-                kept=(),
-                slices=self._slices,
-                prompt=True,
-                max_workers=self._max_workers,
-                on_blocked=self._notifier.notify,
-            )
+            delivery = Delivery(deliver=self._put, hold=True, kept=(), prompt=True, on_blocked=self._notifier.notify)
+            selected = select_tensors(self._opened, self.names, self._options, slices=self._slices)
+            scheduler = planned(selected, self._options, delivery, max_workers=self._max_workers)
             for group in scheduler.plan.groups:
                 self._left[group.index] = set(group.names)
                 self._group_of.update(dict.fromkeys(group.names, group))
@@ -212,7 +204,8 @@ class LoadByName:
         slices = {name: self._slices[name]} if name in self._slices else {}
 
         def body(operation: Operation[torch.Tensor]) -> torch.Tensor:
-            (group,) = gather(operation, self._opened, [name], self._options, slices, max_workers=self._max_workers)
+            selected = select_tensors(self._opened, [name], self._options, slices=slices)
+            (group,) = gather(operation, selected, self._options, max_workers=self._max_workers)
             return group.tensors[name]
 
         operation = Operation(body, name="load", kind="load", about=self._opened.path)

@@ -68,11 +68,10 @@ from stio.format.other_sources import (
 )
 from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
 from stio.runtime.limits import Limits, advice_on_limit
-from stio.runtime.memory import allocate
 from stio.runtime.operation import start_thread
 from stio.runtime.process import collection_paused
 from stio.runtime.urls import is_url
-from stio.storage.base import ParallelRoot, RequestedSource, Root, Source
+from stio.storage.base import ParallelRoot, RequestedSource, Root, Source, read_bytes
 from stio.storage.checks import advice_for_hub_cache, broken_link, commits_in
 from stio.storage.open import ReopenedFile, SingleFileRoot, is_hub, most_open_files, open_directory, open_file, open_url
 
@@ -245,6 +244,7 @@ def open_checkpoint(
     shards_of: Callable[[ShardIndex], Collection[str] | None] = lambda index: None,
     replacement: Callable[[Source], Source] = lambda file: file,
     allow_trailing: bool = False,
+    examine_others: bool = False,
     check: Callable[[], None] = lambda: None,
     warn: Callable[[str], object] = lambda warning: logger.warning("%s", warning),
 ) -> OpenCheckpoint:
@@ -261,6 +261,7 @@ def open_checkpoint(
         replacement: Called with each shard that was opened; returns it, or another file with the same content and the
             same identity, and has closed the shard then.
         allow_trailing: Bytes after the last tensor of a file are a warning, and no error.
+        examine_others: Read the headers of files beside the checkpoint too, and warn of tensors of the same names.
         check: Called between files; may raise to end the call.
         warn: Called with a sentence for each difference that is no error. By default it is logged.
 
@@ -273,7 +274,16 @@ def open_checkpoint(
         StorageError: The operating system reported an error.
     """
     return _Opening(
-        limits or Limits(), strict, follow_symlinks, with_manifest, shards_of, replacement, allow_trailing, check, warn
+        limits or Limits(),
+        strict,
+        follow_symlinks,
+        with_manifest,
+        shards_of,
+        replacement,
+        allow_trailing,
+        examine_others,
+        check,
+        warn,
     ).open(source)
 
 
@@ -288,6 +298,7 @@ class _Opening:
     shards_of: Callable[[ShardIndex], Collection[str] | None]
     replacement: Callable[[Source], Source]
     allow_trailing: bool
+    examine_others: bool
     check: Callable[[], None]
     warn: Callable[[str], object]
 
@@ -426,7 +437,7 @@ class _Opening:
         """Warn of files in the directory that a reader of it may take for the newer checkpoint."""
         loaded = found.index or found.whole
         same, others = beside(loaded, files, names, FILE_SUFFIXES if found.index is not None else (FILE_SUFFIX,))
-        if not is_hub(root.path):  # there it would be downloaded
+        if self.examine_others and not is_hub(root.path):  # there it would be downloaded
             same += [name for name in others[:_MOST_EXAMINED] if self._has_names_of(root, name, opened)]
         if same:
             self.warn(warning_of_others(root.path, loaded, same))
@@ -529,7 +540,7 @@ class _Opening:
     def _header(self, file: Source, shard: str, *, is_loaded: bool = True) -> Header:
         """Read and parse one header; a small one comes with its length in a single read."""
         file_bytes = file.identity.nbytes
-        head = _read(file, 0, min(file_bytes, _FIRST_READ_BYTES))
+        head = read_bytes(file, 0, min(file_bytes, _FIRST_READ_BYTES))
         try:
             nbytes = header_nbytes(head[:PREFIX_BYTES], file_bytes=file_bytes, limits=self.limits, path=file.path)
         except FormatError as error:
@@ -538,7 +549,7 @@ class _Opening:
                 raise
             raise FormatError(kind.refusal(file.path), path=file.path) from error
         end = PREFIX_BYTES + nbytes
-        raw = head[PREFIX_BYTES:end] if end <= len(head) else _read(file, PREFIX_BYTES, nbytes)
+        raw = head[PREFIX_BYTES:end] if end <= len(head) else read_bytes(file, PREFIX_BYTES, nbytes)
         with collection_paused(nbytes // _ENTRY_BYTES):
             header = parse_header(
                 raw,
@@ -658,7 +669,7 @@ def _exists(root: Root, name: str) -> bool:
 
 
 def _kind_of(file: Source) -> FileKind | None:
-    return kind_of(lambda begin, end: _read(file, begin, end - begin), file.identity.nbytes, file.path)
+    return kind_of(lambda begin, end: read_bytes(file, begin, end - begin), file.identity.nbytes, file.path)
 
 
 def _kind_of_name(root: Root, name: str) -> FileKind | None:
@@ -670,7 +681,7 @@ def _kind_of_name(root: Root, name: str) -> FileKind | None:
 def _kind_at(root: Root, name: str) -> FileKind | None:
     with closing(root.open(name)) as file:
         nbytes = file.identity.nbytes
-        if starts_like_safetensors(_read(file, 0, min(HEAD_BYTES, nbytes)), nbytes):
+        if starts_like_safetensors(read_bytes(file, 0, min(HEAD_BYTES, nbytes)), nbytes):
             return SAFETENSORS
         return _kind_of(file)
 
@@ -705,20 +716,12 @@ def _shard(open_one: Callable[[], Source], index: ShardIndex | None) -> Source:
         raise CheckpointNotFoundError(message + broken_link(error.path or ""), path=error.path) from None
 
 
-def _read(file: Source, offset: int, nbytes: int) -> bytes:
-    if not nbytes:
-        return b""
-    region = allocate(nbytes)
-    file.read_into(offset, [region.sub(0, nbytes)])
-    return region.tobytes()
-
-
 def _read_whole(file: Source, most_bytes: int, message: str) -> bytes:
     """Return the content of a file, unless it is too long."""
     nbytes = file.identity.nbytes
     if nbytes > most_bytes:
         raise LimitError(message, path=file.path, expected=f"at most {most_bytes:,} bytes", found=nbytes)
-    return _read(file, 0, nbytes)
+    return read_bytes(file, 0, nbytes)
 
 
 def _aliases(

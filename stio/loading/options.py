@@ -82,21 +82,20 @@ class LoadOptions:
     lost: Lost | None = field(default=None, repr=False, compare=False)
     """Where casts count the values that they lose, for an operation of several loads that reports them itself."""
 
+    casts: torch.dtype | DtypeOf | None = field(init=False, repr=False, compare=False)
+    """The dtype to cast to, or a function that returns that of a name; from `dtype`."""
+    budget: int | None = field(init=False, repr=False, compare=False)
+    """`budget_bytes` as a number."""
+    host_cache: FileCache | None = field(init=False, repr=False, compare=False)
+    """The cache, if it holds files in memory."""
+    disk_cache: ObjectCache | None = field(init=False, repr=False, compare=False)
+    """The cache, if it keeps objects of URLs on disk."""
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device", _from_here(self.device))
-        if self.streams is None:
-            object.__setattr__(self, "streams", current_streams())
         progress_callback(self.progress)  # raises for a wrong value, before the load starts
         check_switch_interval(self.switch_interval)
         if self.memory not in get_args(Memory):
             raise ValueError(f"memory= takes one of {', '.join(map(repr, get_args(Memory)))}, not {self.memory!r}")
-        if any(not isinstance(one, FileCache | ObjectCache) for one in self._caches):
-            raise TypeError(f"cache= takes a stio.HostCache, a stio.DiskCache or a tuple of both, not {self.cache!r}")
-        if len(self._caches) > 1 and (len(self._caches) > 2 or None in (self.host_cache, self.disk_cache)):
-            raise ValueError("cache= takes at most one stio.HostCache and one stio.DiskCache")
-        if self.host_cache is not None and self.memory in ("map", "lazy", "gds"):
-            does = "does not use host memory" if self.memory == "gds" else "maps them"
-            raise ValueError(f"cache= copies its files, memory={self.memory!r} {does}: choose one of the two")
         for name in ("strict", "verify", "follow_symlinks"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}= takes True or False, not {getattr(self, name)!r}")
@@ -104,39 +103,40 @@ class LoadOptions:
             raise TypeError(f"limits= takes a stio.Limits, not {self.limits!r}")
         if self.trace is not None and not isinstance(self.trace, Trace):
             raise TypeError(f"trace= takes a stio.Trace, not {self.trace!r}")
-        if isinstance(self.dtype, Mapping):  # a copy: the caller may change the mapping before it is used
-            object.__setattr__(self, "dtype", dict(self.dtype))
-        casts = checked_casts(self.dtype)
-        if isinstance(casts, torch.dtype):
-            object.__setattr__(self, "dtype", casts)
-        if self.budget_bytes is not None:
-            checked_size(self.budget_bytes)
+        dtype = dict(self.dtype) if isinstance(self.dtype, Mapping) else self.dtype  # the caller may change a mapping
+        host_cache, disk_cache = self._caches()
+        derived = {
+            "device": _from_here(self.device),
+            "streams": current_streams() if self.streams is None else self.streams,
+            "casts": (casts := checked_casts(dtype)),
+            "dtype": casts if isinstance(casts, torch.dtype) else dtype,
+            "budget": None if self.budget_bytes is None else checked_size(self.budget_bytes),
+            "host_cache": host_cache,
+            "disk_cache": disk_cache,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
-    @property
-    def budget(self) -> int | None:
-        """`budget_bytes` as a number."""
-        return None if self.budget_bytes is None else checked_size(self.budget_bytes)
-
-    @property
-    def casts(self) -> torch.dtype | DtypeOf | None:
-        """The dtype to cast to, or a function that returns that of a name."""
-        return checked_casts(self.dtype)
-
-    @property
-    def _caches(self) -> tuple[FileCache | ObjectCache, ...]:
-        if isinstance(self.cache, tuple):
-            return self.cache
-        return () if self.cache is None else (self.cache,)
-
-    @property
-    def host_cache(self) -> FileCache | None:
-        """The cache, if it holds files in memory."""
-        return next((one for one in self._caches if not isinstance(one, ObjectCache)), None)
-
-    @property
-    def disk_cache(self) -> ObjectCache | None:
-        """The cache, if it keeps objects of URLs on disk."""
-        return next((one for one in self._caches if isinstance(one, ObjectCache)), None)
+    def _caches(self) -> tuple[FileCache | None, ObjectCache | None]:
+        caches: tuple[object, ...] = self.cache if isinstance(self.cache, tuple) else (self.cache,)
+        if self.cache is None:
+            caches = ()
+        files: FileCache | None = None
+        objects: ObjectCache | None = None
+        for cache in caches:
+            if isinstance(cache, ObjectCache):
+                objects = cache
+            elif isinstance(cache, FileCache):
+                files = cache
+            else:
+                message = f"cache= takes a stio.HostCache, a stio.DiskCache or a tuple of both, not {self.cache!r}"
+                raise TypeError(message)
+        if len(caches) != (files is not None) + (objects is not None):
+            raise ValueError("cache= takes at most one stio.HostCache and one stio.DiskCache")
+        if files is not None and self.memory in ("map", "lazy", "gds"):
+            does = "does not use host memory" if self.memory == "gds" else "maps them"
+            raise ValueError(f"cache= copies its files, memory={self.memory!r} {does}: choose one of the two")
+        return files, objects
 
 
 def _from_here(device: DevicesLike) -> DevicesLike:

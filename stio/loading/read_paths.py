@@ -11,7 +11,7 @@ The engine (`engine.py`) moves what `add_ranges` describes. The plain executor (
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -108,20 +108,34 @@ def _finished(
     return select_and_cast(tensors, posts, delivery.casts, delivery.lost, views=views)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     """How the consumer of a load gets its tensors."""
 
-    casts: Casts | None = None
-    """Cast to it; see `stio.device.tensors.Casts`."""
+    deliver: Callable[[Group, LoadedGroup], object] = lambda group, loaded: None
+    """Called on the thread of the load with each group and its tensors."""
+    hold: bool = False
+    """The budget of a group is released only when the consumer calls `LoadScheduler.release` too (streams)."""
+    on_blocked: Callable[[], object] = lambda: None
+    """Called when `LoadScheduler.is_blocked` may have become true. It must take no lock."""
+    kept: Collection[str] | None = None
+    """Names of the tensors that the consumer keeps, so that they must fit into memory at once. None: all."""
     views: bool = False
-    """On the CPU, selected parts are views of what was read; see `stio.device.tensors.select_and_cast`."""
-    kept: bool = False
-    """The consumer keeps the tensors, so memory that they own is not under way."""
+    """On the CPU, selected parts are views of what was read: for a consumer that copies them and keeps none."""
     copied: AbstractSet[str] = frozenset()
-    """Names of tensors whose bytes the consumer copies as they are, into memory of the same device."""
+    """Names of tensors whose bytes the consumer copies as they are, into memory of the same device. Of a group of these
+    only it gets the bytes, and no tensors (`LoadedGroup.image`). Each is a name that has data."""
+    prompt: bool = False
+    """Make small groups, so that the first ones are loaded early. Otherwise large ones, for a short load."""
+    casts: Casts | None = None
+    """What the load casts; set when it is planned."""
     lost: Lost = field(default_factory=dict)
-    """Values that the casts of the load have lost."""
+    """Values that the casts of the load have lost; set when it is planned."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the consumer keeps all tensors, so that memory that they own is not under way."""
+        return self.kept is None and not self.hold
 
 
 AS_READ = Delivery()
@@ -207,7 +221,7 @@ class ReadPath:
 
     def budget_bytes(self, group: Group) -> int:
         """Return how much of the load's budget a group uses: its memory, if it is not what the consumer keeps."""
-        return 0 if self._delivery.kept and _is_final(group, self._delivery.casts) else group.nbytes
+        return 0 if self._delivery.keeps_all and _is_final(group, self._delivery.casts) else group.nbytes
 
     def held_bytes(self, group: Group) -> int:
         """Return how much host memory the tensors of a group will hold; pages of the page cache do not count."""

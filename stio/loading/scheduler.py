@@ -12,89 +12,97 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from stio.device.base import LoadedGroup
+import torch
+
+from stio.device.tensors import Lost
+from stio.loading.casts import report_lost
 from stio.loading.engine import EngineExecutor
+from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import Group, ReadPlan
-from stio.loading.read_paths import ReadPath
+from stio.loading.read_paths import Delivery, ReadPath
 from stio.runtime import stats
 from stio.runtime.limits import checked_size
 from stio.runtime.operation import Cancelled, Operation
 from stio.runtime.process import be_nice
-from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
-from stio.runtime.trace import Trace, traced
+from stio.runtime.progress import ProgressReporter, close_bar, progress_callback
+from stio.runtime.trace import traced
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import RequestedSource, Source
 from stio.storage.local import LocalFile
 
 FIRST_BYTES = 512 << 20
-"""The first groups, with so many bytes, are given to the executor alone. They move while the others are prepared."""
+"""The first groups, with so many bytes, are given to the executor alone. They move while the others are begun."""
 _MOST_CHECKS = 16
 """Files behind a network that are looked at together at the end of a load."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoad:
+    """A load that is ready to run: what is read, in which order, and how. Nothing was read or allocated for it."""
+
+    path: str
+    """The checkpoint."""
+    plan: ReadPlan
+    """The reads, in their order."""
+    paths: Sequence[ReadPath]
+    """The read path of each of the plan's selections. The run closes them."""
+    executor: EngineExecutor | PlainExecutor
+    """Moves the bytes. The run closes it."""
+    budget_bytes: int
+    """Most bytes that may be under way."""
+    names: Sequence[Mapping[str, Sequence[str]]] = ()
+    """For each of the plan's selections, the names under which tensors are returned. Empty: their own."""
+    make_results: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
+    """Makes of a group's tensors what the consumer gets, which shares their memory; None: it gets the tensors."""
+    first_bytes: int = sys.maxsize
+    """The first groups, with so many bytes, begin before memory is allocated for the others."""
+    files: Sequence[Source] = ()
+    """Files that must be unchanged at the end."""
+    owned: ExitStack = field(default_factory=ExitStack)
+    """What the run closes at its end: files, and holds on files in a cache."""
+    lost: Lost = field(default_factory=dict)
+    """Values that casts lose."""
 
 
 class LoadScheduler:
     """One load from its first group to its last tensor.
 
     Args:
-        plan: The reads, in their order.
-        paths: The read path of each of the plan's selections; closed when the load has ended.
-        executor: Moves the bytes; closed when the load has ended.
-        deliver: Called on the thread of `run` with a group and its tensors.
-        hold: The budget of a group is released only when the consumer calls `release` too (streams).
-        on_blocked: Called when `is_blocked` may have become true. It must take no lock.
-        budget_bytes: See `Budget`.
-        first_bytes: The first groups, with so many bytes, begin before memory is allocated for the others.
-        files: Files that must be unchanged at the end.
-        owned: Closed when the load has ended: files, and holds on files in a cache.
-        progress: Called with an event at the start and after each group.
-        trace: Records the spans of the load.
-        on_end: Called after the load, also if it was stopped, when the read paths are closed.
+        planned: What is read. Its read paths, executor and files are closed when the load has ended.
+        options: Its progress and trace; values that casts lose are reported unless it collects them.
+        delivery: Called with groups on the thread of `run`.
+        doing: What the load does, for the text before a bar.
     """
 
     def __init__(
-        self,
-        plan: ReadPlan,
-        paths: Sequence[ReadPath],
-        executor: EngineExecutor | PlainExecutor,
-        *,
-        deliver: Callable[[Group, LoadedGroup], None],
-        hold: bool = False,
-        on_blocked: Callable[[], None] = lambda: None,
-        budget_bytes: int,
-        first_bytes: int = sys.maxsize,
-        files: Sequence[Source] = (),
-        owned: ExitStack | None = None,
-        progress: Callable[[ProgressEvent], object] | None = None,
-        trace: Trace | None = None,
-        on_end: Callable[[], object] = lambda: None,
+        self, planned: PlannedLoad, options: LoadOptions, delivery: Delivery, *, doing: str = "loading"
     ) -> None:
-        self.plan = plan
-        """See above."""
-        self._paths = paths
-        self._executor = executor
-        self._deliver = deliver
-        self.budget = Budget(budget_bytes)
+        self.plan = planned.plan
+        """The reads, in their order."""
+        self._planned = planned
+        self._paths = planned.paths
+        self._executor = planned.executor
+        self._delivery = delivery
+        self.budget = Budget(planned.budget_bytes)
         """Used by the thread of `run`, except `release`."""
-        self._first_bytes = first_bytes
-        self._files = files
-        self._owned = owned
-        self._progress = ProgressReporter(progress, total_bytes=plan.total_bytes, total_tensors=plan.num_tensors)
-        self._close_bar = partial(close_bar, progress)
-        self._trace = trace
-        self._on_end = on_end
-        self._waiting: deque[Group] = deque(plan.groups)
-        self._num_left = Counter(group.selection for group in plan.groups)  # groups of each read path
-        self._hold = hold
+        self._progress_callback = progress_callback(options.progress, doing)
+        self._progress = ProgressReporter(
+            self._progress_callback, total_bytes=self.plan.total_bytes, total_tensors=self.plan.num_tensors
+        )
+        self._trace = options.trace
+        self._reports_lost = options.lost is None
+        self._waiting: deque[Group] = deque(self.plan.groups)
+        self._num_left = Counter(group.selection for group in self.plan.groups)  # groups of each read path
+        self._hold = delivery.hold
         self._delivered_groups: set[int] = set()
         self._consumed_groups: set[int] = set()  # that the consumer has released
-        self._on_blocked = on_blocked
         self._blocked = False  # whether the first waiting group waits for budget
         self._stopped = False
         self._discarded_groups: set[int] = set()
@@ -127,9 +135,8 @@ class LoadScheduler:
         """
         with ExitStack() as closing:
             closing.push(self._ended)
-            closing.callback(self._close_bar)
-            if self._owned is not None:
-                closing.push(self._owned)
+            closing.callback(close_bar, self._progress_callback)
+            closing.push(self._planned.owned)
             for path in self._paths:  # closed before the files in a cache are released: copies read those
                 closing.callback(path.close)
             closing.callback(self._executor.close)
@@ -140,8 +147,8 @@ class LoadScheduler:
             self._require_unchanged()
 
     def _ended(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind in (None, Cancelled):
-            self._on_end()
+        if kind in (None, Cancelled) and self._reports_lost:
+            report_lost(self._planned.lost, self._planned.path)
 
     def run_for(self, operation: Operation[Any]) -> None:
         """Run the load on the thread of an operation; a cancel of the operation stops it."""
@@ -154,7 +161,7 @@ class LoadScheduler:
         while not self.is_stopped():
             while self._reorderings:
                 self._reorderings.popleft()()
-            num_under_way += self._begin_groups(self._first_bytes if is_first else sys.maxsize)
+            num_under_way += self._begin_groups(self._planned.first_bytes if is_first else sys.maxsize)
             if is_first:
                 be_nice()  # after the start of threads, which inherit the priority and lower it once more
                 is_first = False
@@ -190,7 +197,7 @@ class LoadScheduler:
             with traced(self._trace, "begin", num_bytes=nbytes):
                 self._add(begun)
         if self._blocked:
-            self._on_blocked()
+            self._delivery.on_blocked()
         return len(begun)
 
     def _add(self, groups: Sequence[Group]) -> None:
@@ -212,8 +219,12 @@ class LoadScheduler:
             self.read_bytes += sum(block.nbytes for block in group.blocks)
         with traced(self._trace, "tensors", num_bytes=group.payload_bytes):
             loaded = path.make_tensors(group)
+            if self._planned.names:
+                loaded.rename(self._planned.names[group.selection])
+            if self._planned.make_results is not None:  # on this thread: torch imports its compiler for the first one
+                loaded.results = self._planned.make_results(loaded.tensors)
             self._count_down(group)
-        self._deliver(group, loaded)
+        self._delivery.deliver(group, loaded)
         del loaded
         self._delivered_groups.add(group.index)
         self._free(group)
@@ -226,9 +237,11 @@ class LoadScheduler:
 
     def _require_unchanged(self) -> None:
         """Require that all files are unchanged; those behind a network are looked at together."""
-        others = [file for file in self._files if not isinstance(file, LocalFile)]  # a check by protocol takes 20 us
+        others = [
+            file for file in self._planned.files if not isinstance(file, LocalFile)
+        ]  # a check by protocol takes 20 us
         num_behind_networks = sum(isinstance(file, RequestedSource) for file in others)
-        left = iter(list(self._files))
+        left = iter(list(self._planned.files))
 
         def work() -> None:
             while (file := next(left, None)) is not None:  # one step: several workers call it

@@ -13,23 +13,142 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from stio.device.base import AnyDevice, DeviceMap
-from stio.device.tensors import torch_shape
+from stio.device.base import AnyDevice, DeviceMap, resolve_devices
+from stio.device.tensors import Casts, torch_shape
 from stio.errors import MismatchError, TensorNotFoundError, listed, printable
+from stio.format.header import Header
 from stio.format.index import ShardIndex
 from stio.format.shared import ALIASES_KEY
+from stio.loading.casts import planned_casts
 from stio.loading.open import OpenCheckpoint
+from stio.loading.options import LoadOptions
 from stio.loading.plan import Names, select_names, similar_names
 
-Selected = tuple[AnyDevice, Sequence[Sequence[int]], Mapping[str, Sequence[str]]]
-"""A device; for each shard, the positions of its tensors; see `select_by_device`."""
+
+@dataclass(frozen=True, slots=True)
+class DeviceSelection:
+    """The tensors that a load brings to one device."""
+
+    device: AnyDevice
+    """The device."""
+    positions: Sequence[Sequence[int]]
+    """For each shard, the ascending positions of its tensors in the header."""
+    names: Mapping[str, Sequence[str]]
+    """By the name that has data, the names that were selected. Empty: each tensor has one name, its own."""
+    total_bytes: int
+    """Size of the tensors."""
 
 
-def select_by_device(opened: OpenCheckpoint, names: Names | None, device: AnyDevice | DeviceMap) -> list[Selected]:
+@dataclass(frozen=True, slots=True)
+class SelectedTensors:
+    """What a load reads of an open checkpoint, and what it makes of that. Nothing is opened or allocated for it."""
+
+    opened: OpenCheckpoint
+    """The checkpoint."""
+    devices: Sequence[DeviceSelection]
+    """The tensors of each device. A `DeviceMap` gives only devices that have a tensor."""
+    slices: Mapping[str, object]
+    """By the name that has data, the part of a tensor to read."""
+    casts: Casts | None
+    """What is cast."""
+    placed: PlacedParts | None
+    """What is made of the parts that this process loads."""
+
+    @property
+    def shards(self) -> list[int]:
+        """Shards that have a selected tensor."""
+        shards = range(len(self.opened.headers))
+        return [shard for shard in shards if any(device.positions[shard] for device in self.devices)]
+
+
+def select_tensors(
+    opened: OpenCheckpoint,
+    names: Names | None,
+    options: LoadOptions,
+    *,
+    slices: Mapping[str, object] | None = None,
+    placements: PlacementsLike | None = None,
+    casts: Casts | None = None,
+) -> SelectedTensors:
+    """Select what a load reads.
+
+    Args:
+        opened: The checkpoint.
+        names: Names to load, also aliases; None: all.
+        options: Options of the load. The device is resolved here, which may start its runtime.
+        slices: By name, the part to load.
+        placements: The parts that this process loads; names of other tensors than those of `names` have no part.
+        casts: Cast to it instead of `options.dtype`.
+
+    Raises:
+        TensorNotFoundError: The checkpoint does not have a name, or one that is a key of a mapping.
+        DeviceError: There is no such device, or a name has no device.
+        UnsupportedDtypeError: A quantized tensor would be cast without its scales.
+    """
+    names, slices, placed = reusable_names(names), checked_slices(slices), None
+    device = resolve_devices(options.device)
+    if isinstance(options.device, Mapping):
+        require_keys(opened, "device", options.device, prefixes=True)
+    if isinstance(options.dtype, Mapping):
+        require_keys(opened, "dtype", options.dtype, prefixes=False)
+    if placements is not None:
+        placed = placed_parts(opened, names, slices, placements, device, strict=options.strict)
+        slices = placed.slices
+    stored_slices = _by_stored_name(slices, opened)
+    devices = select_by_device(opened, names, device)
+    if casts is None and options.casts is not None:
+        dtypes = {
+            name: dtype for header in opened.headers for name, dtype in zip(header.names, header.dtypes, strict=True)
+        }
+        selected = [
+            header.names[k]
+            for one in devices
+            for header, positions in zip(opened.headers, one.positions, strict=True)
+            for k in positions
+        ]
+        casts = planned_casts(dtypes, options.casts, path=opened.path, selected=selected, further=opened.index_names)
+    return SelectedTensors(opened, devices, stored_slices, casts, placed)
+
+
+def _by_stored_name(slices: Mapping[str, object], opened: OpenCheckpoint) -> dict[str, object]:
+    """Return slices by the names that have data, aliases resolved.
+
+    Raises:
+        TensorNotFoundError: A name does not exist.
+        ValueError: Two names of one tensor have different slices.
+    """
+    stored: dict[str, object] = {}
+    for name, index in slices.items():
+        target = opened.aliases.get(name, name)
+        if not any(target in header for header in opened.headers):
+            raise TensorNotFoundError("slices= names a tensor that does not exist", path=opened.path, requested=name)
+        if target in stored and not _is_same_index(stored[target], index):
+            raise ValueError(f"slices= has two different parts of one tensor, {printable(name)} and another name of it")
+        stored[target] = index
+    return stored
+
+
+def _is_same_index(one: object, other: object) -> bool:
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):  # arrays of several elements
+        return False
+
+
+def selected_bytes(header: Header, positions: Sequence[int], without: Collection[str] = ()) -> int:
+    """Return the bytes of the tensors at these positions, without those of some names."""
+    if len(positions) == len(header) and not without:
+        return header.data_bytes
+    return sum(header.ends[k] - header.begins[k] for k in positions if header.names[k] not in without)
+
+
+def select_by_device(
+    opened: OpenCheckpoint, names: Names | None, device: AnyDevice | DeviceMap
+) -> list[DeviceSelection]:
     """Return the selected tensors of each device.
 
     Args:
@@ -38,9 +157,7 @@ def select_by_device(opened: OpenCheckpoint, names: Names | None, device: AnyDev
         device: Device of all tensors, or of each name.
 
     Returns:
-        For each device: the device; for each shard, the ascending positions of its tensors in the header; by the name
-        that has data, the names that were selected (empty: each tensor has one name, its own). A `DeviceMap` gives only
-        devices that have a tensor; a single device is returned even if it has none.
+        The selection of each device; of a single device even if it has no tensor.
 
     Raises:
         TensorNotFoundError: The checkpoint does not have a name.
@@ -52,22 +169,27 @@ def select_by_device(opened: OpenCheckpoint, names: Names | None, device: AnyDev
             selected.setdefault(opened.aliases.get(name, name), []).append(name)
         names = list(selected)
     positions = select_names(opened.headers, names, path=opened.path)
+    by_device: dict[int, tuple[AnyDevice, list[Sequence[int]], dict[str, list[str]]]] = {}
     if not isinstance(device, DeviceMap):
-        return [(device, positions, selected)]
-    found: dict[int, tuple[AnyDevice, list[list[int]], dict[str, list[str]]]] = {}
-    for shard, (header, chosen) in enumerate(zip(opened.headers, positions, strict=True)):
-        for k in chosen:
-            name = header.names[k]
-            for selected_name in selected.get(name, (name,)):
-                own = device(selected_name)
-                if id(own) not in found:
-                    found[id(own)] = own, [[] for _ in opened.headers], {}
-                _, mine, my_names = found[id(own)]
-                if not mine[shard] or mine[shard][-1] != k:  # several names of one tensor: it is read once
-                    mine[shard].append(k)
-                if selected:
-                    my_names.setdefault(name, []).append(selected_name)
-    return list(found.values())
+        by_device[0] = device, positions, selected
+    else:
+        for shard, (header, chosen) in enumerate(zip(opened.headers, positions, strict=True)):
+            for k in chosen:
+                name = header.names[k]
+                for selected_name in selected.get(name, (name,)):
+                    own = device(selected_name)
+                    if id(own) not in by_device:
+                        by_device[id(own)] = own, [[] for _ in opened.headers], {}
+                    _, of_shards, own_names = by_device[id(own)]
+                    of_shard = cast(list[int], of_shards[shard])
+                    if not of_shard or of_shard[-1] != k:  # several names of one tensor: it is read once
+                        of_shard.append(k)
+                    if selected:
+                        own_names.setdefault(name, []).append(selected_name)
+    return [
+        DeviceSelection(own, of_shards, own_names, sum(map(selected_bytes, opened.headers, of_shards)))
+        for own, of_shards, own_names in by_device.values()
+    ]
 
 
 def require_keys(opened: OpenCheckpoint, argument: str, keys: Iterable[str], *, prefixes: bool) -> None:

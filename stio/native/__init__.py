@@ -9,6 +9,20 @@ functions; nothing else calls it.
 
 Without the library (`STIO_NATIVE=0`, no compiler at the installation, not Linux) `available()` is false, and loads use
 the plain executor, `stio.loading.plain`; the threads of a save then do all of its work.
+
+Scheduling (`engine.c`). There are 6 to 16 threads for the process, at a lower priority than the program. The next chunk
+is one of the transfer that has had the fewest bytes by its weight (`next_transfer`); a group ends with its last chunk
+(`stio_chunk_ended`). One thread always waits for no device, and where all threads wait for a disk one more is started,
+so a stream that stands still or a slow disk stops no other load. Events are polled every 20 microseconds: with
+interrupts an H200 received 48.7 GB/s, without 51. Long-lived threads with O_DIRECT were as fast as kernel AIO and
+io_uring.
+
+Rings (`ring.c`). The first load to a device makes its ring: three slots of 2 MiB for each thread, small enough for the
+processor's cache, 96 MiB at most. After ten seconds without work (`set_idle`) the memory goes back to the system.
+
+GPUDirect Storage (`cufile.c`) reads chunks of at most 2 MiB into the memory of tensors. Ranges below 64 KiB and
+scattered blocks go through the ring, and so does the rest of a transfer after a failed read. Where there is no
+`/proc/modules`, cuFile 1.20 does not return from `cuFileDriverOpen`, so it is not called.
 """
 
 from __future__ import annotations

@@ -11,4 +11,12 @@ evictions and updates are operations of their own, and post what became of them.
 and no caller's code runs while one is made.
 
 Start with `policy.py`.
+
+Rules. Room is reserved before a load begins: its tensors in blocks of the allocator, what casts and updates need on
+their way, and what evicted models left that is still referenced (`content.py`); what other users of the device leave is
+in `_limit` in `thread.py`. Callers are ranked by the time of their call. A model in use accepts new users until the
+first caller of another model has waited for `max_hold_seconds`, so models change rarely, and no caller starves as long
+as every `use` block exits. Whether a caller got its model or left first is decided by one `setdefault`. Models are
+allocated under the copy stream: what users queued on other streams is behind an event recorded at the end of the block,
+for which the eviction waits on its own thread.
 """

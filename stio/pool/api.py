@@ -23,7 +23,7 @@ from stio.loading.api import load
 from stio.loading.cache.disk_cache import DiskCache
 from stio.loading.cache.host_cache import HostCache
 from stio.loading.options import LoadOptions, SourceLike
-from stio.loading.prepare import ACCELERATOR_BUDGET_BYTES
+from stio.loading.planned import ACCELERATOR_BUDGET_BYTES
 from stio.pool.content import Content, Make
 from stio.pool.policy import Policy
 from stio.pool.status import ModelStatus, PoolStats, Tier

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from stio.loading.module_tree import ModuleTree
 from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.select import select_tensors
 from stio.runtime import clock
 from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
@@ -118,6 +119,7 @@ class Content:
         """How much of its load is done, from 0 to 1."""
         self._module: nn.Module | None = None
         self._tensors: dict[str, torch.Tensor] = {}
+        self._opened: OpenCheckpoint | None = None  # from `measure` to a load that follows at once
 
     def _count(self, event: ProgressEvent) -> None:
         self.progress = event.done_bytes / event.total_bytes if event.total_bytes else 1.0
@@ -138,8 +140,28 @@ class Content:
             if not isinstance(made, nn.Module):
                 raise TypeError(f"make= of {self._name!r} returned {with_article(type(made).__name__)}, not a module")
             self._module = made
-        with closing(open_with_options(operation, source, replace(self.options, verify=False))) as opened:
-            return self._contents_of(opened)
+        self.close()
+        with ExitStack() as closing_opened:
+            opened = open_with_options(operation, source, replace(self.options, verify=False))
+            closing_opened.callback(opened.close)
+            contents = self._contents_of(opened)
+            if not self.options.verify:  # which needs the manifest
+                closing_opened.pop_all()
+                self._opened = opened
+            return contents
+
+    def close(self) -> None:
+        """Close the files that `measure` left open. The load that would use them did not follow at once."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+
+    def _open(self, operation: Operation[Any], source: SourceLike) -> tuple[OpenCheckpoint, bool]:
+        """Return the open checkpoint, and whether `measure` has opened it."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            return opened, True
+        return open_with_options(operation, source, self.options), False
 
     def load(self, operation: Operation[Any], source: SourceLike, expected: Contents) -> Contents:
         """Load all tensors; they are there for every stream.
@@ -151,14 +173,15 @@ class Content:
             ClosedError: The operation was cancelled.
             StioError: See `stio.load` and `stio.load_into`.
         """
-        options = self.options
-        with closing(open_with_options(operation, source, options)) as opened:
+        options, found = self.options, expected
+        opened, is_measured = self._open(operation, source)
+        with closing(opened):
             self.progress = 0.0
-            if (found := self._contents_of(opened)) != expected:
+            if not is_measured and (found := self._contents_of(opened)) != expected:
                 return found
             verify(operation, opened, options)
             if self._module is None:
-                self._tensors = collect(operation, opened, None, options)()
+                self._tensors = collect(operation, select_tensors(opened, None, options), options)()
                 return found
             target = ModuleTarget(self._module, assign=True)
             run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
@@ -176,15 +199,19 @@ class Content:
         target = StateTarget(self._tensors) if self._module is None else ModuleTarget(self._module)
         # The device of the target is that of its tensors.
         options = replace(self.options, device="cpu", budget_bytes=_UPDATE_BYTES)
-        with _own_stream(resolve_device(self.options.device)):
-            run_blocking(fill_from(source, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
+        opened, _ = self._open(operation, source)
+        with closing(opened), _own_stream(resolve_device(self.options.device)):
+            verify(operation, opened, options)
+            run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
 
     def drop(self) -> Leftover | None:
         """Remove the tensors from the device; return what is still referenced."""
+        self.close()
         return Leftover(self._name, self._release()).now()
 
     def forget(self) -> None:
         """Drop the references to the tensors and to the module, which their users keep."""
+        self.close()
         self._module, self._tensors = None, {}
 
     def _release(self) -> dict[str, tuple[StorageWeakRef, int]]:

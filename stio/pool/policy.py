@@ -11,12 +11,39 @@ model serves many callers between two swaps, and each wait ends if each use ends
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, Literal, TypeVar
 
 State = Literal["absent", "measuring", "loading", "resident", "evicting", "updating"]
 """What happens to a model. `"measuring"`: its size is being read. `"updating"`: its weights are being replaced."""
+
+Event = Literal[
+    "measure", "measured", "load", "loaded", "failed", "cancelled", "free", "evict", "evicted", "update", "replaced"
+]
+"""What is decided about a model, and what became of that."""
+
+LIFE_CYCLE: Mapping[tuple[State, Event], State] = {
+    ("absent", "measure"): "measuring",
+    ("measuring", "measured"): "absent",
+    ("loading", "measured"): "absent",  # its files have changed since: it waits for room once more
+    ("absent", "load"): "loading",
+    ("loading", "loaded"): "resident",
+    ("absent", "failed"): "absent",  # it does not fit
+    ("measuring", "failed"): "absent",
+    ("loading", "failed"): "absent",
+    ("measuring", "cancelled"): "absent",
+    ("loading", "cancelled"): "absent",
+    ("absent", "free"): "evicting",  # the load failed, and its memory is still referenced
+    ("resident", "evict"): "evicting",
+    ("evicting", "evicted"): "absent",
+    ("absent", "update"): "updating",
+    ("resident", "update"): "updating",
+    ("updating", "replaced"): "resident",  # in place
+    ("updating", "evicted"): "absent",
+}
+"""The state of a model after an event; no other event happens in a state."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +74,10 @@ class Model:
     """Callers that wait for it. The owner adds them, and removes those that wait no longer."""
     wants_update: bool = False
     """Its weights are to be replaced as soon as it has no users."""
+
+    def after(self, event: Event) -> None:
+        """Set the state after an event."""
+        self.state = LIFE_CYCLE[self.state, event]
 
     @property
     def held_bytes(self) -> int:
@@ -112,31 +143,37 @@ class Policy(Generic[M]):
 
     def measured(self, model: Model, nbytes: int) -> None:
         """Set the size of a model."""
-        model.state, model.nbytes = "absent", nbytes
+        model.after("measured")
+        model.nbytes = nbytes
 
     def loaded(self, model: Model, now: float) -> list[ModelRequest]:
         """Set a model as loaded; return all its callers, which get it together, before anything else is decided."""
-        model.state = "resident"
+        model.after("loaded")
         return self._grant(model, now)
 
     def failed(self, model: Model) -> list[ModelRequest]:
         """Set a model as absent; return its callers, which get the error."""
-        model.state = "absent"
+        model.after("failed")
         calls, model.calls = model.calls, []
         return calls
 
+    def cancelled(self, model: Model) -> None:
+        """Set a model as absent; callers that came since then wait for another load."""
+        model.after("cancelled")
+
     def evicted(self, model: Model) -> None:
         """Set a model as absent."""
-        model.state = "absent"
+        model.after("evicted")
 
     def freeing(self, model: Model, nbytes: int | None) -> None:
         """Set a model whose load failed as one that is being evicted: so many bytes are not free yet."""
-        model.state, model.nbytes = "evicting", nbytes
+        model.after("free")
+        model.nbytes = nbytes
 
     def updated(self, model: Model, *, resident: bool) -> None:
         """Set the end of an update. The size is read again unless the new weights are on the device."""
         model.wants_update = False
-        model.state = "resident" if resident else "absent"
+        model.after("replaced" if resident else "evicted")
         if not resident:
             model.nbytes = None
 
@@ -154,7 +191,7 @@ class Policy(Generic[M]):
         closed = self._make_room(now, limit, decision)
         for model in self._idle():
             if now - model.used >= self._idle_seconds:
-                model.state = "evicting"
+                model.after("evict")
                 decision.evict.append(model)
         for model in self.models:
             if model.state in ("loading", "measuring") and not model.calls:
@@ -162,7 +199,7 @@ class Policy(Generic[M]):
             elif model.wants_update and not model.num_users and model.state in ("absent", "resident"):
                 if model.state == "absent":
                     model.nbytes = None  # that of the new weights is not known
-                model.state = "updating"
+                model.after("update")
                 decision.update.append(model)
             elif model.state == "resident" and model.calls and model not in closed and not model.wants_update:
                 decision.grant.append((model, self._grant(model, now)))
@@ -185,7 +222,7 @@ class Policy(Generic[M]):
         may_evict = True
         for model in self._waited_for():
             if model.nbytes is None:
-                model.state = "measuring"
+                model.after("measure")
                 decision.measure.append(model)
                 continue
             if model.nbytes > limit - self.fixed_bytes:
@@ -196,7 +233,7 @@ class Policy(Generic[M]):
             if model.nbytes <= free:
                 free -= model.nbytes
                 num_loads += 1
-                model.state = "loading"
+                model.after("load")
                 decision.load.append(model)
                 continue
             if not may_evict:
@@ -215,7 +252,7 @@ class Policy(Generic[M]):
                 closed = _enough([one for one in self._evictable() if one.num_users], missing) or []
             for one in victims:
                 coming += one.held_bytes
-                one.state = "evicting"
+                one.after("evict")
                 decision.evict.append(one)
             if closed or is_due:
                 return closed

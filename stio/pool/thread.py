@@ -246,6 +246,9 @@ class PoolThread:
                 for entry, steps, ended in self._ended():
                     self._go_on(entry, steps, _outcome_of(ended))
                 self._decide()
+                for entry in self.policy.models:
+                    if entry.state in ("absent", "resident"):  # it was measured, and there is no room for it yet
+                        entry.content.close()
                 self._notifier.block_until(
                     lambda: bool(self._inbox or operation.cancelled or self._ended()),
                     self.policy.idle_in(clock.monotonic()),
@@ -396,7 +399,7 @@ class PoolThread:
 
     def _failed(self, entry: PooledModel, error: BaseException) -> None:
         if entry.operation is not None and entry.operation.cancelled:
-            self.policy.evicted(entry)  # callers that came since then wait for another load
+            self.policy.cancelled(entry)
         else:
             self._fail(entry, error)
 
@@ -421,9 +424,12 @@ class PoolThread:
         return last if error is None else drop()  # an error: no thread was started
 
     def _freed(self, entry: PooledModel, left: Leftover | None) -> None:
+        self._release(entry, left)
+        self.policy.evicted(entry)
+
+    def _release(self, entry: PooledModel, left: Leftover | None) -> None:
         entry.events = []
         self._leftovers += [left] if left else []
-        self.policy.evicted(entry)
 
     def _take_out(self, entry: PooledModel, removal: Eviction) -> Steps:
         """Evict a model for a caller; remove it from the pool if the caller wants that."""
@@ -431,7 +437,7 @@ class PoolThread:
         if nbytes is not None:  # it is on the device
             self._count(num_evictions=1)
             left = yield from self._free(entry, None)
-            self._freed(entry, left)
+            self._release(entry, left)
         self.policy.updated(entry, resident=False)
         entry.nbytes = nbytes
         entry.updates.popleft()

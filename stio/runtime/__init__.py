@@ -13,4 +13,23 @@ tables for readers. `limits.py`, `hashing.py`, `log.py`, `progress.py` and `urls
 
 Invariants: no user code runs while a lock of this package is held; callers' threads hold no lock that stio's threads
 take; a forked child has none of its parent's operations. No module here imports torch. Start with `operation.py`.
+
+Process-wide settings are counted, and the last user restores them: the switch interval (unchanged by default) and the
+garbage collector, which pauses while more than 1,000 tensors are made and while a header is parsed. Mappings above 128
+MiB are unmapped on a thread of their own. At the interpreter's exit operations are cancelled and waited for, for at
+most 10 seconds; saves are waited for as long as they make progress (`stio.saving.pending`). There is no second event
+loop between a caller and its threads, since each handoff costs up to a switch interval beside a busy Python thread; the
+loop of `calls.py` serves coroutines of storages and producers only.
+
+Without the GIL, which is not tested. These hold on a free-threaded Python too: single operations on lists, deques,
+dicts and sets, which lock the object; "register first, then read", where both sides operate on the same object (a
+notifier's wakers, a condition's sleepers, callbacks of a cancel, the queue of a pool); locks; the engine; values that
+are replaced as a whole. These would have to change first:
+
+- an iterator that several workers advance (`stio.loading.scheduler`, `stio.storage.remote.folder`) may yield an item
+  twice;
+- flags read without an operation on a common object (`cancelled`, `done`, `is_closed`) may be seen late, so a cancel
+  may arrive one step later;
+- objects made on first use without a lock (`functools.cache`) may be made twice;
+- calls into C that keep the GIL no longer exclude each other.
 """

@@ -15,4 +15,14 @@ more than its budget or one block. A `LazyTensor` is produced when its bytes are
 Invariants: equal tensors and options give equal files. Saves of one saver commit in the order of their calls. Tensors
 are released when they are staged. After an error or a cancel no thread uses tensors, blocks or files, and what was
 written is removed. This package does not depend on loads. Start with `pending.py`.
+
+A destination is made absolute at the call; its links are resolved when the save begins. A producer must not wait for
+the `Saver` that it works for, and a callback on a save's thread that waits for a later save gets an error. At most four
+blocks are written at a time; `save` keeps four full ones ready. Where only workers do the work there are six, since
+four that fill and write in turn left the disk idle. `hiding_index` and `warn_of_another_name` warn when a save would be
+hidden by another file in its directory. What `keep_last` removes is decided in `retention.py` and removed by
+`stio.storage.commit.retention`, which compares device, inode, size and time of each file with those at the commit, and
+leaves what differs or was added. When an exception leaves the block of a `Saver`, its saves are waited for; when a
+cancel leaves it, they are rolled back. A second Ctrl-C in `stio.sync` is raised before the rollback has ended, so that
+a program can leave a producer that hangs.
 """

@@ -3,17 +3,14 @@
 A save runs on its own thread (`PendingSave._run` shows its steps in order). A caller may wait for two moments: the
 snapshot is complete, so the tensors may change; and the checkpoint is durable. A save that fails or is cancelled before
 its commit leaves nothing behind.
-
-A save replaces what it has saved before. The index of another checkpoint in the directory is not its own, so it stays,
-and readers of the directory follow it: `hiding_index` finds that out, for a warning.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -23,45 +20,27 @@ from stio.device.copy_out import Readiness
 from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import require_no_placeholders
 from stio.errors import SaveInProgressError, StioError, printable
-from stio.format.directory import INDEX_NAME, NamedCheckpoint, choose, of_index, without_index
-from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
-from stio.format.index import ShardIndex, parse_index
 from stio.format.manifest import FileState, manifest_change
-from stio.format.naming import (
-    FILE_SUFFIX,
-    INDEX_SUFFIX,
-    MANIFEST_SUFFIX,
-    index_name,
-    manifest_name,
-    shard_number,
-    step_of,
-)
+from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
 from stio.runtime.hashing import Hasher, new_hasher
-from stio.runtime.limits import DEFAULT_BUDGET_BYTES, Limits
+from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.log import log
-from stio.runtime.memory import allocate
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation, current_operation
 from stio.runtime.process import collection_paused, switch_interval
 from stio.runtime.progress import progress_callback
 from stio.runtime.spans import CALLER
 from stio.runtime.trace import shown, traced
-from stio.saving.options import (
-    DEFAULT_PATTERN,
-    Destination,
-    DestinationLike,
-    SaveOptions,
-    SaveResult,
-    absolute_destination,
-)
+from stio.saving.options import Destination, DestinationLike, SaveOptions, SaveResult, absolute_destination
 from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.retention import Retention
 from stio.saving.scheduler import SaveScheduler
 from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES, StagingPool, block_bytes_for
+from stio.saving.surroundings import Saved, warn_of_link_to_step, warn_of_surroundings
 from stio.saving.tensors import TensorsLike, tensors_of
-from stio.storage.base import BufferedDestination, Note, ParallelRoot, Root, Source, Transaction
+from stio.storage.base import BufferedDestination, Note, Root, Transaction
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import begin_local
 from stio.storage.open import open_directory
@@ -71,9 +50,6 @@ EXIT_PATIENCE_SECONDS = 60.0
 
 Planner: TypeAlias = Callable[[Sequence[TensorSource], int], WritePlan]
 """Assigns each tensor to a file, and makes the headers; called with the tensors and the block size in bytes."""
-
-_READ_BY_NAME = {"diffusion_pytorch_model.safetensors": "diffusers", "adapter_model.safetensors": "PEFT"}
-"""Files that a library reads whatever else is in a directory."""
 
 
 class PendingSave:
@@ -309,30 +285,13 @@ class PendingSave:
         change = manifest_change(transaction.read_note(manifest), self._options.hash, states, path=manifest)
         notes = [] if change is None else [Note(manifest, *change)]
         index = plan.index(names) if transaction.takes_index else None
-        saved_index = index_name(self._options.filename_pattern) if transaction.takes_index else None
-        saved = saved_index, names, [name for shard in plan.shards for name in shard.names]
-        remote = getattr(self._absolute_destination, "root", None)
-        # Of a store before the commit: from there on no cancel is heard.
-        hiding = hiding_index(remote, *saved) if isinstance(remote, Root) else None
         with traced(self._options.trace, "commit"):
             transaction.prepare_commit(operation.check)
             operation.refuse_cancel()
             transaction.commit(index=index, notes=notes)
         self._committed = True
         committed_seconds = perf_counter() - self._started
-        if (published := transaction.published()) is not None:  # what a caller's own destination holds is not deleted
-            self.written = published if isinstance(published, WrittenFiles) else None
-            if self._retention is not None:
-                self._retention.add(transaction.path, self._own_pattern(), published)
-        if self.written is not None:  # after the commit: it may have replaced an index
-            path = transaction.path if self._max_shard_bytes is not None else os.path.dirname(transaction.path)
-            with suppress(StioError), open_directory(path, follow_symlinks=False) as root:
-                hiding = hiding_index(root, *saved)
-                if self._own_pattern() == DEFAULT_PATTERN:
-                    warn_of_another_name(root, saved[2])
-        if hiding is not None:
-            first = None if self._max_shard_bytes is None else saved_index or names[0]
-            warn_of_hiding(hiding, transaction.path, first)
+        self._after_commit(plan, transaction)
         return SaveResult(
             path=transaction.path,
             files=names,
@@ -344,6 +303,22 @@ class PendingSave:
             committed_seconds=committed_seconds,
             hashes=hashes,
         )
+
+    def _after_commit(self, plan: WritePlan, transaction: Transaction) -> None:
+        """Count the save for its saver, and report what lies beside it."""
+        if (published := transaction.published()) is not None:  # what a caller's own destination holds is not deleted
+            self.written = published if isinstance(published, WrittenFiles) else None
+            if self._retention is not None:
+                self._retention.add(transaction.path, self._own_pattern(), published)
+        pattern = self._own_pattern()
+        index = index_name(self._options.filename_pattern) if transaction.takes_index else None
+        saved = Saved(index, transaction.shard_names, [name for shard in plan.shards for name in shard.names])
+        if isinstance(store := getattr(self._absolute_destination, "root", None), Root):
+            warn_of_surroundings(store, transaction.path, saved, pattern)
+        elif self.written is not None:
+            path = transaction.path if pattern is not None else os.path.dirname(transaction.path)
+            with suppress(StioError), open_directory(path, follow_symlinks=False) as root:
+                warn_of_surroundings(root, transaction.path, saved, pattern)
 
     def _own_pattern(self) -> str | None:
         """Return the pattern of the file names in a directory, None if the destination is one file."""
@@ -467,129 +442,3 @@ class PendingSave:
         error = operation.failure if operation is not None else None
         if error is not None and not self.delivered:
             log(logging.ERROR, "saving to %s failed, and was not awaited: %s", self.destination, error)
-
-
-def warn_of_link_to_step(path: str, resolved: str) -> None:
-    """Log that a destination leads by a link to a step, which the save replaces.
-
-    Args:
-        path: The destination, absolute.
-        resolved: The same without links.
-    """
-    named, reached = step_of(os.path.normpath(path)), step_of(resolved)
-    if reached is None or (named is not None and named[0] == reached[0]) or not os.path.lexists(resolved):
-        return
-    # A directory whose name is a number, with further directories, may be that of a job: `123456/final`.
-    if reached[1] == resolved or not os.path.basename(reached[1]).isdecimal() or os.path.isfile(resolved):
-        log(
-            logging.WARNING,
-            "%s leads by a link to %s, so the save replaces step %d; save to a path of its own, and change the link "
-            "when that save is durable",
-            printable(path),
-            printable(resolved),
-            reached[0],
-        )
-
-
-def hiding_index(root: Root, index: str | None, files: Collection[str], tensors: Iterable[str]) -> str | None:
-    """Return the index by which a load of a directory gets other files than those of a save; None: there is none.
-
-    Nothing is raised: what cannot be read does not decide either.
-
-    Args:
-        root: The directory.
-        index: The index of the saved checkpoint, if it has one.
-        files: Its files.
-        tensors: Names of its tensors.
-
-    Returns:
-        The name of the index. A variant, such as `model.fp16.safetensors`, is meant to be loaded by its name.
-    """
-    with suppress(StioError):
-        own = of_index(index) if index is not None else next(iter(without_index(files)), None)
-        if own is None or (index is None and any(shard_number(name) is not None for name in files)):
-            return None  # no name of a checkpoint; or a shard of one whose index comes later
-        names = _names(root, own)
-        found = choose({*names, *files}, path=root.path).index
-        if found is None or found == index or own.is_variant_of(of_index(found)):
-            return None
-        other = _read(root, found)
-        is_gone = not any(shard in names or _exists(root, shard) for shard in other.shards)
-        if is_gone or not other.weight_map or not {*other.shards}.isdisjoint(files):
-            return None
-        if of_index(found).stem == own.stem or not other.weight_map.keys().isdisjoint(tensors):
-            return found
-    return None
-
-
-def warn_of_another_name(root: Root, tensors: Iterable[str]) -> None:
-    """Log that the directory of a saved checkpoint has a file with its tensors that a framework reads by its name.
-
-    Args:
-        root: The directory, on this machine, to which a save with the default pattern of names has saved.
-        tensors: Names of the tensors of the saved checkpoint.
-    """
-    for name in _READ_BY_NAME.keys() & {*root.listdir()}:
-        with suppress(StioError), closing(root.open(name)) as file:
-            if _tensors_of(file).isdisjoint(tensors):
-                continue
-            log(
-                logging.WARNING,
-                "%s: saved, but %s reads %s there, which has tensors of these names; save with filename_pattern=%r, or "
-                "delete that file",
-                printable(root.path),
-                _READ_BY_NAME[name],
-                name,
-                name.replace(FILE_SUFFIX, "{suffix}" + FILE_SUFFIX),
-            )
-
-
-def warn_of_hiding(hiding: str, path: str, first: str | None) -> None:
-    """Log that a load of the directory of a saved checkpoint gets another one.
-
-    Args:
-        hiding: The index that it follows.
-        path: The destination.
-        first: Index or first file of the checkpoint, if the destination is a directory.
-    """
-    log(
-        logging.WARNING,
-        "%s: saved, but a load of its directory follows %s there; load it by its path, or delete that index "
-        "and its shards",
-        printable(path if first is None else f"{path.rstrip('/')}/{first}"),
-        printable(hiding),
-    )
-
-
-def _tensors_of(file: Source) -> set[str]:
-    """Return the names in a header."""
-    file_bytes = file.identity.nbytes
-    prefix = _bytes(file, 0, min(PREFIX_BYTES, file_bytes))
-    nbytes = header_nbytes(prefix, file_bytes=file_bytes, path=file.path)
-    raw = _bytes(file, PREFIX_BYTES, nbytes)
-    return {*parse_header(raw, file_bytes=file_bytes, path=file.path, shard="").names}
-
-
-def _bytes(file: Source, offset: int, nbytes: int) -> bytes:
-    region = allocate(max(nbytes, 1)).sub(0, nbytes)
-    file.read_into(offset, [region])
-    return region.tobytes()
-
-
-def _names(root: Root, own: NamedCheckpoint) -> list[str]:
-    """Return the names in a directory; of a store those that decide, since a list of all of them may be long."""
-    if not isinstance(root, ParallelRoot):
-        return [*root.listdir()]
-    return [name for name in dict.fromkeys([INDEX_NAME, own.whole + INDEX_SUFFIX]) if _exists(root, name)]
-
-
-def _exists(root: Root, name: str) -> bool:
-    with suppress(StioError):
-        root.open(name).close()
-        return True
-    return False
-
-
-def _read(root: Root, name: str) -> ShardIndex:
-    with closing(root.open(name)) as file:
-        return parse_index(_bytes(file, 0, min(file.identity.nbytes, Limits().header_bytes)), path=file.path)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from stio.format.header import build_header
+from stio.format.header import build_header, check_name, require_text
 from stio.format.sharding import TensorSource, build_index, split_into_shards
 from stio.format.shared import (
     ALIASES_KEY,
@@ -172,11 +172,11 @@ def plan_writes(
     text = dict(metadata or {})
     if ALIASES_KEY in text:
         raise ValueError(f"the metadata key {ALIASES_KEY!r} is stio's own; leave it out")
-    build_header([], text)  # refuses now what header or index would refuse later, after everything else was written
-    build_index({}, 0, text)
+    require_text(list(text.items()), "metadata")
+    build_index({}, 0, text)  # refuses now what the index would refuse later, after everything else was written
     saved, aliases = resolve_shared(sources, shared, tied)
-    # An alias is loaded as a tensor's name too, so it must be a name that a header can hold.
-    build_header((alias, "U8", (0,)) for alias in aliases)
+    for alias in aliases:  # it is loaded as a tensor's name too
+        check_name(alias)
     if max_shard_bytes is None:
         split = [[source.name for source in saved]]
     else:

@@ -15,4 +15,14 @@ transaction in a store is in `remote/save.py`.
 
 Invariants: nothing outside the root is opened unless the caller allows it; a read never writes beyond its regions, and
 when a call returns or raises no thread writes into them; a file that changed since it was opened is reported.
+
+Reads and errors. `LocalFile.error` gives the error of a read its path, offset and errno. `map_if_possible` decides what
+happens where a file cannot be mapped. A checkpoint with more shards than the process may open descriptors keeps paths
+and identities, and opens a file again for each read (`ReopenedFile`); `Identity.require_same` keeps files of two saves
+from mixing. A source behind a network says how it is read best (`Requests`), and a load fits that into its budget.
+Calls answered out of memory keep the GIL: reads of headers in the page cache (`RWF_NOWAIT`), and queries about open
+files of filesystems without a daemon. Files are opened without it, since a virus scanner may be asked.
+
+A new kind of source is a `Root` and a `Source` in a package beside `remote/`, chosen in `open.py`; for saves, also a
+`Transaction`.
 """

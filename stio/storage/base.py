@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from stio.errors import ChangedDuringReadError, CommitUncertainError
 from stio.runtime.hashing import Hasher
 from stio.runtime.limits import PAGE_BYTES
-from stio.runtime.memory import Region
+from stio.runtime.memory import Region, allocate
 
 _SMALL_REQUEST_BYTES = 1 << 20
 """With less memory than all requests need, they become smaller down to this size before they become fewer."""
@@ -390,3 +390,12 @@ class BufferedDestination(Protocol):
         Returns:
             The destination, and most bytes that it uses.
         """
+
+
+def read_bytes(source: Source, offset: int, nbytes: int) -> bytes:
+    """Return `nbytes` bytes of a source from `offset` on; raises as `Source.read_into` does."""
+    if not nbytes:
+        return b""
+    region = allocate(nbytes).sub(0, nbytes)
+    source.read_into(offset, [region])
+    return region.tobytes()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NoReturn
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
 from stio.format.naming import FILE_SUFFIXES, is_dated, is_hidden, step_named
@@ -93,16 +93,24 @@ def open_files_limit() -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
+def raise_opening_error(
+    error: OSError | ValueError, path: str, action: str = "opening", what: str = "file or directory"
+) -> NoReturn:
+    """Raise an error of the operating system as `CheckpointNotFoundError`, or as `refused` makes it."""
+    if isinstance(error, FileNotFoundError):
+        raise CheckpointNotFoundError(f"there is no such {what}{broken_link(path)}", path=path) from None
+    raise refused(action, path, error) from error
+
+
 @contextmanager
-def translated_errors(path: str, action: str = "opening", what: str = "file or directory") -> Iterator[None]:
-    """Raise an error of the operating system in a block as `CheckpointNotFoundError`, or as `refused` makes it."""
-    with refusals(action, path):
-        try:
-            yield
-        except StioError:
-            raise
-        except FileNotFoundError:
-            raise CheckpointNotFoundError(f"there is no such {what}{broken_link(path)}", path=path) from None
+def translated_errors(path: str, action: str = "opening") -> Iterator[None]:
+    """Raise an error of the operating system in a block as `raise_opening_error` does."""
+    try:
+        yield
+    except StioError:
+        raise
+    except (OSError, ValueError) as error:
+        raise_opening_error(error, path, action)
 
 
 def broken_link(path: str) -> str:

@@ -49,12 +49,12 @@ from stio.storage.checks import (
     UNSUPPORTED,
     cut_short,
     identity_of,
+    raise_opening_error,
     refusals,
     refused,
     require_inside,
     require_regular,
     stat_of,
-    translated_errors,
 )
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -167,8 +167,10 @@ def open_at(name: str, path: str, dir_fd: int | None) -> LocalFile:
         CheckpointNotFoundError: It does not exist.
         StorageError: It is no regular file, or the operating system reported an error.
     """
-    with translated_errors(path):
+    try:
         fd = os.open(name, OPEN_FLAGS, dir_fd=dir_fd)
+    except (OSError, ValueError) as error:
+        raise_opening_error(error, path)
     try:
         return LocalFile(fd, path)
     except BaseException:
@@ -201,8 +203,10 @@ class LocalRoot:
         self._open_at = open_at
         self._fd: int | None = None
         if os.open in os.supports_dir_fd:
-            with translated_errors(self.path, "opening the directory", "directory"):
+            try:
                 self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except (OSError, ValueError) as error:
+                raise_opening_error(error, self.path, "opening the directory", "directory")
 
     def open(self, name: str, *, trusted: bool = False) -> Source:
         """Open one regular file of this directory for reading.
@@ -229,9 +233,11 @@ class LocalRoot:
         # checked before it is opened for reading: that may have an effect on a device, O_PATH has none.
         # A name without "/" that is no link needs no comparison of paths.
         for follows in (False, True) if os.sep not in name else (True,):
-            with translated_errors(path):
+            try:
                 flags = _O_PATH | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
                 found = os.open(name, flags, dir_fd=dir_fd)
+            except (OSError, ValueError) as error:
+                raise_opening_error(error, path)
             try:
                 link, state = f"/proc/self/fd/{found}", os.fstat(found)
                 if not follows and stat.S_ISLNK(state.st_mode):
@@ -246,8 +252,10 @@ class LocalRoot:
 
     def listdir(self) -> list[str]:
         """Return the names in the directory, sorted."""
-        with translated_errors(self.path, "listing the directory", "directory"):
+        try:
             return sorted(os.listdir(self._fd if self._fd is not None else self.path))
+        except (OSError, ValueError) as error:
+            raise_opening_error(error, self.path, "listing the directory", "directory")
 
     def close(self) -> None:
         """Close the directory. Files opened from it stay open. Idempotent."""

@@ -12,7 +12,7 @@ from support import nothing_left
 
 import stio.sync
 from stio.errors import DeviceError, DeviceMemoryError, SliceError, StorageError
-from stio.loading import prepare
+from stio.loading import planned
 from stio.runtime.memory import Region
 from stio.testing import FakeDevice, FaultyRoot, MemoryRoot, checkpoint_files
 
@@ -215,7 +215,7 @@ def test_what_is_refused_before_anything_is_read_needs_no_staging_memory(
     def refuse(*_: object, **__: object) -> None:
         raise SliceError("no")
 
-    monkeypatch.setattr(prepare, "plan_reads", refuse)
+    monkeypatch.setattr(planned, "plan_reads", refuse)
     with nothing_left(), pytest.raises(SliceError):
         stio.sync.load(MemoryRoot(files), device=device, budget_bytes=1 << 20)
     assert device.num_staging == 0

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import stio
 from stio import sync
 from stio.cli.main import main
+from stio.cli.verify import examine
 from stio.compat import huggingface_hub as hub
 from stio.compat.safetensors import numpy as safetensors_numpy
 from stio.compat.safetensors import torch as safetensors_torch
@@ -267,7 +268,7 @@ def test_c306_no_warning_where_nothing_is_hidden(old: Path, caplog: pytest.LogCa
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("name", [WHOLE, "model.sft", "weights.safetensors"])
+@pytest.mark.parametrize("name", [WHOLE, "model.sft"])
 def test_c306_a_load_warns_once_of_the_file_that_it_does_not_take(
     load: str, name: str, old: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,6 +278,17 @@ def test_c306_a_load_warns_once_of_the_file_that_it_does_not_take(
     if load == "hub" and name != WHOLE:
         return  # the original library does not look at these names
     assert [name in one and INDEX in one for one in found] == [True]
+
+
+def test_c306_verify_names_a_file_of_another_name_with_the_same_tensors(
+    old: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load opens no other file than those it reads."""
+    (old / "weights.safetensors").write_bytes(checkpoint_bytes(NEW))
+    require_equal(sync.load(old), OLD)
+    assert warnings_of(caplog) == []
+    (warning,) = examine(str(old)).warnings
+    assert "weights.safetensors" in warning and INDEX in warning
 
 
 def test_c306_shards_beside_the_index_are_named(old: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from accelerators import PLACES, Place, gpu, needs_two_devices
 from support import needs_engine, require_equal
 
 import stio.sync
-from stio.loading import prepare
+from stio.loading import planned
 from stio.loading.gds_path import GdsPath
 from stio.runtime.trace import Trace
 from stio.storage import local
@@ -28,8 +28,8 @@ on_device = pytest.mark.parametrize("place", [PLACES[1]], indirect=True)
 @pytest.fixture
 def cold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take all files for cold: what was just written is not."""
-    monkeypatch.setattr(prepare, "SMALL_LOAD_BYTES", 0)
-    monkeypatch.setattr(prepare, "resident_fraction", lambda file: 0.0)
+    monkeypatch.setattr(planned, "SMALL_LOAD_BYTES", 0)
+    monkeypatch.setattr(planned, "resident_fraction", lambda file: 0.0)
 
 
 @pytest.mark.matrix

@@ -29,7 +29,7 @@ from stio.device import cuda as cuda_module
 from stio.device.base import resolve_device
 from stio.device.copy_out import Readiness, copy_out
 from stio.errors import DeviceError
-from stio.loading import prepare
+from stio.loading import planned
 from stio.loading.read_paths import DevicePath
 from stio.loading.warm_start import load
 from stio.runtime.control_groups import num_processors
@@ -530,8 +530,8 @@ def test_a_disk_writes_behind_what_is_queued_for_the_memory(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What cuFile writes waits for no stream: the host waits until its consumer's work in dropped memory is done."""
-    monkeypatch.setattr(prepare, "SMALL_LOAD_BYTES", 0)
-    monkeypatch.setattr(prepare, "resident_fraction", lambda file: 0.0)
+    monkeypatch.setattr(planned, "SMALL_LOAD_BYTES", 0)
+    monkeypatch.setattr(planned, "resident_fraction", lambda file: 0.0)
     cufile = cufile_stand_in.install(monkeypatch)
     tensors, seen = numbers(num_large=10), {}
     with (
@@ -614,8 +614,8 @@ def test_a_disk_writes_to_the_second_device_as_the_thread_s_current_one(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """GPUDirect Storage takes the current device for the one that an address belongs to."""
-    monkeypatch.setattr(prepare, "SMALL_LOAD_BYTES", 0)
-    monkeypatch.setattr(prepare, "resident_fraction", lambda file: 0.0)
+    monkeypatch.setattr(planned, "SMALL_LOAD_BYTES", 0)
+    monkeypatch.setattr(planned, "resident_fraction", lambda file: 0.0)
     second = torch.device(device.type, 1)
 
     cufile = cufile_stand_in.install(monkeypatch, device=1)

@@ -17,7 +17,7 @@ from support import eventually, require_equal
 import stio.sync
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
-from stio.loading import prepare, scheduler
+from stio.loading import planned, scheduler
 from stio.runtime.trace import Trace
 from stio.testing import write_checkpoint
 
@@ -124,7 +124,7 @@ def test_work_that_is_queued_behind_a_load_is_not_waited_for(
     path = write_checkpoint(tmp_path, tensors)
     stio.sync.load(path, device=device)  # what is made once a process is there, and torch has memory at hand
     if in_parts:  # as a large load
-        monkeypatch.setattr(prepare, "FIRST_BYTES", 1)
+        monkeypatch.setattr(planned, "FIRST_BYTES", 1)
         monkeypatch.setattr(scheduler, "FIRST_BYTES", 1)
     torch.accelerator.synchronize(device)
     module: Any = module_of(device)
@@ -166,7 +166,7 @@ def test_memory_that_the_driver_must_give_is_allocated_in_two_calls(
 
     monkeypatch.setattr(TorchAccelerator, "allocate", counted)
     monkeypatch.setattr(TorchAccelerator, "must_grow", lambda accelerator, nbytes: grows)
-    monkeypatch.setattr(prepare, "FIRST_BYTES", MIB)
+    monkeypatch.setattr(planned, "FIRST_BYTES", MIB)
     # With a budget of 8 MiB a group has 2 MiB.
     require_equal(stio.sync.load(path, device=device, budget_bytes=8 * MIB), tensors)
     assert sizes == ([2, 22] if grows else [24])

@@ -19,8 +19,7 @@ from stio.errors import StorageError, TruncatedError
 from stio.loading.cache.entries import CHUNK_BYTES, CachedFile, FileImage
 from stio.loading.engine import EngineExecutor
 from stio.loading.plan import GAP, Block, Group
-from stio.loading.read_paths import CopiedPath, MappedPath
-from stio.loading.scheduler import ReadPath
+from stio.loading.read_paths import CopiedPath, MappedPath, ReadPath
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region

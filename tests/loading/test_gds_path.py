@@ -22,7 +22,7 @@ import stio
 import stio.sync
 from stio import native
 from stio.errors import DeviceError, DeviceMemoryError, TruncatedError
-from stio.loading import prepare
+from stio.loading import planned
 from stio.loading.gds_path import GdsPath
 from stio.runtime.trace import Trace
 from stio.storage import local
@@ -49,8 +49,8 @@ def source(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, torch.Te
 @pytest.fixture(autouse=True)
 def _cold(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take all files for cold: what was just written is not."""
-    monkeypatch.setattr(prepare, "SMALL_LOAD_BYTES", 0)
-    monkeypatch.setattr(prepare, "resident_fraction", lambda file: 0.0)
+    monkeypatch.setattr(planned, "SMALL_LOAD_BYTES", 0)
+    monkeypatch.setattr(planned, "resident_fraction", lambda file: 0.0)
     with nothing_left():
         yield
 
@@ -143,7 +143,7 @@ def test_scattered_pieces_go_through_the_ring(make, source, tensors) -> None:
 
 def test_what_the_page_cache_holds_is_staged(make, source, tensors, monkeypatch) -> None:
     here = make()
-    monkeypatch.setattr(prepare, "resident_fraction", lambda file: 1.0)
+    monkeypatch.setattr(planned, "resident_fraction", lambda file: 1.0)
     require_equal(here.load(source), tensors)
     assert here.cufile.num_opened == 0
 
@@ -263,7 +263,7 @@ def test_a_copy_that_fails(make, source, fault) -> None:
 def test_where_the_kernel_does_not_say_what_is_in_memory(make, source, tensors, monkeypatch) -> None:
     """`memory="gds"` decides then."""
     here = make()
-    monkeypatch.setattr(prepare, "resident_fraction", lambda file: prepare.UNKNOWN)
+    monkeypatch.setattr(planned, "resident_fraction", lambda file: planned.UNKNOWN)
     require_equal(here.load(source), tensors)
     assert here.cufile.num_opened == 2
 

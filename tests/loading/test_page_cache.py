@@ -10,7 +10,7 @@ import torch
 from support import ramp, require_equal, save_file
 
 import stio.sync
-from stio.loading.prepare import host_is_shared
+from stio.loading.planned import host_is_shared
 from stio.storage.local import LocalFile
 from stio.testing import FakeDevice
 

@@ -15,9 +15,11 @@ from support import PATIENCE_SECONDS, eventually, nothing_left
 from stio.device.base import LoadedGroup
 from stio.errors import HostMemoryError
 from stio.loading import scheduler as scheduler_module
+from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import Block, Group, ReadPlan
-from stio.loading.scheduler import LoadScheduler
+from stio.loading.read_paths import Delivery
+from stio.loading.scheduler import LoadScheduler, PlannedLoad
 from stio.runtime import workers
 from stio.runtime.operation import Cancelled, start_thread
 from stio.runtime.progress import ProgressEvent
@@ -159,7 +161,10 @@ class Scheduler:
         executor=None,
         deliver=None,
         trace=None,
-        **options,
+        progress=None,
+        hold=False,
+        on_blocked=lambda: None,
+        **parts,
     ) -> None:
         self.path = path or FakePath()
         self.executor = executor or Arranging([self.path], num_workers=num_workers, trace=trace)
@@ -167,13 +172,9 @@ class Scheduler:
         self.error: BaseException | None = None
         self.over = threading.Event()
         self.run = LoadScheduler(
-            plan,
-            [self.path],
-            self.executor,
-            deliver=deliver or self.deliver,
-            budget_bytes=budget_bytes,
-            trace=trace,
-            **options,
+            PlannedLoad("", plan, [self.path], self.executor, budget_bytes, **parts),
+            LoadOptions(progress=progress, trace=trace),
+            Delivery(deliver=deliver or self.deliver, hold=hold, on_blocked=on_blocked),
         )
 
     def deliver(self, group: Group, loaded: LoadedGroup) -> None:

@@ -8,10 +8,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import get_args
 
 import pytest
 
-from stio.pool.policy import Model, ModelRequest, Policy
+from stio.pool.policy import LIFE_CYCLE, Event, Model, ModelRequest, Policy, State
 
 LOAD, EVICT, MEASURE, UPDATE, MOST_USE = 2.0, 0.5, 0.1, 1.0, 3.0
 
@@ -146,6 +147,22 @@ def test_random_histories(part: int) -> None:
         # Each model ahead of a caller costs at most one hold, one use, an eviction, a load and an update.
         one = hold + MOST_USE + EVICT + LOAD + MEASURE + UPDATE
         assert max(history.waits.values(), default=0.0) <= (2 * len(models) + 2) * one + 2 * hold
+
+
+def test_each_state_is_reached_and_left_for_absent() -> None:
+    """And an event that the table does not have in a state is an error: nothing is set in silence."""
+    following: dict[str, set[str]] = {state: set() for state in get_args(State)}
+    for (state, _), after in LIFE_CYCLE.items():
+        following[state].add(after)
+    for start in following:
+        reached, last = {start}, set[str]()
+        while reached != last:
+            last = set(reached)
+            reached |= {after for state in last for after in following[state]}
+        assert reached == set(following)
+    assert {event for _, event in LIFE_CYCLE} == set(get_args(Event))
+    with pytest.raises(KeyError):
+        Model("m").after("loaded")
 
 
 def two(hold: float, **options: int) -> tuple[History, Model, Model]:

@@ -22,13 +22,15 @@ import pytest
 import torch
 from crash.zygote import Zygote
 from loops import on_all
-from support import Cancelling, eventually, eventually_async, nothing_left
+from support import Cancelling, descriptors, eventually, eventually_async, nothing_left
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import stio
 from stio import sync
 from stio.errors import ClosedError, DeviceMemoryError, FormatError, StioError
+from stio.loading.body import open_with_options
+from stio.pool import content
 from stio.runtime.operation import Operation
 
 pytestmark = [
@@ -94,6 +96,33 @@ async def test_each_use_has_the_right_weights_and_the_bound_is_kept(files: list[
         stats = pool.stats()
         assert stats.peak_device_bytes == stats.device_bytes == 2 * MODEL_BYTES
         assert (stats.num_loads, stats.num_evictions, stats.num_failed) == (10, 8, 0)
+
+
+async def test_a_load_that_follows_at_once_reads_from_the_files_that_were_measured(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it must wait for room, no file stays open, and it loads what is there then."""
+    opened: list[object] = []
+
+    def counting(operation: Operation[Any], source: Any, options: Any) -> Any:
+        opened.append(source)
+        return open_with_options(operation, source, options)
+
+    monkeypatch.setattr(content, "open_with_options", counting)
+    values: list[float] = []
+
+    async def use_other() -> None:
+        async with pool.use("1") as tensors:
+            values.append(value_of(tensors))
+
+    async with pool_of(files, room=1, max_hold_seconds=60) as pool, anyio.create_task_group() as group:
+        async with pool.use("0"):
+            assert opened == [files[0]]
+            group.start_soon(use_other)
+            assert await eventually_async(lambda: opened == files[:2] and pool.status("1").nbytes is not None)
+            assert await eventually_async(lambda: str(files[1]) not in descriptors())
+            save(files[1], 7)
+    assert values == [7.0] and opened == [files[0], files[1], files[1]]
 
 
 @on_all

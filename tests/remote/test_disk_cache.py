@@ -24,7 +24,7 @@ from support import needs_engine, run_python
 from torch import nn
 
 import stio
-from stio.loading import prepare
+from stio.loading import planned
 from stio.loading.cache import disk_cache
 from stio.loading.engine import EngineExecutor
 from stio.runtime.blocking import run_blocking
@@ -113,7 +113,7 @@ def test_the_engine_reads_what_is_on_disk(
     server: HttpServer, cache: stio.DiskCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
-    monkeypatch.setattr(prepare, "EngineExecutor", lambda *a, **k: (made.append(1), EngineExecutor(*a, **k))[1])
+    monkeypatch.setattr(planned, "EngineExecutor", lambda *a, **k: (made.append(1), EngineExecutor(*a, **k))[1])
     tensors = put(server)
     for _ in range(2):  # fetched, and found
         assert same(stio.sync.load(url(server), cache=cache, memory="copy"), tensors)

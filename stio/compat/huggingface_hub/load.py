@@ -42,6 +42,7 @@ from stio.loading.body import collect, reading_operation
 from stio.loading.module_tree import require_memory_of
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions
+from stio.loading.select import select_tensors
 from stio.runtime.contexts import contextmanager
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
@@ -183,7 +184,7 @@ def _load_file(path: str, opened: OpenCheckpoint | None, map_location: MapLocati
 
     def read(operation: Operation[Any], opened: OpenCheckpoint) -> Callable[[], dict[str, torch.Tensor]]:
         _require_format(opened.headers[0], path)
-        return collect(operation, opened, None, options)
+        return collect(operation, select_tensors(opened, None, options), options)
 
     if opened is None:
         operation = reading_operation(path, options, read)

@@ -19,6 +19,7 @@ from stio.errors import DeviceError, DeviceMemoryError
 from stio.loading.body import collect
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
+from stio.loading.select import select_tensors
 from stio.runtime.contexts import contextmanager
 from stio.runtime.operation import Operation
 
@@ -40,7 +41,9 @@ class AcceleratorTensors(Tensors):
         # No aliases are passed: stio records them under a metadata key of its own, and this format has none.
         opened = OpenCheckpoint(file.path, [file.source], [header], header.metadata, {})
         options = LoadOptions(device=target)
-        operation = Operation(lambda operation: collect(operation, opened, None, options), name="load")
+        operation = Operation(
+            lambda operation: collect(operation, select_tensors(opened, None, options), options), name="load"
+        )
         with loading(file.path):
             return operation.result()()
 

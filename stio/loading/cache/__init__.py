@@ -10,4 +10,8 @@ Invariants: an entry is one state of one file or object; what a load uses is not
 together read each byte once, those with a `DiskCache` in all processes of a machine. With a `HostCache` tensors on the
 CPU are copies, so none depends on it; with a `DiskCache` they may be mapped, and hold their file. Start with
 `host_cache.py` or `disk_cache.py`.
+
+An image belongs to one state of one file, including its times of change. Within one tick of the filesystem's clock two
+states look the same, so a load waits if the file was written within the last 50 ms. One reader claims a chunk of an
+image and others wait for it. The object whose last use is longest ago is evicted first.
 """

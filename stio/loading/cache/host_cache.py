@@ -1,7 +1,7 @@
 """`HostCache`: checkpoints in host memory, so that the next load of them reads no disk.
 
 A file is identified by device, inode, size and times of change, as it was opened; memory is pinned where there is an
-accelerator. Loads call `hold` (`stio.loading.prepare`); a prefetch is a load without tensors. `entries.py` decides
+accelerator. Loads call `hold` (`stio.loading.planned`); a prefetch is a load without tensors. `entries.py` decides
 which files are held and which are evicted.
 """
 
@@ -32,7 +32,9 @@ from stio.loading.cache.entries import (
     on_own_thread,
 )
 from stio.loading.options import LoadOptions, SourceLike
-from stio.loading.prepare import prepare_prefetch
+from stio.loading.planned import plan_prefetch
+from stio.loading.read_paths import Delivery
+from stio.loading.scheduler import LoadScheduler
 from stio.runtime import clock, memory
 from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits, checked_size
@@ -180,7 +182,8 @@ class HostCache:
                     fetch_all(opened, options.disk_cache, options)
                 requested = self._requested([(file, file.identity.nbytes) for file in opened.files])
                 held = [one for one in self._entries.hold(requested, every=opened.path) if one is not None]
-                prepare_prefetch(opened, held, options).run_for(operation)
+                planned = plan_prefetch(opened, held, options)
+                LoadScheduler(planned, options, Delivery(), doing="prefetching").run_for(operation)
                 return [file.path for file in opened.files]
 
         self._entries.require_open()

@@ -23,6 +23,7 @@ from stio.loading.api import load
 from stio.loading.body import gather, open_with_options, verify
 from stio.loading.module import ModuleTarget
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.select import select_tensors
 from stio.loading.target import LoadReport
 from stio.loading.warm_start.load import (
     Match,
@@ -203,7 +204,8 @@ class WarmStart(AsyncOnly):
             buffers: list[LoadedGroup] = []
             if match.buffers:  # on the copy stream the load ends when all casts have: a forward may run on any stream
                 stored = list(dict.fromkeys(match.buffers.values()))
-                buffers = gather(operation, opened, stored, replace(options, progress=None), casts=match.casts or None)
+                selected = select_tensors(opened, stored, options, casts=match.casts or None)
+                buffers = gather(operation, selected, replace(options, progress=None))
             operation.check()
             device = where if isinstance(where, torch.device) else where.device
             load = WarmStartLoad(opened, options, match, buffers, device)

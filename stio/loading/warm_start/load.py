@@ -32,14 +32,16 @@ from stio.device.tensor_memory import TargetMemory
 from stio.device.tensors import TORCH_DTYPES, as_scalar, cast, loses_values, require_dtypes
 from stio.device.torch_private import copy_of, moved
 from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
+from stio.loading.body import planned
 from stio.loading.casts import planned_casts, report_lost
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import is_from
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plan import Group
-from stio.loading.prepare import prepare
+from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
+from stio.loading.select import select_tensors
 from stio.loading.target import LoadReport
 from stio.loading.warm_start.parameter import MatchedParameter, Placeholder, PlaceholderParameter, placeholder_of
 from stio.runtime.locks import new_lock
@@ -271,9 +273,8 @@ class WarmStartLoad:
         try:
             with shortened(self._options.switch_interval):
                 names = list(self._by_source)
-                scheduler = prepare(
-                    self._opened, names, self._options, casts=self._casts, prompt=True, deliver=self._deliver
-                )
+                selected = select_tensors(self._opened, names, self._options, casts=self._casts)
+                scheduler = planned(selected, self._options, Delivery(deliver=self._deliver, prompt=True))
                 self._group_of = {name: group.index for group in scheduler.plan.groups for name in group.names}
                 self._groups = list(dict.fromkeys(self._group_of[name] for name in names))
                 scheduler.arrange(self._groups)

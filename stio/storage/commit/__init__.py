@@ -24,4 +24,15 @@ has a dead owner: its lock is free and, on a filesystem that is not local, it is
 unless its size and time, or its content, are those in the record. `retention.py` deletes old checkpoints (`keep_last`);
 it is no part of a transaction. A transaction records what it published (`LocalTransaction.published`), and a deletion
 compares with that. `written_list.py` stores such a record with a checkpoint, for deletions by a later process.
+
+Locks. The directory's lock is held for the commit, except when the destination is a new directory; it is taken before
+the save refuses a cancel (`prepare_commit`), and all waits of a save share `lock_timeout=`. Then the directory is
+compared with what the save began with; a change is a `ConcurrentSaveError`. Recovery waits for the lock for at most a
+second of that time and leaves the rest to a later recovery. In a directory such as /tmp it follows only records of its
+own user and of the directory's owner. What another version of stio has left is never deleted; a save there is refused.
+
+Of several savers the last one wins. If it writes a single file where an index was, removing the index is the commit for
+readers, and that removal is durable before the old shards are deleted. `CommitUncertainError` is also raised where
+`commit="files"` was interrupted between files, and where an index that readers still follow could not be removed; the
+next save there, or `stio gc`, completes the commit. Which links a save follows is decided by `stio.storage.checks`.
 """

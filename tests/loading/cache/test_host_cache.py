@@ -23,7 +23,7 @@ import stio
 import stio.loading.cache.host_cache
 import stio.sync
 from stio.errors import ClosedError, DeviceError, NoSpaceError, StorageError
-from stio.loading import prepare
+from stio.loading import planned
 from stio.loading.cache import entries, host_cache
 from stio.loading.cache.host_cache import _TICK_SECONDS, _Memory, _wait_for_tick
 from stio.runtime import memory
@@ -378,7 +378,7 @@ def test_segments_are_filled_while_others_are_pinned(tmp_path: Path, monkeypatch
         return segments[-1]
 
     monkeypatch.setattr(entries, "SEGMENT_BYTES", MIB)
-    monkeypatch.setattr(prepare, "GROUP_BYTES", MIB)
+    monkeypatch.setattr(planned, "GROUP_BYTES", MIB)
     monkeypatch.setattr(_Memory, "begin_use", lambda self: setattr(self, "_make", pin))
     with stio.sync.HostCache(64 * MIB) as cache:
         cache.prefetch(path)

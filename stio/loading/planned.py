@@ -1,9 +1,8 @@
-"""Prepares a load: the tensors of each device, the read path of each file, the plan, and its scheduler.
+"""Plans a load: how each file is read for each device, in which order, and what moves the bytes.
 
 A `DeviceLoad` has the tensors of one device. It decides the size of its blocks, and chooses the read path of each file,
 by the kind of memory, the filesystem, and the fraction of the file in the page cache. The
-engine carries a load out if it can do so for all of its files, otherwise the plain executor. Preparing reads no data
-and allocates no tensor.
+engine carries a load out if it can do so for all of its files, otherwise the plain executor.
 
 A file is cold if less than half of it is in the page cache (`is_cold`). The disk limits the rate of a cold file: it is
 read past the page cache (`read_past_cache`), or, mapped, each page is touched after its read. A file that is not cold
@@ -15,28 +14,26 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
 
-from stio.device.base import Accelerator, AnyDevice, LoadedGroup, resolve_devices
+from stio.device.base import Accelerator, AnyDevice
 from stio.device.cuda import TorchAccelerator, default_stream
-from stio.device.tensors import Casts, Lost, require_dtypes
-from stio.errors import DeviceError, TensorNotFoundError, printable
+from stio.device.tensors import Lost, require_dtypes
+from stio.errors import DeviceError
 from stio.format.header import Header
 from stio.loading.cache.entries import CachedFile, FileCache
-from stio.loading.casts import planned_casts, report_lost
 from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
-from stio.loading.plan import GAP_BYTES, FileSelection, Group, Names, ReadPlan, plan_reads
+from stio.loading.plan import GAP_BYTES, FileSelection, ReadPlan, plan_reads
 from stio.loading.read_paths import (
     CacheFillPath,
     CopiedPath,
@@ -46,20 +43,10 @@ from stio.loading.read_paths import (
     ReadPath,
     StagingSlots,
 )
-from stio.loading.scheduler import FIRST_BYTES, LoadScheduler
-from stio.loading.select import (
-    PlacedParts,
-    PlacementsLike,
-    Selected,
-    checked_slices,
-    placed_parts,
-    require_keys,
-    reusable_names,
-    select_by_device,
-)
+from stio.loading.scheduler import FIRST_BYTES, PlannedLoad
+from stio.loading.select import DeviceSelection, SelectedTensors, selected_bytes
 from stio.runtime import memory
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
-from stio.runtime.progress import progress_callback
 from stio.runtime.trace import traced
 from stio.storage.base import RequestedSource, Requests, Source
 from stio.storage.local import LocalFile, MappedFile, map_if_possible
@@ -74,132 +61,76 @@ on its way to the device is in the engine's ring."""
 _SLOT_BYTES = 8 << 20
 _LEAST_SLOT_BYTES = 4096
 _SMALLEST_PARTS = 64
-"""With `prompt`, a group is at most this part of all."""
+"""With `Delivery.prompt`, a group is at most this part of all."""
 
 
-def prepare(
-    opened: OpenCheckpoint,
-    names: Names | None,
-    options: LoadOptions,
-    *,
-    deliver: Callable[[Group, LoadedGroup], None],
-    hold: bool = False,
-    kept: Collection[str] | None = None,
-    slices: Mapping[str, object] | None = None,
-    placements: PlacementsLike | None = None,
-    casts: Casts | None = None,
-    views: bool = False,
-    copied: AbstractSet[str] = frozenset(),
-    prompt: bool = False,
-    max_workers: int | None = None,
-    on_blocked: Callable[[], None] = lambda: None,
-) -> LoadScheduler:
-    """Plan a load and choose the read path of each of its files.
+def plan_load(
+    selected: SelectedTensors, options: LoadOptions, delivery: Delivery, *, max_workers: int | None = None
+) -> PlannedLoad:
+    """Plan a load, and choose the read path of each of its files.
 
     Args:
-        opened: The checkpoint.
-        names: Names to load, also aliases; None: all.
-        options: Options of the load. The device is resolved here, which may start its runtime.
-        deliver: Called with each group (see `LoadScheduler`).
-        hold: The consumer releases the groups' budget (see `LoadScheduler`).
-        kept: Names of the tensors that the consumer keeps, so that they must fit into memory at once. None: all.
-        slices: By name, the part to load.
-        placements: The parts that this process loads; names of other tensors than those of `names` have no part.
-        casts: Cast to it instead of `options.dtype`.
-        views: On the CPU, selected parts are views of what was read: for a consumer that copies them and keeps none.
-        copied: Names of tensors whose bytes the consumer copies as they are, into memory of the same device. Of a group
-            of these only it gets the bytes, and no tensors (`LoadedGroup.image`). Each is a name that has data.
-        prompt: Make small groups, so that the first ones are loaded early. Otherwise large ones, for a short load.
+        selected: What is read.
+        options: Options of the load.
+        delivery: How the consumer gets the tensors.
         max_workers: Most threads that read; None: as many as the devices and the processors make worthwhile.
-        on_blocked: See `LoadScheduler`.
 
     Raises:
-        TensorNotFoundError: The checkpoint does not have a name, or one that is a key of a mapping.
-        DeviceError: There is no such device, or a name has no device.
         HostMemoryError: The tensors do not fit into memory.
         SliceError: A slice does not fit its tensor.
         UnsupportedDtypeError: torch does not have the dtype of a tensor.
     """
-    names, slices = reusable_names(names), checked_slices(slices)
-    with traced(options.trace, "plan", detail=opened.path):
-        device = resolve_devices(options.device)
-        if isinstance(options.device, Mapping):
-            require_keys(opened, "device", options.device, prefixes=True)
-        if isinstance(options.dtype, Mapping):
-            require_keys(opened, "dtype", options.dtype, prefixes=False)
-        if placements is not None:
-            placed = placed_parts(opened, names, slices, placements, device, strict=options.strict)
-            slices, deliver = placed.slices, partial(_deliver_made, deliver, placed)
-        by_stored_name = _by_stored_name(slices, opened)
-        selections = select_by_device(opened, names, device)
-        wanted = [shard for shard in range(len(opened.files)) if any(chosen[shard] for _, chosen, _ in selections)]
-        with ExitStack() as undo:
-            owned = undo.enter_context(ExitStack())
-            files = opened.open_files(wanted, owned)
-            if options.disk_cache is not None:
-                nbytes = [
-                    sum(_selected_bytes(header, chosen[shard], by_stored_name) for _, chosen, _ in selections)
-                    for shard, header in enumerate(opened.headers)
-                ]
-                with traced(options.trace, "fetch"):
-                    budget_bytes = options.budget or DEFAULT_BUDGET_BYTES
-                    files = options.disk_cache.fetch(files, nbytes, budget_bytes=budget_bytes, owned=owned)
-            casts = casts or _casts(opened, selections, options)
-            lost: Lost = {} if options.lost is None else options.lost
-            copied = copied if casts is None else frozenset()
-            delivery = Delivery(casts, views, kept is None and not hold, copied, lost)
-            loads = _device_loads(opened, files, selections, options, delivery, prompt=prompt)
-            for load in loads:
-                undo.callback(load.close)
-            reads = _reads(opened, files, loads)
-            plan = plan_reads([selection for _, _, selection in reads], by_stored_name)
-            cached = {} if options.host_cache is None else _held_images(options.host_cache, reads, plan)
-            for one in cached.values():
-                owned.callback(one.release)
-            paths = [load.read_path(file, cached.get(id(file))) for file, load, _ in reads]
-            budget_bytes = _budget_bytes(plan, paths, loads, kept, path=opened.path)
-            num_workers = min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize)
-            scheduler = LoadScheduler(
-                plan,
-                paths,
-                _executor(plan, paths, budget_bytes, options, num_workers),
-                deliver=lambda group, loaded: deliver(group, reads[group.selection][1].under_selected_names(loaded)),
-                hold=hold,
-                on_blocked=on_blocked,
-                budget_bytes=budget_bytes,
-                first_bytes=FIRST_BYTES if any(load.must_grow for load in loads) else sys.maxsize,
-                files=list({id(file): file for file, _, _ in reads}.values()),
-                owned=owned,
-                progress=progress_callback(options.progress),
-                trace=options.trace,
-                on_end=partial(report_lost, lost, opened.path) if options.lost is None else lambda: None,
-            )
-            undo.pop_all()  # the scheduler closes them
-            return scheduler
+    opened = selected.opened
+    with ExitStack() as undo:
+        owned = undo.enter_context(ExitStack())
+        files = _open_files(selected, options, owned)
+        lost: Lost = {} if options.lost is None else options.lost
+        copied = delivery.copied if selected.casts is None else frozenset()
+        delivery = replace(delivery, casts=selected.casts, copied=copied, lost=lost)
+        loads = _device_loads(files, selected, options, delivery)
+        for load in loads:
+            undo.callback(load.close)
+        reads = _reads(opened, files, loads)
+        plan = plan_reads([selection for _, _, selection in reads], selected.slices)
+        cached = {} if options.host_cache is None else _held_images(options.host_cache, reads, plan)
+        for image in cached.values():
+            owned.callback(image.release)
+        paths = [load.read_path(file, cached.get(id(file))) for file, load, _ in reads]
+        budget_bytes = _budget_bytes(plan, paths, loads, delivery.kept, path=opened.path)
+        num_workers = min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize)
+        planned = PlannedLoad(
+            opened.path,
+            plan,
+            paths,
+            _executor(plan, paths, budget_bytes, options, num_workers),
+            budget_bytes,
+            names=[load.selected.names for _, load, _ in reads],
+            make_results=None if selected.placed is None else selected.placed.made,
+            first_bytes=FIRST_BYTES if any(load.must_grow for load in loads) else sys.maxsize,
+            files=list({id(file): file for file, _, _ in reads}.values()),
+            owned=owned,
+            lost=lost,
+        )
+        undo.pop_all()  # the run closes them
+        return planned
 
 
-def _casts(opened: OpenCheckpoint, selections: Sequence[Selected], options: LoadOptions) -> Casts | None:
-    """Return what is cast of the selected tensors."""
-    if (casts := options.casts) is None:
-        return None
-    dtypes = {name: dtype for header in opened.headers for name, dtype in zip(header.names, header.dtypes, strict=True)}
-    selected = [
-        header.names[k]
-        for _, chosen, _ in selections
-        for header, positions in zip(opened.headers, chosen, strict=True)
-        for k in positions
+def _open_files(selected: SelectedTensors, options: LoadOptions, owned: ExitStack) -> Sequence[Source]:
+    """Return the files of all shards; those that are read are open, and, with a cache on disk, fetched."""
+    opened = selected.opened
+    files = opened.open_files(selected.shards, owned)
+    if options.disk_cache is None:
+        return files
+    nbytes = [
+        sum(selected_bytes(header, device.positions[shard], selected.slices) for device in selected.devices)
+        for shard, header in enumerate(opened.headers)
     ]
-    return planned_casts(dtypes, casts, path=opened.path, selected=selected, further=opened.index_names)
+    with traced(options.trace, "fetch"):
+        budget_bytes = options.budget or DEFAULT_BUDGET_BYTES
+        return options.disk_cache.fetch(files, nbytes, budget_bytes=budget_bytes, owned=owned)
 
 
-def _deliver_made(
-    deliver: Callable[[Group, LoadedGroup], None], placed: PlacedParts, group: Group, loaded: LoadedGroup
-) -> None:
-    loaded.results = placed.made(loaded.tensors)  # on the load's thread: torch imports its compiler for the first one
-    deliver(group, loaded)
-
-
-def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], options: LoadOptions) -> LoadScheduler:
+def plan_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], options: LoadOptions) -> PlannedLoad:
     """Plan to read all files of a checkpoint into their images in a cache, which are released at the end."""
     requests = _requests(opened.files)
     block_bytes = GROUP_BYTES if requests is None else requests.nbytes
@@ -214,43 +145,25 @@ def prepare_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], optio
         files = opened.open_files(range(len(opened.files)), owned)
         for file in files:
             read_past_cache(file, resident_fraction(file))
-        for one in cached:
-            owned.callback(one.release)
-        paths = [CacheFillPath(file, one) for file, one in zip(files, cached, strict=True)]
+        for image in cached:
+            owned.callback(image.release)
+        paths = [CacheFillPath(file, image) for file, image in zip(files, cached, strict=True)]
         num_workers = NUM_WORKERS if requests is None else requests.num_in_flight
         budget_bytes = sys.maxsize  # there is no consumer
         executor = _executor(plan, paths, budget_bytes, options, num_workers)
-        return LoadScheduler(
-            plan,
-            paths,
-            executor,
-            deliver=lambda group, loaded: None,
-            budget_bytes=budget_bytes,
-            files=files,
-            owned=owned.pop_all(),
-            progress=progress_callback(options.progress, "prefetching"),
-            trace=options.trace,
-        )
+        return PlannedLoad(opened.path, plan, paths, executor, budget_bytes, files=files, owned=owned.pop_all())
 
 
 @dataclass(kw_only=True)
 class DeviceLoad:
     """The tensors of one device, and how they are read for it."""
 
-    device: AnyDevice
-    """The device."""
-    positions: Sequence[Sequence[int]]
-    """For each shard, the ascending positions of its tensors in the header."""
-    selected: Mapping[str, Sequence[str]]
-    """By the name that has data, the names under which its tensor is returned. Empty: its own."""
-    total_bytes: int
-    """Size of its tensors."""
+    selected: DeviceSelection
+    """The tensors."""
     options: LoadOptions
     """Options of the load."""
     delivery: Delivery
     """How the consumer gets the tensors."""
-    prompt: bool
-    """See `prepare`."""
     num_accelerators: int
     """All of them share half of the budget for their slots."""
     budget_bytes: int
@@ -273,7 +186,7 @@ class DeviceLoad:
         """Size of its groups, and of requests behind a network."""
         self.staging_bytes = 0
         """Part of the budget that slots of the plain executor use."""
-        accelerator = _accelerator(self.device, options)
+        accelerator = _accelerator(self.selected.device, options)
         if accelerator is not None:
             slot_bytes = min(_SLOT_BYTES, self.budget_bytes // (2 * self.num_workers * self.num_accelerators))
             if requests is not None:
@@ -283,17 +196,17 @@ class DeviceLoad:
             self._slots = StagingSlots(accelerator, max(_LEAST_SLOT_BYTES, whole_pages(slot_bytes)))
             if options.memory == "gds":
                 self._gds = GdsDevice(accelerator)
-        if self.prompt:
-            most_bytes = self.total_bytes // _SMALLEST_PARTS if requests is None else requests.nbytes // 4
+        if self.delivery.prompt:
+            most_bytes = self.selected.total_bytes // _SMALLEST_PARTS if requests is None else requests.nbytes // 4
             self.block_bytes = min(self.block_bytes, whole_pages(most_bytes))
 
     @property
     def must_grow(self) -> bool:
         """Whether the device's allocator has not enough memory at hand for all tensors, as far as it says so."""
         accelerator = None if self._slots is None else self._slots.accelerator
-        if self.total_bytes <= FIRST_BYTES or not isinstance(accelerator, TorchAccelerator):
+        if self.selected.total_bytes <= FIRST_BYTES or not isinstance(accelerator, TorchAccelerator):
             return False
-        return accelerator.must_grow(self.total_bytes)
+        return accelerator.must_grow(self.selected.total_bytes)
 
     def close(self) -> None:
         """Release staging memory and files, if nothing will be read."""
@@ -308,18 +221,12 @@ class DeviceLoad:
         maps = isinstance(file, LocalFile) and self._mapping(file) is not None
         return FileSelection(
             header=header,
-            positions=self.positions[shard],
+            positions=self.selected.positions[shard],
             block_bytes=self.block_bytes,
             gap_bytes=GAP_BYTES if requests is None else requests.gap_bytes,
             rest_bytes=0 if requests is None or self._slots is not None else PAGE_BYTES,
             image_bytes=sys.maxsize if maps else self.budget_bytes // 4,
         )
-
-    def under_selected_names(self, loaded: LoadedGroup) -> LoadedGroup:
-        """Return a group's tensors under the names that were selected."""
-        if self.selected and loaded.image is None:
-            loaded.tensors = {new: tensor for name, tensor in loaded.tensors.items() for new in self.selected[name]}
-        return loaded
 
     def read_path(self, file: Source, cached: CachedFile | None) -> ReadPath:
         """Choose the read path of a file.
@@ -360,27 +267,18 @@ class DeviceLoad:
         """Whether mapped files are read now: not if memory is too small to hold all their pages."""
         if self.options.memory == "lazy":
             return False
-        return self.total_bytes <= SMALL_LOAD_BYTES or memory.fits(self.total_bytes)
+        return self.selected.total_bytes <= SMALL_LOAD_BYTES or memory.fits(self.selected.total_bytes)
 
 
 def _device_loads(
-    opened: OpenCheckpoint,
-    opened_files: Sequence[Source],
-    selections: Sequence[Selected],
-    options: LoadOptions,
-    delivery: Delivery,
-    *,
-    prompt: bool,
+    opened_files: Sequence[Source], selected: SelectedTensors, options: LoadOptions, delivery: Delivery
 ) -> list[DeviceLoad]:
     """Return the load of each device; all share one budget."""
-    sizes = [
-        sum(_selected_bytes(header, chosen) for header, chosen in zip(opened.headers, positions, strict=True))
-        for _, positions, _ in selections
-    ]
-    total_bytes = sum(sizes)
-    files = [file for shard, file in enumerate(opened_files) if any(chosen[shard] for _, chosen, _ in selections)]
-    num_accelerators = sum(not _is_cpu(device) for device, _, _ in selections)
-    if options.memory == "gds" and selections and not num_accelerators:
+    devices = selected.devices
+    total_bytes = sum(device.total_bytes for device in devices)
+    files = [opened_files[shard] for shard in selected.shards]
+    num_accelerators = sum(not _is_cpu(one.device) for one in devices)
+    if options.memory == "gds" and devices and not num_accelerators:
         raise DeviceError("memory='gds' reads to an accelerator", requested="cpu", expected="an accelerator")
     most_bytes = ACCELERATOR_BUDGET_BYTES if num_accelerators else DEFAULT_BUDGET_BYTES
     budget_bytes = options.budget or memory.default_budget_bytes(total_bytes, most_bytes=most_bytes)
@@ -391,23 +289,22 @@ def _device_loads(
         # Half of the budget for what the source holds; with accelerators each request has a slot of its size too.
         requests = requests.within(budget_bytes // 2 // (1 + num_accelerators))
         budget_bytes -= requests.buffer_bytes * (1 + num_accelerators)
-    load_of = partial(
-        DeviceLoad,
-        options=options,
-        delivery=delivery,
-        prompt=prompt,
-        num_accelerators=num_accelerators,
-        budget_bytes=max(1, budget_bytes),
-        resident={
-            file: UNKNOWN if total_bytes <= SMALL_LOAD_BYTES else resident_fraction(file)
-            for file in files
-            if isinstance(file, LocalFile)
-        },
-        requests=requests,
-    )
+    resident = {
+        file: UNKNOWN if total_bytes <= SMALL_LOAD_BYTES else resident_fraction(file)
+        for file in files
+        if isinstance(file, LocalFile)
+    }
     return [
-        load_of(device=device, positions=positions, selected=selected, total_bytes=nbytes)
-        for (device, positions, selected), nbytes in zip(selections, sizes, strict=True)
+        DeviceLoad(
+            selected=device,
+            options=options,
+            delivery=delivery,
+            num_accelerators=num_accelerators,
+            budget_bytes=max(1, budget_bytes),
+            resident=resident,
+            requests=requests,
+        )
+        for device in devices
     ]
 
 
@@ -425,7 +322,7 @@ def _reads(opened: OpenCheckpoint, files: Sequence[Source], loads: Sequence[Devi
         (file, load, load.selection(file, header, shard))
         for shard, (file, header) in enumerate(zip(files, opened.headers, strict=True))
         for load in loads
-        if load.positions[shard]
+        if load.selected.positions[shard]
     ]
     for _, _, selection in reads:
         dtypes = selection.header.dtypes
@@ -483,38 +380,6 @@ def _requests(files: Sequence[Source]) -> Requests | None:
     """Return how files behind a network are read; None if there are none."""
     found = [file.requests for file in files if isinstance(file, RequestedSource)]
     return min(found, key=lambda requests: requests.nbytes, default=None)
-
-
-def _by_stored_name(slices: Mapping[str, object], opened: OpenCheckpoint) -> dict[str, object]:
-    """Return slices by the names that have data, aliases resolved.
-
-    Raises:
-        TensorNotFoundError: A name does not exist.
-        ValueError: Two names of one tensor have different slices.
-    """
-    stored: dict[str, object] = {}
-    for name, index in slices.items():
-        target = opened.aliases.get(name, name)
-        if not any(target in header for header in opened.headers):
-            raise TensorNotFoundError("slices= names a tensor that does not exist", path=opened.path, requested=name)
-        if target in stored and not _is_same_index(stored[target], index):
-            raise ValueError(f"slices= has two different parts of one tensor, {printable(name)} and another name of it")
-        stored[target] = index
-    return stored
-
-
-def _is_same_index(one: object, other: object) -> bool:
-    try:
-        return bool(one == other)
-    except (RuntimeError, ValueError):  # arrays of several elements
-        return False
-
-
-def _selected_bytes(header: Header, chosen: Sequence[int], without: Collection[str] = ()) -> int:
-    """Return the bytes of the tensors at these positions, without those of some names."""
-    if len(chosen) == len(header) and not without:
-        return header.data_bytes
-    return sum(header.ends[k] - header.begins[k] for k in chosen if header.names[k] not in without)
 
 
 def _is_cpu(device: AnyDevice) -> bool:

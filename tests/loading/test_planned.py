@@ -13,9 +13,12 @@ from support import needs_engine
 import stio.sync
 from stio import native
 from stio.format.header import build_header
+from stio.loading.body import planned
 from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
-from stio.loading.prepare import ACCELERATOR_BUDGET_BYTES, prepare
+from stio.loading.planned import ACCELERATOR_BUDGET_BYTES
+from stio.loading.read_paths import Delivery
+from stio.loading.select import select_tensors
 from stio.storage.local import LocalFile, LocalRoot
 from stio.testing import FakeDevice
 
@@ -43,11 +46,12 @@ def made(monkeypatch):
         def make(source, *, prompt=False, **options):
             opened = open_checkpoint(source)
             closing_all.callback(opened.close)
-            scheduler = prepare(opened, None, LoadOptions(**options), deliver=lambda *_: None, prompt=prompt)
+            options = LoadOptions(**options)
+            scheduler = planned(select_tensors(opened, None, options), options, Delivery(prompt=prompt))
             for path in scheduler._paths:
                 closing_all.callback(path.close)
             closing_all.callback(scheduler._executor.close)
-            closing_all.callback(scheduler._owned.close)
+            closing_all.callback(scheduler._planned.owned.close)
             return scheduler
 
         yield make
@@ -167,7 +171,7 @@ def test_the_memory_that_tensors_hold_is_known_before_the_read(tmp_path, memory,
     safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
     with closing(open_checkpoint(tmp_path / "x.safetensors")) as opened:
         options = LoadOptions(memory=memory, dtype=dtype)
-        scheduler = prepare(opened, None, options, slices=slices, deliver=lambda group, loaded: None)
+        scheduler = planned(select_tensors(opened, None, options, slices=slices), options, Delivery())
         held = sum(scheduler._paths[group.selection].held_bytes(group) for group in scheduler.plan.groups)
         loaded = stio.sync.load(tmp_path / "x.safetensors", memory=memory, dtype=dtype, slices=slices)
     own = {name for name, tensor in loaded.items() if memory == "copy" or tensor.dtype != tensors[name].dtype}
