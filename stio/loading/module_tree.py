@@ -136,8 +136,9 @@ class ModuleTree:
 
     def is_custom(self, name: str) -> bool:
         """Return whether a name is that of a custom submodule, or below one."""
-        custom = self.custom.keys()
-        return "" in custom or (bool(custom) and not custom.isdisjoint(accumulate(name.split("."), "{}.{}".format)))
+        if not self.custom or "" in self.custom:
+            return bool(self.custom)
+        return not self.custom.keys().isdisjoint(accumulate(name.split("."), "{}.{}".format))
 
 
 def require_memory_of(module: object, names: Collection[str], *, path: str | None) -> None:
