@@ -46,7 +46,6 @@ LEVELS: dict[str, int] = {
 SAME_LEVEL = {
     ("__main__.py", "cli"): "it runs the command",
     ("__init__.py", "sync.py"): "`stio.sync` is a public name",
-    ("testing", "__init__.py"): "fakes are written against the public names",
     ("integrations", "compat"): "the plugin of SGLang is a call of `stio.compat.install`",
     ("runtime", "native"): "`stats.py` names the engine",
 }

@@ -39,7 +39,7 @@ from stio.runtime.urls import without_secrets
 )
 @JSON_OPTION
 @NO_PROGRESS_OPTION
-def pull(url: str, directory: str, also: tuple[str, ...], as_json: bool, no_progress: bool) -> None:
+def pull(url: str, directory: str, also: tuple[str, ...]) -> None:
     """Copy a checkpoint from a URL to a directory.
 
     URL is one of a .safetensors file, of an index, or of a directory; of a directory in s3, gs, az or hf, the files
@@ -47,7 +47,7 @@ def pull(url: str, directory: str, also: tuple[str, ...], as_json: bool, no_prog
     interrupted is continued by the next one. If DIR is complete already, nothing is fetched.
     """
     began = perf_counter()
-    with wrong_arguments(), Bar("pulling", is_wanted=not no_progress) as bar:
+    with wrong_arguments(), Bar("pulling") as bar:
         operation: Operation[PullResult] = Operation(
             lambda _: copy(url, directory, also=also, progress=bar.advance), name="pull", about=without_secrets(url)
         )
@@ -59,5 +59,5 @@ def pull(url: str, directory: str, also: tuple[str, ...], as_json: bool, no_prog
     if result.fetched_bytes:
         rate = rate_text(result.fetched_bytes, seconds)
         fetched = f"{show_bytes(result.fetched_bytes)} fetched in {seconds:.3f} s, {rate}"
-    found = asdict(result) | {"total_bytes": result.total_bytes, "seconds": seconds}
-    print_result(found, [f"{one_line(result.path)}: {size}, {checked}; {fetched}"], as_json=as_json)
+    facts = asdict(result) | {"total_bytes": result.total_bytes, "seconds": seconds}
+    print_result(facts, lambda: [f"{one_line(result.path)}: {size}, {checked}; {fetched}"])

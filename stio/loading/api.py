@@ -82,10 +82,11 @@ async def load(
     Args:
         source: A `.safetensors` (or `.sft`) file, a directory (its `model.safetensors.index.json`, its only other
             index, its only `*.safetensors`, or its complete set of shards), an index file, or a storage of your own
-            (`stio.testing`). Names that begin with a dot do not count, and a variant (`model.fp16.safetensors`) is
-            loaded instead of another checkpoint only if it is named. A URL of one of these with `s3://`, `gs://`,
-            `az://`, `http://` or `https://` needs the extra `remote`; its bytes are streamed, never mapped.
-            `hf://owner/name@revision` needs the extra `hub`; its files are in the hub's cache before the load begins.
+            (`stio.storage.base.Root`). Names that begin with a dot do not count, and a variant
+            (`model.fp16.safetensors`) is loaded instead of another checkpoint only if it is named. A URL of one of
+            these with `s3://`, `gs://`, `az://`, `http://` or `https://` needs the extra `remote`; its bytes are
+            streamed, never mapped. `hf://owner/name@revision` needs the extra `hub`; its files are in the hub's cache
+            before the load begins.
         names: What to load: one name, several names, or a predicate that gets a name. None: everything. Only the shards
             that hold these names by the index are opened; the others may be missing, and are not checked.
         slices: By name, an index as `numpy.s_[...]` gives it; only the bytes of that part are read, and short gaps

@@ -306,7 +306,7 @@ class _Opening:
         if isinstance(source, Root):
             return self._in_root(source, None)
         if not isinstance(source, str | bytes | os.PathLike):
-            raise TypeError(f"a source must be a path, a URL or a Root (see stio.testing), not {type(source).__name__}")
+            raise TypeError(f"a source must be a path, a URL or a storage.base.Root, not {type(source).__name__}")
         path = os.fsdecode(source)
         if not path:
             raise CheckpointNotFoundError("the path is empty; give a file, a directory or a URL")

@@ -49,7 +49,7 @@ Durability: TypeAlias = Literal["full", "none"]
 
 @runtime_checkable
 class Destination(Protocol):
-    """A destination that is no path (`stio.testing.MemoryDestination`)."""
+    """A destination that is no path."""
 
     def begin(
         self,

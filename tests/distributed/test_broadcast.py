@@ -25,6 +25,7 @@ import trio
 from accelerators import gpu, keep_busy
 from counts import count
 from distributed.ranks import run_ranks
+from fakes import FaultyRoot
 from servers import Fault, HttpServer, Request, http_server
 from test_load import WAYS, local_of, new_model, odd_tensors
 from torch import nn
@@ -42,7 +43,7 @@ from stio.runtime import calls
 from stio.runtime.blocking import run_blocking
 from stio.runtime.operation import Operation
 from stio.storage.open import open_directory
-from stio.testing import FaultyRoot, MemoryRoot, checkpoint_files
+from stio.testing import MemoryRoot, checkpoint_files
 
 pytestmark = pytest.mark.slow  # its ranks do all that it looks at for any of its tests
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from counts import count
 from distributed.ranks import run_ranks
+from fakes import MemoryDestination
 from save_helpers import keys, uploads
 from servers import s3_server
 from test_load import new_model
@@ -41,7 +42,6 @@ from stio.saving.plan_parts import Window
 from stio.storage.remote.folder import Folder
 from stio.storage.remote.save import RemoteTransaction, Uploads
 from stio.storage.remote.source import RemoteRoot
-from stio.testing import MemoryDestination
 
 pytest.importorskip("obstore")
 

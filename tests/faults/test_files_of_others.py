@@ -153,6 +153,19 @@ def test_c406_one_file_of_a_rank(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         sync.load_into(module, first, strict=False)
 
 
+def test_c406_verify_finds_no_damage_in_a_part(tmp_path: Path) -> None:
+    """A part is no checkpoint, and a load refuses it. Its bytes are those that the rank wrote."""
+    _, second = sorted(of_ranks(tmp_path / "m").iterdir())
+    done = CliRunner().invoke(main, ["verify", str(second)])
+    assert done.exit_code == 0
+    assert f"warning: {second}: {second.name} holds one rank's part of its tensors" in done.stdout
+    assert f"{second}: ok, header and sizes fit (1 tensor, 16 B)" in done.stdout
+    with open(second, "r+b") as file:
+        file.truncate(second.stat().st_size - 1)
+    assert CliRunner().invoke(main, ["verify", str(second)]).exit_code == 1
+    assert CliRunner().invoke(main, ["verify", str(second.parent)]).exit_code == 2
+
+
 def test_c406_only_parts_that_were_not_joined(tmp_path: Path) -> None:
     of_ranks(tmp_path / "sharded")
     with pytest.raises(

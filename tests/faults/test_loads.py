@@ -25,6 +25,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from fakes import FakeDevice, FaultyRoot, MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 from faults.load_helpers import WAYS, Case, Scene, in_a_child, require_closable, sparse_file
 from support import eventually, eventually_async, nothing_left, require_equal, run_python, save_file, spin
 from torch import nn
@@ -34,7 +35,6 @@ from benchmarks import cgroups
 from stio import sync
 from stio.format.manifest import FileState, Manifest, build_manifest
 from stio.storage.open import open_directory
-from stio.testing import FakeDevice, FaultyRoot, MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 
 MIB = 1 << 20
 

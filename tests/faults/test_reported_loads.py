@@ -15,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from counts import count
+from fakes import checkpoint_bytes, write_checkpoint
 from faults.load_helpers import in_a_child
 from integrations import published_vllm
 from support import nothing_left, require_equal, save_file
@@ -33,7 +34,6 @@ from stio.distributed import StioStorageReader, StioStorageWriter
 from stio.format.directory import choose, warning_of_pickle
 from stio.format.naming import names_checkpoint, shard_number, whole_name
 from stio.integrations import iterators, vllm
-from stio.testing import checkpoint_bytes, write_checkpoint
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerators import gpu
 from counts import count
+from fakes import FaultyRoot, MemoryRoot, checkpoint_files
 from faults import guarded_memory
 from faults.guarded_memory import READ, guarded
 from faults.load_helpers import in_a_child, sparse_file
@@ -47,7 +48,6 @@ from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.runtime import memory
 from stio.runtime.memory import WritableMemory
-from stio.testing import FaultyRoot, MemoryRoot, checkpoint_files
 
 Tensors = dict[str, torch.Tensor]
 REPOSITORY = Path(__file__).resolve().parents[2]

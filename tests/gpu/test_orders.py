@@ -19,6 +19,7 @@ import pytest
 import simdevice
 import torch
 from accelerators import busy_event, gpu, keep_busy, module_of, needs_two_devices, new_rings, on_copy_stream
+from fakes import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 from support import HookedRoot, bits_of, eventually, needs_engine, require_equal
 from torch import nn
 
@@ -34,7 +35,6 @@ from stio.loading.read_paths import DevicePath
 from stio.loading.warm_start import load
 from stio.runtime.control_groups import num_processors
 from stio.runtime.trace import Trace
-from stio.testing import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 KIB, MIB = 1 << 10, 1 << 20

@@ -11,6 +11,7 @@ import pytest
 import simdevice
 import torch
 from accelerators import gpu, keep_busy, module_of
+from fakes import write_checkpoint
 from support import HookedRoot, eventually, needs_engine, require_equal
 from torch import nn
 
@@ -18,7 +19,6 @@ import stio
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
 from stio.loading import target
-from stio.testing import write_checkpoint
 
 MIB = 1 << 20
 NUM_LAYERS = 24

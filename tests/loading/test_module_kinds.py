@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import MemoryRoot, checkpoint_files
 from support import bits_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -22,7 +23,6 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import stio
 from stio import sync
-from stio.testing import MemoryRoot, checkpoint_files
 
 PAGE = Path(__file__).parents[2] / "docs/howto/modules.md"
 

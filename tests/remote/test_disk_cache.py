@@ -18,6 +18,7 @@ import anyio
 import pytest
 import torch
 from counts import count
+from fakes import FakeDevice
 from safetensors.torch import save
 from servers import Fault, HttpServer, Request
 from support import needs_engine, run_python
@@ -30,7 +31,6 @@ from stio.loading.engine import EngineExecutor
 from stio.runtime.blocking import run_blocking
 from stio.storage import download
 from stio.storage.commit import directory_lock, syscalls
-from stio.testing import FakeDevice
 
 NBYTES = 1 << 20
 LARGE_BYTES = 40 << 20

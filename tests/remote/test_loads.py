@@ -14,12 +14,12 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from fakes import FakeDevice
 from loops import on_all
 from servers import Fault, HttpServer, Request
 from torch import nn
 
 import stio
-import stio.testing
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StioError, StorageError
 from stio.storage.base import Requests
 from stio.storage.open import SingleFileRoot
@@ -386,7 +386,7 @@ def test_to_a_device(server: HttpServer, budget_bytes: int, most: int) -> None:
     """The slots of staging memory and the answers that the source holds share the budget."""
     server.latency_seconds = 0.01
     tensors = put_large(server, 12 << 20, 7)
-    device = stio.testing.FakeDevice()
+    device = FakeDevice()
     found = stio.sync.load(f"{server.url}/m.safetensors", device=device, budget_bytes=budget_bytes)
     assert same(found, tensors)
     assert server.most_at_once <= most

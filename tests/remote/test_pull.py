@@ -15,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from counts import count
+from fakes import checkpoint_bytes
 from servers import Fault, HttpServer, Request
 from support import run_python
 
@@ -24,7 +25,6 @@ from stio.cli.main import main
 from stio.format.naming import FILE_SUFFIX
 from stio.runtime.operation import Operation
 from stio.storage.commit import syscalls
-from stio.testing import checkpoint_bytes
 
 SIZE = 4 << 20
 """Bytes of one tensor, and of one shard."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from fake_hub import FakeHub, Repository, fake_hub, use
+from fakes import checkpoint_bytes, checkpoint_files
 from servers import HttpServer
 from support import require_equal
 
@@ -19,7 +20,6 @@ import stio
 from stio import sync
 from stio.cli.main import main
 from stio.pull import pull
-from stio.testing import checkpoint_bytes, checkpoint_files
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 OLD = {"a": torch.zeros(3), "b": torch.full((4,), 2.0)}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch as official
 import torch
+from fakes import FakeDevice
 from support import nothing_left, ramp, require_equal
 
 from stio.compat.safetensors import SafetensorError, _accelerator, safe_open
@@ -20,7 +21,6 @@ from stio.compat.safetensors.torch import load_file, load_model
 from stio.device.base import resolve_device
 from stio.errors import DeviceError, StorageError
 from stio.storage.local import LocalFile
-from stio.testing import FakeDevice
 
 BACKENDS = ("mmap", "pread")
 

@@ -22,6 +22,7 @@ import pytest
 import safetensors.torch as official
 import torch
 from accelerators import gpu, rig_of
+from fakes import FakeDevice
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import PATIENCE_SECONDS, eventually, needs_f4, nothing_left, num_threads, ramp, require_equal
@@ -34,7 +35,6 @@ from stio.device.base import resolve_device
 from stio.errors import StorageError
 from stio.runtime.operation import Operation
 from stio.storage.local import LocalFile
-from stio.testing import FakeDevice
 
 BACKENDS = ("mmap", "pread")
 Tensors = dict[str, torch.Tensor]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from cache_support import data_reads, recorded, size_of, watched
+from fakes import FakeDevice, MemoryRoot, checkpoint_files
 from support import eventually, needs_engine, oracle, ramp, require_equal, save_file
 from torch import nn
 
@@ -31,7 +32,6 @@ from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.storage.base import Identity
 from stio.storage.local import LocalRoot
-from stio.testing import FakeDevice, MemoryRoot, checkpoint_files
 
 Tensors = dict[str, torch.Tensor]
 MIB = 1 << 20

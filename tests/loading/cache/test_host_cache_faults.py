@@ -13,6 +13,7 @@ import pytest
 import torch
 from cache_support import data_reads, recorded, size_of, watched
 from crash.zygote import Zygote
+from fakes import FakeDevice
 from support import (
     PATIENCE_SECONDS,
     HookedRoot,
@@ -32,7 +33,6 @@ import stio.sync
 from stio.errors import ClosedError, DeviceError, StorageError
 from stio.loading.plain import PlainExecutor
 from stio.runtime import memory
-from stio.testing import FakeDevice
 
 Tensors = dict[str, torch.Tensor]
 MIB = 1 << 20
@@ -224,7 +224,7 @@ def test_c100_a_forked_child_begins_afresh(zygote: Zygote, shared: Path) -> None
         torch.set_num_threads(1)
         import stio.sync
         from stio.storage.local import LocalRoot
-        from stio.testing import FaultyRoot
+        from fakes import FaultyRoot
         from support import oracle, require_equal
         from pathlib import Path
 

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from counts import count
+from fakes import FakeDevice
 from loops import others_are_slow
 from support import (
     PATIENCE_SECONDS,
@@ -31,7 +32,6 @@ from warm import TOKENS, Net, alike, held, in_thread, load_of, made, on_meta, sa
 import stio
 from stio import sync
 from stio.errors import ClosedError, MismatchError, TensorNotFoundError, UnsupportedDtypeError
-from stio.testing import FakeDevice
 
 pytestmark = pytest.mark.anyio
 

@@ -1,6 +1,6 @@
 """A device for tests, on CPU memory: copies are made when their event passes, and not before.
 
-Public as `stio.testing`. A mistake that shows on a real device only sometimes shows on this one each time: a slot
+A mistake that shows on a real device only sometimes shows on this one each time: a slot
 that is filled again before its event has passed gives wrong bytes, and so does a tensor that is read too early.
 """
 
@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from fakes.gate import PATIENCE_SECONDS, wait_until
 from stio.device.base import Event
 from stio.device.torch_private import over_storages
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.runtime import memory
 from stio.runtime.memory import Region
-from stio.testing.gate import PATIENCE_SECONDS, wait_until
 
 POISON = 0xCB
 """Fills new device memory, and slots after their copies: a byte that was not copied in time is visible.
@@ -178,6 +178,7 @@ class FakeDevice:
             self.num_copies += 1
             number = self.num_copies
             if number == self._refuse_copy:
+                del pairs  # an error keeps this frame: stio clears only frames of its own
                 raise DeviceError(f"copy {number} refused, as the test requested")
             for target, region in pairs:
                 if target.dtype != torch.uint8 or target.dim() != 1 or target.nbytes != region.nbytes:

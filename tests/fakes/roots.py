@@ -1,6 +1,6 @@
 """Storages for tests: files in memory, and a root whose n-th read fails, ends early or waits.
 
-Public as `stio.testing`. Both take the place of a path.
+Both take the place of a path.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from fakes.gate import Gated
 from stio.errors import CheckpointNotFoundError, TruncatedError
 from stio.runtime.memory import Region
 from stio.storage.base import Identity, Root, Source
 from stio.storage.checks import refused
-from stio.testing.gate import Gated
 
 
 class MemoryRoot:
@@ -192,15 +192,20 @@ class _FaultyFile:
         root, nbytes = self._root, sum(region.nbytes for region in regions)
         number = root.pass_gate(root.reads, Read(self._name, offset, nbytes))
         if root.fail_at is not None and number >= root.fail_at:
+            del regions  # an error keeps this frame: stio clears only frames of its own
             raise refused("reading", self.path, OSError(root.error_number, ""), offset=offset)
         if number == root.short_at:
-            left = nbytes // 2
-            for region in regions:
-                part = min(left, region.nbytes)
-                self._source.read_into(offset + nbytes // 2 - left, [region.sub(0, part)])
-                left -= part
+            self._read_half(offset, nbytes // 2, regions)
+            del regions
             raise TruncatedError("the file ends before its tensors do", path=self.path, offset=offset + nbytes // 2)
         self._source.read_into(offset, regions)
+
+    def _read_half(self, offset: int, nbytes: int, regions: Sequence[Region]) -> None:
+        left = nbytes
+        for region in regions:
+            part = min(left, region.nbytes)
+            self._source.read_into(offset + nbytes - left, [region.sub(0, part)])
+            left -= part
 
     def check_unchanged(self) -> None:
         self._source.check_unchanged()

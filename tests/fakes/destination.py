@@ -1,6 +1,6 @@
 """A destination for tests: files in memory, checks of the contract, and faults on request.
 
-Public as `stio.testing`. It takes the place of a path (`stio.save(tensors, MemoryDestination())`) and gives its files
+It takes the place of a path (`stio.save(tensors, MemoryDestination())`) and gives its files
 the names that they would have in a directory. A call that breaks the contract of `Transaction` or `FileWriter` raises
 an `AssertionError` on its thread, and `violations` lists it.
 """
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fakes.gate import Gated
 from stio.errors import CommitUncertainError, ConcurrentSaveError
 from stio.format.naming import index_name, is_checkpoint_file
 from stio.runtime.limits import PAGE_BYTES
@@ -23,7 +24,6 @@ from stio.storage.base import Ending, Identity, Note, Transaction
 from stio.storage.commit.destination import CommitPlan, ExistingCheckpoint, LocalDestination, choose_names
 from stio.storage.commit.file_writer import write_refused
 from stio.storage.commit.files import digest_of
-from stio.testing.gate import Gated
 
 Step = Literal["begin", "create", "write", "finish", "commit", "confirm"]
 """Kinds of steps that can fail. `confirm` follows the commit, as the sync of a directory does."""
@@ -282,6 +282,9 @@ class _MemorySink:
             # After the gate, so that late changes of the memory are written too.
             self.data[offset:end] = region.tobytes()
             self._require(not self._transaction.has_ended, f"{what} are written across the save's end")
+        except BaseException:
+            del region  # an error keeps this frame: stio clears only frames of its own
+            raise
         finally:
             with self._lock:
                 self.num_writing -= 1
