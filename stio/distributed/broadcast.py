@@ -161,7 +161,7 @@ class SharedFill:
         if required and not dist.is_gloo_available():
             raise ValueError("broadcast=True needs a torch with Gloo, and this one has none; pass broadcast=False")
         takes_part = required or (self._broadcast == "auto" and _may_pay(opened, options))
-        if ranks.num_ranks == 1 or not takes_part or not isinstance(target, ModuleTarget):
+        if ranks.num_ranks == 1 or not takes_part or not isinstance(target, ModuleTarget) or target.keeps:
             ranks.share("need", None)
             if ranks.rank == 0:
                 ranks.share("decision", None)
@@ -256,12 +256,11 @@ def _needs(tensors: Sequence[_Tensor], target: ModuleTarget, names: Sequence[str
     """Return the rows of each tensor that this rank needs."""
     wanted, slices = set(names), target.slices
     require_dtypes([one.dtype for one in tensors if one.name in wanted], path=path)
-    kept = target.kept_names or ()
     needs = []
     for one in tensors:
         if one.name not in wanted:
             needs.append(NO_ROWS)
-        elif one.name in slices and one.name not in kept:
+        elif one.name in slices:
             needs.append(needed_rows(one.rows, slices[one.name]))
         else:
             needs.append((0, one.rows.num))

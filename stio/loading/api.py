@@ -169,9 +169,11 @@ async def load_into(
     to its memory. After a cancel or an error some of the module's tensors have new values.
 
     Args:
-        module: The target. The result is that of its `load_state_dict`; load hooks run. A module for which that is not
-            possible is refused before anything is changed. So is a tensor whose memory was freed or shrunk, or is
-            read-only. Do not free or shrink memory during the load.
+        module: The target. The result is that of its `load_state_dict`. If it has load hooks, overridden methods of a
+            load or extra state, all tensors are loaded first, and `load_state_dict` runs on the load's thread: the
+            whole state is in host memory once. A module for which that is not possible is refused before anything is
+            changed. So is a tensor whose memory was freed or shrunk, or is read-only. Do not free or shrink memory
+            during the load.
         assign: Replace the module's tensors (they may be on `meta`) instead of copying into them.
         device: Device of the new tensors, with `assign=True` only. Otherwise tensors stay where they are. The forms are
             those of `stio.load`.

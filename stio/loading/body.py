@@ -156,28 +156,26 @@ def fill(
         verify(operation, opened, options)
         if fill_first is not None:
             names = fill_first(operation, opened, target, names)
-        if not names and fill_first is not None:
-            return
-        if isinstance(target, ModuleTarget) and target.assigns:
-            scheduler = planned(
-                select_tensors(opened, names, options),
-                options,
-                Delivery(deliver=lambda _, loaded: target.keep(loaded)),
-            )
+        if isinstance(target, ModuleTarget) and target.keeps:
+            if not target.assigns:  # a second copy of the module might not fit on its device
+                options = replace(options, device="cpu")
+            delivery = Delivery(deliver=lambda _, loaded: target.keep(loaded))
+            scheduler = planned(select_tensors(opened, names, options), options, delivery)
             queue.attach(scheduler)
             scheduler.run_for(operation)
             with collection_paused(len(names)):
                 target.make()
             return
+        if not names and fill_first is not None:
+            return
         options = replace(options, device=target.device)  # the copies stay on one device
         # If no device queue orders the copies, the load's thread makes them, and no event loop is needed.
-        direct = target.on_cpu and resolve_devices(options.device) == torch.device("cpu")
-        kept = target.kept_names
+        direct = target.on_cpu
         delivery = Delivery(
             deliver=(lambda _, loaded: target.copy(loaded)) if direct else queue.put,
             hold=not direct,
-            kept=kept,
-            views=not kept,
+            kept=(),
+            views=True,
             # An event loop's thread must not wait for the engine.
             copied=target.copied_names(by_engine=direct and native.available()),
         )

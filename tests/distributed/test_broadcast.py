@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +38,8 @@ from stio.device.base import resolve_device
 from stio.distributed import ranks
 from stio.errors import RankError
 from stio.loading.module import ModuleTarget
+from stio.loading.open import open_checkpoint
+from stio.loading.options import LoadOptions
 from stio.runtime import calls
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
@@ -49,15 +51,6 @@ HEADER_READ = (0, (128 << 10) - 1)
 """The range that each rank reads when it opens a file."""
 
 
-class Hooked(nn.Module):
-    """Its hook gets the loaded tensors, so they are assembled before they are copied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(40, 30))
-        self.register_load_state_dict_post_hook(lambda module, keys: None)
-
-
 class Mixed(nn.Module):
     """Replicated tensors of many kinds, and tied names."""
 
@@ -66,7 +59,7 @@ class Mixed(nn.Module):
         self.table = nn.Parameter(torch.zeros(700, 1000))
         self.twin = self.table
         self.large_row = nn.Parameter(torch.zeros(1, 1, 300_000))
-        self.hooked = Hooked()
+        self.part = nn.Linear(40, 30)
         self.register_buffer("number", torch.tensor(0.0))
         self.register_buffer("nothing", torch.zeros(0, 3))
         self.register_buffer("transposed", torch.zeros(50, 60).t())
@@ -93,9 +86,11 @@ def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return values
 
 
-def replicated_tensors(path: str, **options: Any) -> int:
-    """Load tensors of all kinds with small budgets; return the number of tensors."""
+def replicated_tensors(path: str, hooked: bool = False, **options: Any) -> int:
+    """Load tensors of all kinds; return their number. A module with a hook is loaded by each rank alone."""
     module = Mixed()
+    if hooked:
+        module.part.register_load_state_dict_post_hook(lambda module, keys: None)
     expected = values_of(module)
     report = sync.distributed.load_into(module, path, broadcast=True, **options)
     assert (report.missing, report.unexpected) == ((), ())
@@ -378,6 +373,7 @@ def everything(folder: str, url: str) -> dict[str, Any]:
     found: dict[str, Any] = {"kinds": replicated_tensors(f"{folder}/mixed")}
     for budget_bytes in (1, 1 << 20)[count(1, 0) :]:
         replicated_tensors(f"{folder}/mixed", budget_bytes=budget_bytes, memory="copy")
+    replicated_tensors(f"{folder}/mixed", hooked=True)
     every_way(f"{folder}/model")
     found["keys"] = keys_in_the_store(f"{folder}/model")
     all_placements(f"{folder}/odd.safetensors")
@@ -501,7 +497,8 @@ def test_rows_are_copied_to_a_device() -> None:
     expected = torch.randn(64, 32)
     module = nn.Linear(32, 64, bias=False, device=resolve_device("auto"))
     target = ModuleTarget(module)
-    target.match({"weight": ("F32", (64, 32))}, {}, strict=True, path="")
+    with closing(open_checkpoint(MemoryRoot(checkpoint_files({"weight": expected})))) as opened:
+        target.select(opened, LoadOptions(), lambda: None)
     keep_busy()
     with torch.no_grad():
         module.weight.fill_(-1)

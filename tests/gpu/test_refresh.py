@@ -298,6 +298,24 @@ def test_another_stream_is_current_when_the_bytes_are_copied(
 
 
 @gpu
+def test_load_hooks_run_under_the_stream_of_the_caller(weights_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """They run on the load's thread, whose own current stream is another one."""
+    device = resolve_device("auto")
+    module, streams, seen = new_module(device), module_of(device), []
+    module.register_load_state_dict_pre_hook(lambda *_: seen.append(streams.current_stream(device)))
+    name = next(iter(weights))
+    mine = streams.Stream(device)
+    with streams.stream(mine):
+        keep_busy()
+        old = module.state_dict()[name].clone()
+        stio.sync.load_into(module, weights_path)
+    torch.accelerator.synchronize(device)
+    assert seen == [mine]
+    assert not old.count_nonzero()
+    require_equal(dict(module.state_dict()), weights)
+
+
+@gpu
 def test_after_an_error_each_tensor_is_old_or_new(weights_path: Path, weights: dict[str, torch.Tensor]) -> None:
     """The version counter tells which; addresses stay; the next load repairs it."""
     device = resolve_device("auto")

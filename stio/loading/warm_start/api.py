@@ -89,8 +89,8 @@ def warm_start(
 
     Raises:
         ValueError: On entering the block: `device=` names more than one device.
-        WarmStartError: The module shards, replicates or compiles its parameters, or they are lazy, or it has load hooks
-            or extra state.
+        WarmStartError: The module shards, replicates or compiles its parameters, or they are lazy, or it has load
+            hooks, overridden methods of a load, or extra state.
         MismatchError: On entering the block: module and checkpoint differ.
         TensorNotFoundError: On entering the block: `order` has a name that the module does not have.
         StioError: On entering the block, by `done()` or on leaving; see `stio.load`. A use of a parameter then raises
@@ -197,7 +197,7 @@ class WarmStart(AsyncOnly):
             raise ValueError("a warm start has one device; place a module on several by load_into(..., assign=True)")
         opened = open_with_options(operation, self._source, settings, strict=False)
         try:
-            match = Match.of(module, into, names, opened, dtype=settings.casts, strict=settings.strict)
+            match = Match.of(module, into, names, opened, settings)
             verify(operation, opened, settings)
             # `casts` has the dtype of each tensor that is cast.
             options = replace(settings, dtype=None, streams="copy", lost={})

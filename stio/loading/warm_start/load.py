@@ -26,12 +26,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from stio.device.base import LoadedGroup, current_streams
+from stio.device.copy_in import copy_all
 from stio.device.cuda import TorchAccelerator, default_stream
-from stio.device.tensor_memory import TargetMemory, copy_all
-from stio.device.tensors import TORCH_DTYPES, DtypeOf, as_scalar, cast, loses_values, require_dtypes
+from stio.device.tensor_memory import TargetMemory
+from stio.device.tensors import TORCH_DTYPES, as_scalar, cast, loses_values, require_dtypes
 from stio.device.torch_private import copy_of, moved
 from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
-from stio.format.state_tree import STATE_KEY
 from stio.loading.body import planned
 from stio.loading.casts import planned_casts, report_lost
 from stio.loading.module import ModuleTarget
@@ -72,9 +72,7 @@ class Match:
         into: ModuleTarget,
         names: Sequence[str],
         opened: OpenCheckpoint,
-        *,
-        dtype: torch.dtype | DtypeOf | None,
-        strict: bool,
+        options: LoadOptions,
     ) -> Match:
         """Compare a module with a checkpoint; reads nothing.
 
@@ -83,17 +81,15 @@ class Match:
             into: Its tensors.
             names: Their names in the order in which they are read.
             opened: The checkpoint.
-            dtype: Cast floating tensors to it, or those of some names. Others are cast to the module's dtype, as all
-                are with None.
-            strict: Missing or unexpected names are an error.
+            options: Options of the load. Floating tensors are cast to its `dtype`, others to the module's, as all are
+                with None.
 
         Raises:
             MismatchError: Module and checkpoint differ.
             UnsupportedDtypeError: torch has no such dtype, or no such cast.
         """
+        into.select(opened, options, lambda: None)
         stored = opened.dtypes_and_shapes()
-        is_state = STATE_KEY in opened.metadata
-        _, report = into.match(stored, opened.aliases, strict=strict, path=opened.path, is_state=is_state)
         parameters: list[MatchedParameter] = []
         buffers: dict[int, str] = {}
         casts: dict[str, torch.dtype] = {}
@@ -101,7 +97,7 @@ class Match:
         sources = into.sources
         kinds = {name: kind for name, (kind, _) in stored.items()}
         chosen = [source for source, _ in sources.values() if source in kinds]
-        wanted = planned_casts(kinds, dtype, path=opened.path, selected=chosen)
+        wanted = planned_casts(kinds, options.casts, path=opened.path, selected=chosen)
         for name in names:
             source, target = sources[name]
             if source not in stored or id(target) in seen:
@@ -121,7 +117,7 @@ class Match:
             if parameter.is_meta and id(parameter) not in seen
         ]
         casts = {name: final for name, final in casts.items() if final != TORCH_DTYPES[stored[name][0]]}
-        return cls(report, tuple(parameters), buffers, casts)
+        return cls(into.report, tuple(parameters), buffers, casts)
 
 
 @dataclass(slots=True)

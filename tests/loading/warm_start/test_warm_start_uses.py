@@ -374,7 +374,10 @@ MODULES = {
     "prelu": (nn.PReLU, lambda m: m(SEQUENCE)),
     "bilinear": (lambda: nn.Bilinear(8, 8, 3), lambda m: m(SEQUENCE, SEQUENCE)),
     "parameter list": (lambda: nn.ParameterList([nn.Parameter(torch.rand(8)) for _ in range(3)]), lambda m: sum(m)),
-    "parametrized": (lambda: parametrizations.weight_norm(nn.Linear(8, 3)), lambda m: m(SEQUENCE)),
+    "parametrized": (
+        lambda: parametrize.register_parametrization(nn.Linear(8, 3), "weight", nn.Tanh()),
+        lambda m: m(SEQUENCE),
+    ),
     "function": (Scale, lambda m: m(SEQUENCE)),
     "function of another module's parameter": (Borrowing, lambda m: m(SEQUENCE) + m(SEQUENCE)),
 }
