@@ -25,7 +25,7 @@ import trio
 from accelerators import gpu, keep_busy
 from counts import count
 from distributed.ranks import run_ranks
-from fakes import FaultyRoot
+from fakes import FaultyRoot, MemoryRoot, checkpoint_files
 from servers import Fault, HttpServer, Request, http_server
 from test_load import WAYS, local_of, new_model, odd_tensors
 from torch import nn
