@@ -444,7 +444,7 @@ OPERATIONS = (
 
 MOVE_NO_TENSORS = frozenset(
     {
-        *("latest", "stats"),
+        *("latest", "preload", "stats"),
         *("Checkpoint.aclose", "Checkpoint.__iter__", "Checkpoint.close", "Checkpoint.open"),
         *("DiskCache.discard", "DiskCache.evict", "DiskCache.fetch", "DiskCache.leftovers", "DiskCache.replacement"),
         "DiskCache.stats",

@@ -6,9 +6,9 @@ Names are imported when they are first used, so that `import stio` does not impo
 seconds. A program with an event loop calls `await stio.preload()` first, which imports all of them on a thread.
 
 Levels, from the base: `errors.py`; `runtime/`; `format/` (pure); `device/` and `storage/`; `loading/` and `saving/`;
-`conversion/`, `distributed/`, `pool/`, `pull.py` (copies from stores) and `state.py` (nested state); this module and
-`sync.py` (blocking twins); `cli/`, `compat/`, `integrations/` and `testing/`. A package imports from lower levels only.
-Start with `loading/` or `saving/`.
+`remote/` (stores, and the hub); `conversion/`, `distributed/`, `serving/` (caches, pools, warm starts) and `state.py`
+(nested state); this module and `sync.py` (blocking twins); `cli/`, `compat/`, `integrations/` and `testing/`. A package
+imports from lower levels only. Start with `loading/` or `saving/`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from stio import errors
+from stio.storage import schemes
 
 __version__ = "0.1.0.dev0"
+
+schemes.register(("s3", "gs", "az"), reads="stio.remote.source", saves="stio.remote.save")
+schemes.register(("http", "https"), reads="stio.remote.source")
+schemes.register(("hf",), reads="stio.remote.hub")
 
 if TYPE_CHECKING:
     from stio import distributed as distributed
@@ -60,17 +65,12 @@ if TYPE_CHECKING:
     from stio.loading.api import load as load
     from stio.loading.api import load_into as load_into
     from stio.loading.api import open as open
-    from stio.loading.cache.disk_cache import DiskCache as DiskCache
-    from stio.loading.cache.entries import CacheStats as CacheStats
-    from stio.loading.cache.host_cache import HostCache as HostCache
+    from stio.loading.caches import CacheStats as CacheStats
     from stio.loading.latest import latest as latest
     from stio.loading.options import LoadOptions as LoadOptions
     from stio.loading.target import LoadReport as LoadReport
-    from stio.loading.warm_start.api import WarmStart as WarmStart
-    from stio.loading.warm_start.api import warm_start as warm_start
-    from stio.pool.api import ModelPool as ModelPool
-    from stio.pool.status import ModelStatus as ModelStatus
-    from stio.pool.status import PoolStats as PoolStats
+    from stio.remote.disk_cache import DiskCache as DiskCache
+    from stio.remote.source import RemoteRoot as RemoteRoot
     from stio.runtime.limits import Limits as Limits
     from stio.runtime.progress import ProgressEvent as ProgressEvent
     from stio.runtime.spans import Span as Span
@@ -82,24 +82,29 @@ if TYPE_CHECKING:
     from stio.saving.options import SaveOptions as SaveOptions
     from stio.saving.options import SaveResult as SaveResult
     from stio.saving.pending import PendingSave as PendingSave
+    from stio.serving.host_cache import HostCache as HostCache
+    from stio.serving.pool.api import ModelPool as ModelPool
+    from stio.serving.pool.status import ModelStatus as ModelStatus
+    from stio.serving.pool.status import PoolStats as PoolStats
+    from stio.serving.warm_start.api import WarmStart as WarmStart
+    from stio.serving.warm_start.api import warm_start as warm_start
     from stio.state import load_state as load_state
     from stio.state import save_state as save_state
-    from stio.storage.remote.source import RemoteRoot as RemoteRoot
 
 _NAMES = {
     "stio.conversion.api": "convert",
     "stio.device.describe": "LazyTensor",
     "stio.format.header": "TensorInfo",
     "stio.loading.api": "Checkpoint Stream load load_into open",
-    "stio.loading.cache.disk_cache": "DiskCache",
-    "stio.loading.cache.entries": "CacheStats",
-    "stio.loading.cache.host_cache": "HostCache",
+    "stio.remote.disk_cache": "DiskCache",
+    "stio.loading.caches": "CacheStats",
+    "stio.serving.host_cache": "HostCache",
     "stio.loading.latest": "latest",
     "stio.loading.options": "LoadOptions",
     "stio.loading.target": "LoadReport",
-    "stio.loading.warm_start.api": "WarmStart warm_start",
-    "stio.pool.api": "ModelPool",
-    "stio.pool.status": "ModelStatus PoolStats",
+    "stio.serving.warm_start.api": "WarmStart warm_start",
+    "stio.serving.pool.api": "ModelPool",
+    "stio.serving.pool.status": "ModelStatus PoolStats",
     "stio.runtime.limits": "Limits",
     "stio.runtime.progress": "ProgressEvent",
     "stio.runtime.spans": "Span",
@@ -109,7 +114,7 @@ _NAMES = {
     "stio.saving.options": "SaveOptions SaveResult",
     "stio.saving.pending": "PendingSave",
     "stio.state": "load_state save_state",
-    "stio.storage.remote.source": "RemoteRoot",
+    "stio.remote.source": "RemoteRoot",
     "stio.errors": " ".join(errors.__all__),
 }
 """Public names by the module that defines them."""

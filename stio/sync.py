@@ -22,10 +22,10 @@ import torch
 
 import stio.conversion.api as conversion
 import stio.loading.api as loading
-import stio.loading.cache.host_cache as host_cache
-import stio.loading.warm_start.api as warm
-import stio.pool.api as pools
 import stio.saving.api as saving
+import stio.serving.host_cache as host_cache
+import stio.serving.pool.api as pools
+import stio.serving.warm_start.api as warm
 import stio.state as state
 from stio.loading.plan import Names
 from stio.loading.select import PlacementsLike

@@ -63,12 +63,12 @@ IMAGES = "tests/loading/test_images.py::"
 EACH_EVENT = ENGINE + "test_a_group_is_complete_behind_each_of_its_events"
 ARRANGED = ENGINE + "test_arranged_groups_are_next_and_none_is_lost"
 
-POLICY_TESTS = "tests/pool/test_policy.py::"
+POLICY_TESTS = "tests/serving/pool/test_policy.py::"
 POOL_ON_DEVICE = "tests/gpu/test_pool.py::"
 
 ENGINE_C = "stio/native/engine.c"
-POLICY = "stio/pool/policy.py"
-POOL = "stio/pool/thread.py"
+POLICY = "stio/serving/pool/policy.py"
+POOL = "stio/serving/pool/thread.py"
 RING = "stio/native/ring.c"
 CUFILE_C = "stio/native/cufile.c"
 PINNED_C = "stio/native/pinned.c"
@@ -77,7 +77,7 @@ UNPINNING = "tests/gpu/test_unpinning.py::"
 CUDA = "stio/device/cuda.py"
 PRIVATE = "stio/device/torch_private.py"
 RINGS = "stio/device/cuda.py"
-WARM = "stio/loading/warm_start/load.py"
+WARM = "stio/serving/warm_start/load.py"
 PINNED = "stio/device/pinned.py"
 COPYING = "stio/device/copy_out.py"
 BASE = "stio/device/base.py"
@@ -652,7 +652,7 @@ MUTANTS = (
     mutant(
         "a warm start waits for the caller's work",
         "parameters of a warm start are allocated under the stream that is current where it was called",
-        "stio/loading/warm_start/api.py",
+        "stio/serving/warm_start/api.py",
         ('replace(settings, dtype=None, streams="copy", lost={})', "replace(settings, dtype=None, lost={})"),
         tests=f"{FAULTS}test_fault_5_a_warm_start_waits_for_no_work_of_the_user[plain]",
     ),
@@ -836,27 +836,27 @@ MUTANTS = (
     mutant(
         "a closed cache keeps its pinned memory",
         "memory that a cache keeps for its next files stays pinned when it is closed",
-        "stio/loading/cache/host_cache.py",
+        "stio/serving/host_cache.py",
         ("        self._kept.clear()\n", "        pass\n"),
-        tests="tests/loading/cache/test_host_cache.py::test_pinned_memory_that_is_kept_is_released[close]",
+        tests="tests/serving/cache/test_host_cache.py::test_pinned_memory_that_is_kept_is_released[close]",
     ),
     mutant(
         "a load that outlives its cache keeps the memory",
         "memory of a closed cache is kept for later files if a load used it at the close",
-        "stio/loading/cache/entries.py",
+        "stio/serving/entries.py",
         (
             "entry.image.take_memory()\n                if not self._closed:\n                    self._keep(regions)\n",
             "entry.image.take_memory()\n                self._keep(regions)\n",
         ),
-        tests="tests/loading/cache/test_host_cache.py::"
+        tests="tests/serving/cache/test_host_cache.py::"
         "test_pinned_memory_of_a_closed_cache_is_released_with_its_last_load",
     ),
     mutant(
         "a cache pins all memory anew",
         "memory of an evicted file is not used for the next one",
-        "stio/loading/cache/host_cache.py",
+        "stio/serving/host_cache.py",
         ("        self._kept += [", "        _ = ["),
-        tests="tests/loading/cache/test_host_cache.py::test_pinned_memory_of_an_evicted_file_is_used_again",
+        tests="tests/serving/cache/test_host_cache.py::test_pinned_memory_of_an_evicted_file_is_used_again",
     ),
     mutant(
         "copies of a save are not waited for after an error",
@@ -892,7 +892,7 @@ MUTANTS = (
             "                self._transfer.add(ranges)\n                ranges = native.Ranges()\n",
             "                pass\n",
         ),
-        tests="tests/loading/cache/test_host_cache.py::test_segments_are_filled_while_others_are_pinned",
+        tests="tests/serving/cache/test_host_cache.py::test_segments_are_filled_while_others_are_pinned",
     ),
     mutant(
         "a saver pins whatever a snapshot takes",
@@ -1510,7 +1510,7 @@ MUTANTS = (
     mutant(
         "pool: updates do not wait for their copies",
         "an update ends while its copies are queued on the device",
-        "stio/pool/content.py",
+        "stio/serving/pool/content.py",
         ("        with _own_stream(resolve_device(self.options.device)):\n", "        with nullcontext():\n"),
         tests=POOL_ON_DEVICE + "test_an_update_in_place_keeps_addresses_and_bits",
         delay=0.002,
@@ -1523,7 +1523,7 @@ MUTANTS = (
             "            self.policy.leftover_bytes = sum(one.nbytes for one in self._leftovers)\n",
             "            self.policy.leftover_bytes = 0\n",
         ),
-        tests="tests/pool/test_pool.py::test_a_tensor_that_is_kept_is_named_and_counts",
+        tests="tests/serving/pool/test_pool.py::test_a_tensor_that_is_kept_is_named_and_counts",
     ),
     mutant(
         "pool: a caller that leaves is decided before its error is there",
@@ -1537,7 +1537,7 @@ MUTANTS = (
             "        self._notifier.notify()\n        return True\n",
             "        self._value, self._error = value, error\n        self._notifier.notify()\n        return True\n",
         ),
-        tests="tests/pool/test_pool.py::test_a_caller_that_leaves_while_it_gets_an_error_gives_back_nothing",
+        tests="tests/serving/pool/test_pool.py::test_a_caller_that_leaves_while_it_gets_an_error_gives_back_nothing",
     ),
 )
 

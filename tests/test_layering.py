@@ -20,18 +20,18 @@ PACKAGE = ROOT / "stio"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 LEVELS: dict[str, int] = {
-    "cli": 7,
-    "compat": 7,
-    "integrations": 7,
-    "testing": 7,
-    "__main__.py": 7,
-    "__init__.py": 6,
-    "sync.py": 6,
-    "conversion": 5,
-    "distributed": 5,
-    "pool": 5,
-    "pull.py": 5,
-    "state.py": 5,
+    "cli": 8,
+    "compat": 8,
+    "integrations": 8,
+    "testing": 8,
+    "__main__.py": 8,
+    "__init__.py": 7,
+    "sync.py": 7,
+    "conversion": 6,
+    "distributed": 6,
+    "serving": 6,
+    "state.py": 6,
+    "remote": 5,
     "loading": 4,
     "saving": 4,
     "device": 3,
@@ -51,7 +51,7 @@ SAME_LEVEL = {
 }
 """Imports between parts of one level that are meant, with the reason."""
 
-PURE = ("format/", "loading/plan.py", "pool/policy.py", "saving/plan.py", "saving/plan_parts.py")
+PURE = ("format/", "loading/plan.py", "serving/pool/policy.py", "saving/plan.py", "saving/plan_parts.py")
 IMPURE = {
     *("torch", "numpy", "anyio", "asyncio", "trio", "aiofiles"),
     *("os", "io", "mmap", "ctypes", "pathlib", "shutil", "tempfile", "socket", "subprocess"),
@@ -75,18 +75,14 @@ DYNAMIC_IMPORTS = {
     "integrations/transformers.py": "torch.distributed is needed with models that are sharded only",
     "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",
     "runtime/progress.py": "tqdm is an extra, needed with progress=True only",
-    "storage/hub.py": "huggingface_hub is an extra, needed with hf:// only",
-    "storage/open.py": "what reads URLs, and numpy with it, is needed with a URL only",
-    "storage/remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with profiles of AWS only",
+    "remote/hub.py": "huggingface_hub is an extra, needed with hf:// only",
+    "storage/schemes.py": "what reads URLs, and numpy with it, is needed with a URL only",
+    "remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with profiles of AWS only",
     "sync.py": "torch.distributed is needed with stio.distributed only",
 }
 """Files that call `import_module`, with the reason."""
 
 CIRCLES: dict[tuple[str, ...], str] = {
-    (
-        "storage/hub.py",
-        "storage/open.py",
-    ): "`open.py` reads every kind of URL, and the hub's files are opened as local ones",
     (
         "compat/safetensors/_serialize.py",
         "compat/safetensors/torch.py",
@@ -223,7 +219,7 @@ def test_imports_lead_to_lower_levels(file: str) -> None:
 PUBLIC_MODULES = {
     *("__init__.py", "sync.py", "errors.py", "compat/__init__.py"),
     *("loading/options.py", "loading/plan.py", "runtime/trace.py"),  # types of arguments, in the reference
-    *("loading/cache/disk_cache.py", "runtime/limits.py"),  # public classes
+    *("remote/disk_cache.py", "runtime/limits.py"),  # public classes
 }
 
 

@@ -20,8 +20,8 @@ from stio.cli.output import (
     wrong_arguments,
 )
 from stio.errors import one_line
-from stio.pull import PullResult
-from stio.pull import pull as copy
+from stio.remote.pull import PullResult
+from stio.remote.pull import pull as copy
 from stio.runtime.operation import Operation
 from stio.runtime.text import counted, show_bytes, without_secrets
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from stio.device.base import LoadedGroup
 from stio.device.tensors import TORCH_DTYPES, require_dtypes
 from stio.distributed.ranks import Ranks
-from stio.distributed.transfer import Transfer
+from stio.distributed.transfer import RankTransfer
 from stio.errors import ChangedDuringReadError, FormatError, RankError
 from stio.format.gil_slices import row_slices
 from stio.format.header import Header
@@ -289,7 +289,7 @@ def _digest(opened: OpenCheckpoint) -> bytes:
     return digest.digest()
 
 
-class _Broadcast(Transfer):
+class _Broadcast(RankTransfer):
     """The broadcast of all chunks. Threads read those of this rank, within the budget, ahead of their broadcast.
 
     For the load that does it, the checkpoint consists of chunks: tensors of bytes.

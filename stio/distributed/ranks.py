@@ -164,7 +164,7 @@ class _GroupState:
     old_keys: deque[list[str]] = field(default_factory=deque)
     """The keys that this rank has set for each object that has ended."""
     groups: dict[float, list[tuple[str, Any]]] = field(default_factory=dict)
-    """Gloo groups of `Transfer` that are connected and not in use, with their names, by their time limits."""
+    """Gloo groups of `RankTransfer` that are connected and not in use, with their names, by their time limits."""
 
 
 _groups: MutableMapping[dist.ProcessGroup, _GroupState] = WeakKeyDictionary()

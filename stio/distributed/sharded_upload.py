@@ -1,6 +1,6 @@
 """Saves of many ranks to a store: each file has an owner, which uploads it, and the others send it their parts.
 
-The first rank has the transaction of `stio.storage.remote`: it reads what the store has, puts the index, and deletes
+The first rank has the transaction of `stio.remote`: it reads what the store has, puts the index, and deletes
 the old checkpoint. The others upload objects whose names it has chosen. Such an object is no checkpoint until the index
 names it. One file alone is uploaded by the first rank, since the end of that upload is the commit.
 
@@ -30,9 +30,10 @@ from msgspec import Meta
 
 from stio.distributed.ranks import Ranks
 from stio.distributed.sharded_save import RankTransaction, ShardedSave
-from stio.distributed.transfer import Transfer
+from stio.distributed.transfer import RankTransfer
 from stio.errors import MismatchError, RankError
 from stio.format.manifest import Hasher
+from stio.remote.save import RemoteDestination, RemoteTransaction, Uploads
 from stio.runtime.calls import LOOK_SECONDS
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import Condition
@@ -45,7 +46,6 @@ from stio.saving.plan import WritePlan
 from stio.saving.plan_parts import Packet, Window, WrittenPart, plan_stream
 from stio.saving.scheduler import PIECE_BYTES
 from stio.storage.base import Ending, FileWriter, Transaction
-from stio.storage.remote.save import RemoteDestination, RemoteTransaction, Uploads
 
 _Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
@@ -297,7 +297,7 @@ def table_bytes(packet: Packet) -> int:
     return _ITEM_BYTES * (1 + _RUN_NUMBERS * len(packet.runs))
 
 
-class Exchange(Transfer):
+class Exchange(RankTransfer):
     """The exchange on one rank. All ranks start one, and `wait` or `close` it.
 
     Args:
@@ -324,7 +324,7 @@ class Exchange(Transfer):
         self._plan, self._trace = plan, trace
         self._uploading = new_operation(self._upload, name="upload")
         self._changed = Condition()  # guards what follows
-        self.stream = _Stream(plan, self._changed)
+        self.stream = _Messages(plan, self._changed)
         """Takes the bytes of this rank; see `plan_stream`."""
         self._writers = {file: uploads[file] for file, owner in enumerate(plan.owners) if owner == ranks.rank}
         self._hashers = {} if new_hasher is None else {file: new_hasher() for file in self._writers}
@@ -478,7 +478,7 @@ class Exchange(Transfer):
             writer.finish()
 
 
-class _Stream:
+class _Messages:
     """Has the bytes of this rank until they are sent; an `OrderedWriter`.
 
     Args:

@@ -31,7 +31,7 @@ _PAUSE = 0.005
 """Seconds that a rank waits until it is ready, before it asks the others again."""
 
 
-class Transfer:
+class RankTransfer:
     """Sends bytes between ranks; there is a subclass for each kind of transfer. All ranks make one, and `run` it.
 
     Args:

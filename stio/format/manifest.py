@@ -113,7 +113,8 @@ def parse_manifest(raw: bytes, *, path: str) -> Manifest:
     try:
         document = msgspec.convert(scanner.decode(raw), _Document)
     except msgspec.ValidationError as error:
-        raise FormatError(f"manifest: {printable(str(error))}", path=path) from None
+        message = f"manifest: {printable(str(error))}; it is incomplete, or a newer stio has written it"
+        raise FormatError(message, path=path) from None
     if document.version != VERSION:
         message = "manifest: unknown version; a newer stio may read it"
         raise FormatError(message, path=path, expected=VERSION, found=document.version)

@@ -32,8 +32,8 @@ from stio import sync
 from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, MismatchError, StioError, listed, printable
 from stio.format.directory import INDEX_NAME, require_complete, why_none, without_index
 from stio.format.naming import FILE_SUFFIX, is_hidden, is_index
-from stio.loading.cache.disk_cache import DiskCache
 from stio.loading.options import LoadOptions, SourceLike
+from stio.remote.disk_cache import DiskCache
 from stio.runtime.limits import Limits
 from stio.runtime.text import is_url
 from stio.runtime.trace import Trace

@@ -16,7 +16,7 @@ from stio import native
 from stio.device.base import LoadedGroup, resolve_devices
 from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
-from stio.loading.cache.entries import ObjectCache
+from stio.loading.caches import ObjectCache
 from stio.loading.consumers import GroupQueue
 from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget

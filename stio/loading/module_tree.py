@@ -22,7 +22,6 @@ from torch.nn.parameter import is_lazy
 from stio.device.names_in_files import as_in_files
 from stio.device.tensor_memory import TargetMemory, has_overlap
 from stio.device.torch_private import traits_of
-from stio.loading.warm_start.parameter import PlaceholderParameter
 
 _OWN_RULES = (_NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict)
 """Overridden for files of old versions of torch only; `ModuleTree` follows their rules."""
@@ -201,7 +200,9 @@ _PLAIN = (nn.Parameter, torch.Tensor)
 
 def _handles_its_data(tensor: torch.Tensor) -> bool:
     kind = type(tensor)
-    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind is not PlaceholderParameter
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not getattr(
+        kind, "_is_placeholder", False
+    )
 
 
 def is_on_meta(tensor: torch.Tensor) -> bool:

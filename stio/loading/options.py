@@ -16,7 +16,7 @@ import torch
 
 from stio.device.base import Accelerator, current_device, current_streams, with_current_index
 from stio.device.tensors import DtypeOf, DtypesLike, Lost, checked_casts
-from stio.loading.cache.entries import FileCache, ObjectCache
+from stio.loading.caches import FileCache, ObjectCache
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.process import check_switch_interval
 from stio.runtime.progress import Progress, progress_callback

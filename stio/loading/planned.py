@@ -27,7 +27,7 @@ from stio.device.cuda import TorchAccelerator, default_stream
 from stio.device.tensors import Lost, require_dtypes
 from stio.errors import DeviceError
 from stio.format.header import Header
-from stio.loading.cache.entries import CachedFile, FileCache
+from stio.loading.caches import CachedFile, FileCache
 from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.open import OpenCheckpoint

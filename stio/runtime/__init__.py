@@ -26,7 +26,7 @@ dicts and sets, which lock the object; "register first, then read", where both s
 notifier's wakers, a condition's sleepers, callbacks of a cancel, the queue of a pool); locks; the engine; values that
 are replaced as a whole. These would have to change first:
 
-- an iterator that several workers advance (`stio.loading.scheduler`, `stio.storage.remote.folder`) may yield an item
+- an iterator that several workers advance (`stio.loading.scheduler`, `stio.remote.folder`) may yield an item
   twice;
 - flags read without an operation on a common object (`cancelled`, `done`, `is_closed`) may be seen late, so a cancel
   may arrive one step later;

@@ -37,11 +37,11 @@ from stio.cli.main import main
 from stio.device.describe import LazyTensor
 from stio.distributed import sharded_upload
 from stio.errors import CommitUncertainError, RankError
+from stio.remote.folder import Folder
+from stio.remote.save import RemoteTransaction, Uploads
+from stio.remote.source import RemoteRoot
 from stio.saving import scheduler
 from stio.saving.plan_parts import Window
-from stio.storage.remote.folder import Folder
-from stio.storage.remote.save import RemoteTransaction, Uploads
-from stio.storage.remote.source import RemoteRoot
 
 pytest.importorskip("obstore")
 

@@ -30,16 +30,16 @@ import stio
 from stio import sync
 from stio.cli.main import main
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StallTimeoutError, StioError, StorageError
-from stio.pull import pull
+from stio.remote import requests
+from stio.remote.pull import pull
+from stio.remote.requests import Patience, RequestFailure, patience_of
+from stio.remote.source import RemoteRoot
 from stio.runtime import calls
 from stio.runtime import clock as clock_of_stio
 from stio.runtime.calls import Call
 from stio.runtime.operation import Operation, is_interrupted
 from stio.runtime.workers import WorkerPool
 from stio.storage.open import SingleFileRoot
-from stio.storage.remote import requests
-from stio.storage.remote.requests import Patience, RequestFailure, patience_of
-from stio.storage.remote.source import RemoteRoot
 
 TENSORS = {"w": torch.arange(1000.0), "v": torch.ones(3, 5)}
 DATA = as_bytes(TENSORS)

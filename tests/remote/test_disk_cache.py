@@ -26,10 +26,9 @@ from torch import nn
 
 import stio
 from stio.loading import planned
-from stio.loading.cache import disk_cache
 from stio.loading.engine import EngineExecutor
+from stio.remote import disk_cache, download
 from stio.runtime.notifier import run_blocking
-from stio.storage import download
 from stio.storage.commit import directory_lock, syscalls
 
 NBYTES = 1 << 20

@@ -28,9 +28,9 @@ from torch import nn
 import stio
 from stio.cli.main import main
 from stio.errors import CheckpointNotFoundError, StioError, StorageError
-from stio.pull import pull
+from stio.remote import hub as storage_hub
+from stio.remote.pull import pull
 from stio.runtime.operation import Operation
-from stio.storage import hub as storage_hub
 
 huggingface_hub: Any = pytest.importorskip("huggingface_hub")
 constants: Any = pytest.importorskip("huggingface_hub.constants")

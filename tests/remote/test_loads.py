@@ -21,10 +21,10 @@ from torch import nn
 
 import stio
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StioError, StorageError
+from stio.remote.requests import Patience
+from stio.remote.source import RemoteRoot
 from stio.storage.base import Requests
 from stio.storage.open import SingleFileRoot
-from stio.storage.remote.requests import Patience
-from stio.storage.remote.source import RemoteRoot
 
 SIZES = [(300, 257), (64, 64), (), (0, 5), (1000, 33), (7,)]
 

@@ -179,7 +179,7 @@ def test_kills_at_any_time(model: str, tensors: dict[str, torch.Tensor], tmp_pat
     target = tmp_path / "new" / "m"
     code = f"""
 import os, random, signal, threading, time
-from stio.pull import pull
+from stio.remote.pull import pull
 import obstore.store
 random.seed(3)
 for k in range({count(15, 200)}):

@@ -22,11 +22,11 @@ from stio.errors import (
     StioError,
     StorageError,
 )
+from stio.remote.requests import Patience
+from stio.remote.source import RemoteRoot
 from stio.runtime import memory
 from stio.runtime.operation import Operation
 from stio.storage.base import Requests, Source
-from stio.storage.remote.requests import Patience
-from stio.storage.remote.source import RemoteRoot
 from stio.testing.contract import SourceContract, read_guarded
 
 PATIENT = Patience(num_attempts=4, first_pause_seconds=0.01, longest_pause_seconds=0.02, stall_seconds=0.3)

@@ -20,12 +20,12 @@ from servers import Fault, HttpServer, azure_server, http_server, new_certificat
 
 import stio
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, ConcurrentSaveError, StorageError
+from stio.remote.requests import Patience
+from stio.remote.save import RemoteDestination
+from stio.remote.source import RemoteRoot, open_url
+from stio.remote.stores import locate, new_store
 from stio.runtime.text import is_url, without_secrets
 from stio.storage.base import Source
-from stio.storage.remote.requests import Patience
-from stio.storage.remote.save import RemoteDestination
-from stio.storage.remote.source import RemoteRoot, open_url
-from stio.storage.remote.stores import locate, new_store
 from stio.testing.contract import SourceContract, read_guarded
 
 DATA = random.Random(5).randbytes(300_000)

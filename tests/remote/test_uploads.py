@@ -13,13 +13,13 @@ from support import eventually
 
 import stio
 from stio.errors import StorageError
+from stio.remote import save as remote_save
+from stio.remote.folder import DEFAULT_BYTES, MIN_PART_BYTES, PART_BYTES, Folder, PartMemory, Upload
+from stio.remote.requests import Patience
+from stio.remote.source import RemoteRoot
 from stio.runtime import calls, memory
 from stio.saving.scheduler import WRITE_DEPTH, SaveScheduler
 from stio.saving.staging_pool import StagingPool
-from stio.storage.remote import save as remote_save
-from stio.storage.remote.folder import DEFAULT_BYTES, MIN_PART_BYTES, PART_BYTES, Folder, PartMemory, Upload
-from stio.storage.remote.requests import Patience
-from stio.storage.remote.source import RemoteRoot
 
 pytestmark = pytest.mark.usefixtures("_no_uploads")
 
