@@ -7,10 +7,10 @@ requests that a cancel leaves within a second, repeats what failed, and turns fa
 For saves: `save.py` has the transaction, which one put commits, and deletes what interrupted saves have left;
 `folder.py` puts and deletes the objects below a URL, and uploads them in parts.
 
-`hub.py` finds repositories of the Hugging Face hub (`hf://`); their files are then local. `disk_cache.py` has `DiskCache`,
-a directory of objects that the processes of a machine share: a load gets local files in place of objects, before it is
-planned. `download.py` copies an object to a file, for that and for `pull.py`, which copies a checkpoint. Their schemes
-are registered in `stio/__init__.py`, so nothing below this package imports it.
+`hub.py` finds repositories of the Hugging Face hub (`hf://`); their files are then local. `disk_cache.py` has
+`DiskCache`, a directory of objects that the processes of a machine share: a load gets local files in place of objects,
+before it is planned. `download.py` copies an object to a file, for that and for `pull.py`, which copies a checkpoint.
+Their schemes are registered in `stio/__init__.py`, so nothing below this package imports it.
 
 Invariants: before any byte of an answer reaches the caller's memory, the answer is known to belong to the state in
 which the object was opened (its ETag), and to have exactly the bytes that were requested. An error, a log line and a
