@@ -29,8 +29,8 @@ def row_slices(count: int) -> Iterator[slice]:
 def sort_in_slices(items: Sequence[T], key: Callable[[T], Any] | None = None) -> list[T]:
     """Return a stable sorted list; equal to `sorted(items, key=key)`."""
     values: Sequence[Any] = items
+    if len(values) <= ROWS:
+        return sorted(values, key=key)
     runs = [sorted(values[rows], key=key) for rows in row_slices(len(values))]
-    if len(runs) <= 1:
-        return runs[0] if runs else []
     # One long sort in C would hold the lock. The merge is Python code, and stable.
     return list(merge(*runs, key=key))

@@ -509,7 +509,7 @@ def build_header(
     if len(entries) != num_tensors:
         raise ValueError("two tensors have the same name")
     # Python orders text by code points, which is the order of its UTF-8 bytes.
-    order = [name for dtype in DTYPES for name in sort_in_slices(names_of.get(dtype, ()))]
+    order = [name for dtype in DTYPES if dtype in names_of for name in sort_in_slices(names_of[dtype])]
     parts = [] if metadata is None else [_metadata_json(metadata)]
     offset = 0
     for rows in row_slices(len(order)):

@@ -6,7 +6,7 @@ A load from a path costs two thread switches, to its thread and back: opening, r
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -50,7 +50,7 @@ def open_with_options(
 ) -> OpenCheckpoint:
     """Open a checkpoint with these options; `strict` replaces their value unless it is None."""
     cache = options.disk_cache
-    with traced(options.trace, "open", detail=shown(source)), _damage_discarded(cache):
+    with traced(options.trace, "open", detail=shown(source)), discarding_damage(cache):
         opened = open_checkpoint(
             source,
             limits=options.limits,
@@ -67,13 +67,17 @@ def open_with_options(
         return opened
 
 
-@contextmanager
-def _damage_discarded(cache: ObjectCache | None) -> Iterator[None]:
+def discarding_damage(cache: ObjectCache | None) -> AbstractContextManager[None]:
     """Remove a cached file that turns out to be damaged inside the block: otherwise each later load would fail too."""
+    return nullcontext() if cache is None else _discarding_damage(cache)
+
+
+@contextmanager
+def _discarding_damage(cache: ObjectCache) -> Iterator[None]:
     try:
         yield
     except (FormatError, IntegrityError) as error:
-        if cache is not None and not isinstance(error, LimitError):  # a limit may be the caller's own
+        if not isinstance(error, LimitError):  # a limit may be the caller's own
             cache.discard(error)
         raise
 
@@ -93,7 +97,7 @@ def fetch_all(opened: OpenCheckpoint, cache: ObjectCache, options: LoadOptions) 
 def verify(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptions) -> None:
     """With `verify=True`, compare the files with their manifest, before any tensor is read."""
     if options.verify:
-        with traced(options.trace, "verify"), _damage_discarded(options.disk_cache):
+        with traced(options.trace, "verify"), discarding_damage(options.disk_cache):
             verify_files(opened, check=operation.check, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES)
 
 

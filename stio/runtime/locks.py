@@ -48,23 +48,13 @@ class _CountedLock:
         _held.count -= 1
         self._lock.release()
 
-    def _is_owned(self) -> bool:
-        return bool(self._lock._is_owned())
-
-    def _release_save(self) -> Any:
-        state = self._lock._release_save()
-        _held.count -= state[0]
-        return state
-
-    def _acquire_restore(self, state: Any) -> None:
-        self._lock._acquire_restore(state)
-        _held.count += state[0]
-
-    def __enter__(self) -> bool:
-        return self.acquire()
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        _held.count += 1
 
     def __exit__(self, *error: object) -> None:
-        self.release()
+        _held.count -= 1
+        self._lock.release()
 
 
 def new_lock(*, of_callers: bool = False) -> Any:
@@ -101,17 +91,19 @@ class Condition:
     """
 
     def __init__(self) -> None:
-        self._lock = new_lock()
+        self._lock: Any = threading.RLock()  # counted as `_CountedLock` does, without its calls
         self._waiting: list[Any] = []  # a lock for each thread that sleeps; its release wakes the thread
         self._last_wake = self._seen = object()
 
     def __enter__(self) -> None:
         is_nested = self._lock._is_owned()
         self._lock.acquire()
+        _held.count += 1
         if not is_nested:  # a finaliser may enter it between a check of the state and the sleep
             self._seen = self._last_wake
 
     def __exit__(self, *error: object) -> None:
+        _held.count -= 1
         self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -125,11 +117,13 @@ class Condition:
         self._waiting.append(mine)
         try:
             if self._seen is self._last_wake:  # else `wake` was called since this thread checked the state
-                depth = self._lock._release_save()
+                state = self._lock._release_save()
+                _held.count -= state[0]
                 try:
                     woken = mine.acquire(True, -1 if timeout is None else max(0.0, timeout))
                 finally:
-                    self._lock._acquire_restore(depth)
+                    self._lock._acquire_restore(state)
+                    _held.count += state[0]
         finally:
             if mine in self._waiting:
                 self._waiting.remove(mine)

@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
@@ -144,16 +144,17 @@ def check_switch_interval(seconds: object) -> None:
         raise ValueError(f"switch_interval must be positive, not {printable(seconds)}")
 
 
-@contextmanager
-def switch_interval(seconds: float | None) -> Iterator[None]:
+def switch_interval(seconds: float | None) -> AbstractContextManager[None]:
     """Shorten the interpreter's switch interval while the block runs; None does not change it.
 
     Of several blocks the shortest interval holds. The last block to end restores the original one.
     """
+    return nullcontext() if seconds is None else _shortened(seconds)
+
+
+@contextmanager
+def _shortened(seconds: float) -> Iterator[None]:
     global _original_interval
-    if seconds is None:
-        yield
-        return
     with _interval_lock:
         original = _original_interval if _intervals else sys.getswitchinterval()
         sys.setswitchinterval(min(original, seconds, *_intervals))  # raises if it is not positive
@@ -172,14 +173,18 @@ def switch_interval(seconds: float | None) -> Iterator[None]:
 _pauses: list[object] = []  # one item for each block under way; the last block to end enables the collector again
 
 
-@contextmanager
-def collection_paused(num_tensors: int) -> Iterator[None]:
+def collection_paused(num_tensors: int) -> AbstractContextManager[None]:
     """Pause the garbage collector while objects for many tensors are made; none of them is garbage.
 
     Beside torch's own objects a full collection holds the GIL for 50 to 200 ms, and making 100,000 tensors starts two
     or three. If the collector was disabled before, it stays disabled.
     """
-    if num_tensors <= _MANY_TENSORS or (not _pauses and not gc.isenabled()):
+    return nullcontext() if num_tensors <= _MANY_TENSORS else _paused()
+
+
+@contextmanager
+def _paused() -> Iterator[None]:
+    if not _pauses and not gc.isenabled():
         yield
         return
     pause = object()

@@ -237,8 +237,10 @@ def advice_for_hub_cache(path: str) -> str:
 
 def stat_of(fd: int, path: str) -> os.stat_result:
     """Return `os.fstat`; its error is raised as a `StorageError`."""
-    with refusals("reading the status", path):
+    try:
         return os.fstat(fd)
+    except OSError as error:
+        raise refused("reading the status", path, error) from error
 
 
 def identity_of(found: os.stat_result) -> Identity:

@@ -20,9 +20,9 @@ from servers import Fault, HttpServer, Request
 from support import run_python
 
 import stio
-from stio import pull as pulling
 from stio.cli.main import main
 from stio.format.naming import FILE_SUFFIX
+from stio.remote import pull as pulling
 from stio.runtime.operation import Operation
 from stio.storage.commit import syscalls
 

@@ -62,7 +62,7 @@ def test_a_hook_stays_until_all_other_parameters_of_its_module_are_filled(monkey
     def late(placeholder: Placeholder, tensor: torch.Tensor) -> None:
         if not hooks_at_fill:
             assert eventually(lambda: len(waits) == 2)
-            assert lock._is_owned()
+            assert lock._lock._is_owned()
         hooks_at_fill[placeholder.name] = len(module._forward_pre_hooks)
         fill(placeholder, tensor)
 
