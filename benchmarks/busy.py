@@ -50,10 +50,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MODES = ("alone", "busy", "busy process", "busy, 0.5 ms")
 FACES = ("async", "blocking")
 SWITCH_SECONDS = 0.0005
-FEWEST_LAGS, MOST_LAG_SECONDS = meters.MIN_BEATS, 20.0
+FEWEST_LAGS, MAX_LAG_SECONDS = meters.MIN_BEATS, 20.0
 """What a percentile is made of, at least, unless that takes longer."""
 
-MOST_SECONDS = 300
+MAX_SECONDS = 300
 """For one process."""
 
 QUIET_CPUS = 0.2
@@ -553,7 +553,7 @@ async def _lag(bench: Bench, operation: Operation, layout: str, is_busy: bool) -
                 while len(heart.lags) < FEWEST_LAGS:
                     await asyncio.sleep(0.01)
             baseline, heart.lags = meters.percentiles(heart.lags), []
-            deadline, turns = time.monotonic() + MOST_LAG_SECONDS, 0
+            deadline, turns = time.monotonic() + MAX_LAG_SECONDS, 0
             while len(heart.lags) < FEWEST_LAGS and time.monotonic() < deadline:
                 async with operation.prepare(bench) as call:
                     gc.collect()
@@ -640,11 +640,11 @@ def _figures_of_child(run: Run, directory: Path) -> dict[str, Any]:
     command = (sys.executable, "-m", "benchmarks.busy", "--dir", str(directory), "--child", json.dumps(fields))
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        printed, errors = child.communicate(timeout=MOST_SECONDS)
+        printed, errors = child.communicate(timeout=MAX_SECONDS)
     except subprocess.TimeoutExpired:
         child.kill()
         child.communicate()
-        return {"error": f"no end after {MOST_SECONDS} s"}
+        return {"error": f"no end after {MAX_SECONDS} s"}
     finally:
         _empty(directory / "saves")
     if child.returncode:

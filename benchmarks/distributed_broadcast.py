@@ -34,7 +34,7 @@ GOAL_TIME, GOAL_BYTES = 0.7, 1.02
 """On the slow store: most time of the broadcast as a multiple of the other, most bytes as a multiple of the file."""
 
 SOURCES = ("slow store", "local, warm")
-MOST_SECONDS = 300
+MAX_SECONDS = 300
 """For one measurement."""
 
 
@@ -84,9 +84,9 @@ def measure(num_ranks: int, arguments: dict[str, Any]) -> tuple[float, int]:
     for process in processes:
         process.start()
     try:
-        found = [results.get(timeout=MOST_SECONDS) for _ in processes]
+        found = [results.get(timeout=MAX_SECONDS) for _ in processes]
         for process in processes:
-            process.join(MOST_SECONDS)
+            process.join(MAX_SECONDS)
     finally:
         for process in processes:
             process.kill()

@@ -19,7 +19,7 @@ SIMULATED = "sim"
 """The name of a device that needs no hardware, see tests/simdevice."""
 
 _CYCLES_PER_SECOND = 2e9
-_BUSY_BYTES, _MOST_COPIES = 128 << 20, 400  # a queue of commands holds about 1,000
+_BUSY_BYTES, _MAX_COPIES = 128 << 20, 400  # a queue of commands holds about 1,000
 _device = torch.device("cpu")
 
 
@@ -164,7 +164,7 @@ def keep_busy(seconds: float) -> torch.Event:
         synchronize()
         start = time.perf_counter()
         target.copy_(source)
-        for _ in range(min(_MOST_COPIES, int(seconds / seconds_since(start)))):
+        for _ in range(min(_MAX_COPIES, int(seconds / seconds_since(start)))):
             target.copy_(source)
     return recorded(current_stream())
 

@@ -48,7 +48,7 @@ CHECKED = 8
 STAGING_BYTES = 96 << 20
 """Host memory of loads to a device, beside the models."""
 LEAVE_SECONDS = (0.002, 0.1)
-MOST_SECONDS = 900
+MAX_SECONDS = 900
 
 Record = dict[str, Any]
 
@@ -387,7 +387,7 @@ def run(work: Work, name: str) -> Record:
             with sampled(reads) as most:
                 found = await serve(work, way)
             found |= {f"most_{key}": value for key, value in most.items()} | way.record()
-            found["most_device_bytes"] = module.max_memory_allocated() - base if module else 0
+            found["max_device_bytes"] = module.max_memory_allocated() - base if module else 0
             return found
 
     found = asyncio.run(body())
@@ -452,8 +452,8 @@ def swaps(work: Work, rounds: int) -> Record:
             "way": "swap",
             **{f"{name}_seconds": median(values) for name, values in seconds.items()},
             "ratio": median(ratios),
-            "least_ratio": min(ratios),
-            "most_ratio": max(ratios),
+            "min_ratio": min(ratios),
+            "max_ratio": max(ratios),
         }
 
     return asyncio.run(body())
@@ -476,14 +476,14 @@ def table(records: list[Record]) -> str:
                 f"| {one['way']} | {one['answers_per_second']:,.0f} | {one['p50'] * 1e3:,.1f} ms | {one['p99']:.2f} s "
                 f"| {one['longest_wait']:.2f} s | {one['loads']:,} | {longest:.2f} s "
                 f"| {one['p99'] / longest if longest else 0:.2f} | {one['wrong']} "
-                f"| {one['most_device_bytes'] / one['device_bytes']:.3f} |"
+                f"| {one['max_device_bytes'] / one['device_bytes']:.3f} |"
             )
     for one in records:
         if one["way"] == "swap":
             lines.append("")
             lines.append(
                 f"Swap from host memory {one['swap_seconds']:.3f} s, load from a `HostCache` "
-                f"{one['load_seconds']:.3f} s: {one['ratio']:.2f} ({one['least_ratio']:.2f} to {one['most_ratio']:.2f})"
+                f"{one['load_seconds']:.3f} s: {one['ratio']:.2f} ({one['min_ratio']:.2f} to {one['max_ratio']:.2f})"
             )
     return "\n".join(lines)
 
@@ -534,7 +534,7 @@ def main() -> int:
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 text=True,
-                timeout=MOST_SECONDS,
+                timeout=MAX_SECONDS,
             )
             if done.returncode:
                 return done.returncode

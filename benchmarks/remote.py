@@ -63,7 +63,7 @@ GOALS = {"obstore": 0.9, "Run:ai": 2.0}
 FILE, SMALL = "model/model.safetensors", "small/model.safetensors"
 SERVED = "served"
 """Path on the slow store that answers with the number of bytes which it has sent."""
-MOST_SECONDS = 300
+MAX_SECONDS = 300
 """For one process."""
 
 
@@ -405,7 +405,7 @@ def measure(scenario: str, contestant: str, port: int, size_bytes: int, authorit
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=MOST_SECONDS,
+        timeout=MAX_SECONDS,
     )
     return size_bytes / float(json.loads(done.stdout.splitlines()[-1])["seconds"])
 

@@ -24,7 +24,7 @@ class CuFile(ctypes.Structure):
     """What the stand-in refuses or does wrongly, and what it counts; `cufile_state` in cufile.h explains the fields."""
 
     _fields_ = (
-        *((name, _INT64) for name in ("num_open", "num_opened", "num_reads", "read_bytes", "most_bytes")),
+        *((name, _INT64) for name in ("num_open", "num_opened", "num_reads", "read_bytes", "max_bytes")),
         *((name, _INT32) for name in ("open_code", "refuse_file", "fail_read", "fail_code", "does", "has_driver")),
         *((name, _INT32) for name in ("hold_read", "is_held", "device", "is_misused")),
         ("write", ctypes.c_void_p),

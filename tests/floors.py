@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "versions.md"
 BUILD = ROOT / "build" / "floors"
 BEGIN, END = "<!-- Written by make floors: begin -->", "<!-- end -->"
-MOST_REASONS = 20
+MAX_REASONS = 20
 
 EXTRAS = "cli,dev,hash,hub,otel,plot"
 LEFT_OUT = {
@@ -228,7 +228,7 @@ def row(
     cells = [name, *versions.values(), *(f"{results[kind]:,}" for kind in ("passed", "failed", "skipped", "xfailed"))]
     for test in failed:
         print(f"  failed: {test}")
-    for reason, count in reasons.most_common(MOST_REASONS):
+    for reason, count in reasons.most_common(MAX_REASONS):
         print(f"  skipped {count}: {reason}")
     print(f"  {minutes:.0f} minutes")
     return {"name": name, "line": f"| {' | '.join(cells)} |", "failed": failed}

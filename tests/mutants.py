@@ -1378,7 +1378,7 @@ MUTANTS = (
         "engine: no limit of chunks",
         "a transfer has more chunks under way than it may",
         ENGINE_C,
-        ("    if (transfer->most_chunks == 0 ||", "    if (true || transfer->most_chunks == 0 ||"),
+        ("    if (transfer->max_chunks == 0 ||", "    if (true || transfer->max_chunks == 0 ||"),
         tests=ENGINE + "test_no_more_chunks_than_allowed_are_under_way",
     ),
     mutant(

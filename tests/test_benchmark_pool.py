@@ -38,9 +38,9 @@ def require_right(work: Work, way: str) -> None:
     assert found["answers"] > 150 and found["p50"] <= found["p99"] <= found["longest_wait"]
     assert work.path(3).stat().st_size > 1_900_000, "the damaged file is whole again"
     if way == "pool":
-        assert found["most_host_bytes"] <= work.host_bytes
+        assert found["max_host_bytes"] <= work.host_bytes
         assert found["peak_device_bytes"] <= work.device_bytes
-        assert found["most_device_bytes"] <= work.device_bytes
+        assert found["max_device_bytes"] <= work.device_bytes
     printed = pool.table(json.loads(json.dumps([{"way": "machine"}, found])))
     assert printed.splitlines()[-1].startswith(f"| {way} | ")
 
@@ -65,7 +65,7 @@ def test_each_way_on_a_device(way: str, tmp_path: Path) -> None:
 
 def test_swaps(tmp_path: Path) -> None:
     found = pool.swaps(work_in(tmp_path, "cpu"), 3)
-    assert found["swap_seconds"] > 0 and found["least_ratio"] <= found["ratio"] <= found["most_ratio"]
+    assert found["swap_seconds"] > 0 and found["min_ratio"] <= found["ratio"] <= found["max_ratio"]
     assert "Swap from host memory" in pool.table([found])
 
 

@@ -18,7 +18,7 @@ from stio.loading.read_paths import ReadPath
 from stio.runtime.control_groups import num_processors
 from stio.runtime.trace import Trace
 
-_MOST_CHUNKS = 1 << 20  # as good as no limit, and an int of C
+_MAX_CHUNKS = 1 << 20  # as good as no limit, and an int of C
 
 
 class EngineExecutor:
@@ -49,7 +49,7 @@ class EngineExecutor:
         self._watched: set[FileImage] = set()
         self._stopped = False
         native.count_processors(num_processors)
-        self._transfer = native.Transfer(most_chunks=max(1, min(_MOST_CHUNKS, budget_bytes // 2 // native.CHUNK_BYTES)))
+        self._transfer = native.Transfer(max_chunks=max(1, min(_MAX_CHUNKS, budget_bytes // 2 // native.CHUNK_BYTES)))
 
     def add(self, groups: Sequence[Group]) -> None:
         """Move the bytes of groups that have begun, behind those that were added before."""

@@ -23,7 +23,7 @@ from stio.storage.local import GdsFile, LocalFile, require_cufile
 
 logger = logging.getLogger("stio")
 
-_LEAST_BYTES = 64 << 10  # of a range for cuFile; the ring reads shorter ones together
+_MIN_BYTES = 64 << 10  # of a range for cuFile; the ring reads shorter ones together
 
 
 class GdsDevice:
@@ -108,7 +108,7 @@ class GdsPath(DevicePath):
 
     def cufile(self, block: Block, nbytes: int) -> native.CuFile | None:
         """Return the file for cuFile, None for ranges that go through the ring."""
-        is_direct = self._device.is_usable and not block.scatter and nbytes >= _LEAST_BYTES
+        is_direct = self._device.is_usable and not block.scatter and nbytes >= _MIN_BYTES
         return self._direct if is_direct else None
 
     def make_tensors(self, group: Group) -> LoadedGroup:

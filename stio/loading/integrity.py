@@ -21,14 +21,14 @@ from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source, digest_of_source
 from stio.storage.checks import advice_for_hub_cache, digest_in_name
 
-MOST_WORKERS = 8
+MAX_WORKERS = 8
 """Most threads that hash, on a machine with as many cores: at 2 GB/s each they are as fast as a fast disk."""
 
 PIECE_BYTES = 16 << 20
 """Bytes that are read and then hashed at once: each return to Python may cost 5 ms beside a busy thread. SHA-256 of two
 warm files on two cores: 2.6 GB/s with 4 MiB, 2.2 with 16; beside a busy thread 0.6-0.9 and 0.7-1.1."""
 
-_LEAST_PIECE_BYTES = 1 << 20
+_MIN_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def read_manifest(opened: OpenCheckpoint, *, in_part: bool = False) -> Manifest 
 
 
 def verify_files(
-    opened: OpenCheckpoint, *, check: Callable[[], None] = lambda: None, budget_bytes: int = MOST_WORKERS * PIECE_BYTES
+    opened: OpenCheckpoint, *, check: Callable[[], None] = lambda: None, budget_bytes: int = MAX_WORKERS * PIECE_BYTES
 ) -> None:
     """Compare every file of an open checkpoint with its manifest; blocks.
 
@@ -100,7 +100,7 @@ def judge_files(
     manifest: Manifest,
     *,
     check: Callable[[], None],
-    budget_bytes: int = MOST_WORKERS * PIECE_BYTES,
+    budget_bytes: int = MAX_WORKERS * PIECE_BYTES,
     to_the_end: bool,
     advance: Callable[[int], object] = lambda nbytes: None,
 ) -> list[Finding]:
@@ -138,7 +138,7 @@ def judge_files(
         judge(k, _wrong_size(file, states[k], place))
     left = [k for k in reversed(range(len(files))) if k not in wrong]
     budget_bytes = min(budget_bytes, default_budget_bytes(sum(files[k].identity.nbytes for k in left)))
-    num_workers = max(1, min(len(left), num_processors(), MOST_WORKERS, budget_bytes // _LEAST_PIECE_BYTES))
+    num_workers = max(1, min(len(left), num_processors(), MAX_WORKERS, budget_bytes // _MIN_PIECE_BYTES))
     piece_bytes = max(PAGE_BYTES, min(PIECE_BYTES, budget_bytes // num_workers))
 
     def before_piece(nbytes: int) -> None:

@@ -69,12 +69,12 @@ from stio.runtime.process import collection_paused
 from stio.runtime.text import is_url
 from stio.storage.base import ParallelRoot, RequestedSource, Root, Source, read_bytes
 from stio.storage.checks import advice_for_hub_cache, broken_link, commits_in
-from stio.storage.open import ReopenedFile, SingleFileRoot, is_hub, most_open_files, open_directory, open_file, open_url
+from stio.storage.open import ReopenedFile, SingleFileRoot, is_hub, max_open_files, open_directory, open_file, open_url
 
 logger = logging.getLogger("stio")
 
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
-_MOST_EXAMINED = 8
+_MAX_EXAMINED = 8
 """Files beside an index whose headers are read: a directory may hold thousands, such as adapters."""
 
 _MODELS = ("model", "pytorch_model", "diffusion_pytorch_model")
@@ -105,7 +105,7 @@ class ManifestText:
 class OpenCheckpoint:
     """Open files and checked headers of one checkpoint.
 
-    The files of a checkpoint with more shards than `most_open_files` are closed after their headers were read.
+    The files of a checkpoint with more shards than `max_open_files` are closed after their headers were read.
     `open_files` opens them again, relative to the same directory, and only if they are still the same files. If too
     many are needed at one time, each read opens its file.
     """
@@ -143,7 +143,7 @@ class OpenCheckpoint:
         if not self.openers:
             return self.files
         shards = [*shards]
-        if len(shards) <= most_open_files():
+        if len(shards) <= max_open_files():
             try:
                 return self._opened_again(shards, owned)
             except StorageError as error:
@@ -463,7 +463,7 @@ class _Opening:
         loaded = found.index or found.whole
         same, others = beside(loaded, files, names)
         if self.examine_others and not is_hub(root.path):  # there it would be downloaded
-            same += [name for name in others[:_MOST_EXAMINED] if self._has_names_of(root, name, opened)]
+            same += [name for name in others[:_MAX_EXAMINED] if self._has_names_of(root, name, opened)]
         if found.stem not in _MODELS:  # such as an adapter
             same += [name for name in names if name.startswith(_PICKLED_MODEL)]
         if same:
@@ -507,7 +507,7 @@ class _Opening:
     ) -> OpenCheckpoint:
         """Open all files, then read and check all headers; or one file after the other, if they are too many."""
         try:
-            return self._shards_by(path, openers, index, in_turns=len(openers) > most_open_files())
+            return self._shards_by(path, openers, index, in_turns=len(openers) > max_open_files())
         except StorageError as error:
             if error.errno not in _TOO_MANY or len(openers) == 1:
                 raise
@@ -525,7 +525,7 @@ class _Opening:
                 files.append(_shard(open_one, index))
                 if isinstance(files[-1], RequestedSource):  # it has no descriptor; a file in its place has one
                     in_turns = False
-                    if num_replaced < most_open_files():
+                    if num_replaced < max_open_files():
                         files[-1] = self.replacement(files[-1])
                         num_replaced += not isinstance(files[-1], RequestedSource)
                 if in_turns:
@@ -695,11 +695,11 @@ def _shard(open_one: Callable[[], Source], index: ShardIndex | None) -> Source:
         raise CheckpointNotFoundError(message + broken_link(error.path or ""), path=error.path) from None
 
 
-def _read_whole(file: Source, most_bytes: int, message: str) -> bytes:
+def _read_whole(file: Source, max_bytes: int, message: str) -> bytes:
     """Return the content of a file, unless it is too long."""
     nbytes = file.identity.nbytes
-    if nbytes > most_bytes:
-        raise LimitError(message, path=file.path, expected=f"at most {most_bytes:,} bytes", found=nbytes)
+    if nbytes > max_bytes:
+        raise LimitError(message, path=file.path, expected=f"at most {max_bytes:,} bytes", found=nbytes)
     return read_bytes(file, 0, nbytes)
 
 

@@ -59,7 +59,7 @@ ACCELERATOR_BUDGET_BYTES = 256 << 20
 """Default budget of a load to an accelerator: for groups that a stream, or a load into a module, has under way. What is
 on its way to the device is in the engine's ring."""
 _SLOT_BYTES = 8 << 20
-_LEAST_SLOT_BYTES = 4096
+_MIN_SLOT_BYTES = 4096
 _SMALLEST_PARTS = 64
 """With `Delivery.prompt`, a group is at most this part of all."""
 
@@ -193,12 +193,12 @@ class DeviceLoad:
                 slot_bytes = requests.nbytes
             else:
                 self.staging_bytes = slot_bytes * self.num_workers
-            self._slots = StagingSlots(accelerator, max(_LEAST_SLOT_BYTES, whole_pages(slot_bytes)))
+            self._slots = StagingSlots(accelerator, max(_MIN_SLOT_BYTES, whole_pages(slot_bytes)))
             if options.memory == "gds":
                 self._gds = GdsDevice(accelerator)
         if self.delivery.prompt:
-            most_bytes = self.selected.total_bytes // _SMALLEST_PARTS if requests is None else requests.nbytes // 4
-            self.block_bytes = min(self.block_bytes, whole_pages(most_bytes))
+            max_bytes = self.selected.total_bytes // _SMALLEST_PARTS if requests is None else requests.nbytes // 4
+            self.block_bytes = min(self.block_bytes, whole_pages(max_bytes))
 
     @property
     def must_grow(self) -> bool:
@@ -280,8 +280,8 @@ def _device_loads(
     num_accelerators = sum(not _is_cpu(one.device) for one in devices)
     if options.memory == "gds" and devices and not num_accelerators:
         raise DeviceError("memory='gds' reads to an accelerator", requested="cpu", expected="an accelerator")
-    most_bytes = ACCELERATOR_BUDGET_BYTES if num_accelerators else DEFAULT_BUDGET_BYTES
-    budget_bytes = options.budget or memory.default_budget_bytes(total_bytes, max_bytes=most_bytes)
+    max_bytes = ACCELERATOR_BUDGET_BYTES if num_accelerators else DEFAULT_BUDGET_BYTES
+    budget_bytes = options.budget or memory.default_budget_bytes(total_bytes, max_bytes=max_bytes)
     requests = _requests(files)
     if requests is not None:
         if options.memory in ("map", "lazy") and options.disk_cache is None:  # what is not in that is streamed

@@ -47,7 +47,7 @@ from stio.runtime.trace import Trace
 from stio.storage.base import RequestedSource, Source
 from stio.storage.local import LocalFile, MappedFile
 
-_LEAST_IMAGE_BYTES = 2 << 20  # of one tensor: a shorter one is copied by this thread, which costs less
+_MIN_IMAGE_BYTES = 2 << 20  # of one tensor: a shorter one is copied by this thread, which costs less
 
 PIECE_BYTES = 8 << 20
 """Bytes that the plain executor reads in one call: a cancel takes effect between two of them."""
@@ -65,14 +65,14 @@ def contiguous(block: Block) -> Iterator[tuple[int, int, int]]:
         position += length
 
 
-def reads_of(block: Block, most_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
+def reads_of(block: Block, max_bytes: int) -> Iterator[list[tuple[int, int, int]]]:
     """Cut a block into reads: lists of ranges as of `contiguous`, over so many bytes of file and image at most."""
     read: list[tuple[int, int, int]] = []
     for offset, at, length in contiguous(block):
-        for start in range(0, length, most_bytes):
-            nbytes = min(most_bytes, length - start)
+        for start in range(0, length, max_bytes):
+            nbytes = min(max_bytes, length - start)
             end, end_at = offset + start + nbytes, at + start + nbytes
-            if read and max(end - read[0][0], end_at - read[0][1]) > most_bytes:
+            if read and max(end - read[0][0], end_at - read[0][1]) > max_bytes:
                 yield read
                 read = []
             read.append((offset + start, at + start, nbytes))
@@ -152,7 +152,7 @@ class ReadPath:
 
     label = "read"
     """Name of its reads in a trace."""
-    _most_bytes = sys.maxsize  # of a read by the plain executor
+    _max_bytes = sys.maxsize  # of a read by the plain executor
 
     def __init__(self, source: Source, delivery: Delivery = AS_READ, cached: CachedFile | None = None) -> None:
         self._source = source
@@ -202,8 +202,8 @@ class ReadPath:
             self._copy(group, image_regions(image, block), stopped)
             return
         # A request behind a network is not cut for a cancel.
-        most_bytes = sys.maxsize if isinstance(self._source, RequestedSource) else PIECE_BYTES
-        for read in reads_of(block, min(most_bytes, self._most_bytes)):
+        max_bytes = sys.maxsize if isinstance(self._source, RequestedSource) else PIECE_BYTES
+        for read in reads_of(block, min(max_bytes, self._max_bytes)):
             _require_not_stopped(stopped)
             self._read(group, read, stopped)
 
@@ -284,7 +284,7 @@ class CopiedPath(ReadPath):
 
     def _tensors_over(self, group: Group, region: Region) -> LoadedGroup:
         with memory.reporting_shortage(self._source.path):
-            is_worthwhile = len(group.names) > 1 or group.nbytes >= _LEAST_IMAGE_BYTES
+            is_worthwhile = len(group.names) > 1 or group.nbytes >= _MIN_IMAGE_BYTES
             if is_worthwhile and is_copied_whole(group, self._delivery.copied):
                 whole = tensors_in(region, [""], ["U8"], [(group.nbytes,)], [0])
                 return LoadedGroup({}, image_over(whole[""], group))
@@ -447,7 +447,7 @@ class DevicePath(ReadPath):
         self._accelerator = slots.accelerator
         self._trace = trace
         self._memories = slots.memories
-        self._most_bytes = slots.slot_bytes
+        self._max_bytes = slots.slot_bytes
         self._ring: DeviceRing | None = ring_of(self._accelerator) if self.is_native else None
         self.is_native = self._ring is not None
 
@@ -594,11 +594,11 @@ def fill_image(source: Source, image: FileImage, block: Block, stopped: Callable
 
 def _read_claimed(source: Source, image: FileImage, claimed: range, stopped: Callable[[], bool]) -> None:
     done = claimed.start
-    most_bytes = len(claimed) if isinstance(source, RequestedSource) else PIECE_BYTES
+    max_bytes = len(claimed) if isinstance(source, RequestedSource) else PIECE_BYTES
     try:
-        for start in range(claimed.start, claimed.stop, most_bytes):
+        for start in range(claimed.start, claimed.stop, max_bytes):
             _require_not_stopped(stopped)
-            length = min(most_bytes, claimed.stop - start)
+            length = min(max_bytes, claimed.stop - start)
             source.read_into(start, image.regions(start, length))
             done = start + length
             image.mark_present(claimed.start, done)

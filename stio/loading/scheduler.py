@@ -39,7 +39,7 @@ from stio.storage.local import LocalFile
 
 FIRST_BYTES = 512 << 20
 """The first groups, with so many bytes, are given to the executor alone. They move while the others are begun."""
-_MOST_CHECKS = 16
+_MAX_CHECKS = 16
 """Files behind a network that are looked at together at the end of a load."""
 
 
@@ -178,12 +178,12 @@ class LoadScheduler:
                     break
         raise Cancelled
 
-    def _begin_groups(self, most_bytes: int) -> int:
+    def _begin_groups(self, max_bytes: int) -> int:
         """Begin as many groups as the budget allows, until they have so many bytes; return their number."""
         begun: list[Group] = []
         nbytes = 0
         self._blocked = False
-        while self._waiting and nbytes < most_bytes:
+        while self._waiting and nbytes < max_bytes:
             group = self._waiting[0]
             if group.index in self._discarded_groups:
                 self._count_down(self._waiting.popleft())
@@ -248,7 +248,7 @@ class LoadScheduler:
                 file.check_unchanged()
 
         if num_behind_networks > 1:
-            WorkerPool("check").run(work, min(_MOST_CHECKS, num_behind_networks))
+            WorkerPool("check").run(work, min(_MAX_CHECKS, num_behind_networks))
         else:
             work()
 

@@ -56,14 +56,14 @@ POPULATE, TOUCH, CUFILE, WRITE = 1, 2, 4, 8
 READING, TRUNCATED, SHRUNK, DRIVER, NO_MEMORY = 1, 2, 3, 4, 5
 """Kinds of a failure."""
 
-MOST_THREADS = 16
+MAX_THREADS = 16
 """Most threads of the engine, `STIO_MAX_THREADS`."""
 
-_LEAST_THREADS = 6  # threads that wait for a disk need no processor
+_MIN_THREADS = 6  # threads that wait for a disk need no processor
 _COUNTED_SECONDS = 1.0
 _counted = -_COUNTED_SECONDS  # when the processors were counted
 _TEXT_BYTES = 256
-_MOST_TAKEN = 256
+_MAX_TAKEN = 256
 _END_MS = 10_000
 
 
@@ -400,19 +400,19 @@ class Transfer:
 
     Args:
         weight: Share of the engine's threads beside other transfers.
-        most_chunks: Most slots of rings that it uses, and most writes that are under way, at one time; 0: no limit.
+        max_chunks: Most slots of rings that it uses, and most writes that are under way, at one time; 0: no limit.
 
     Raises:
         OSError: The process cannot start a thread.
     """
 
-    def __init__(self, *, weight: int = 1, most_chunks: int = 0) -> None:
+    def __init__(self, *, weight: int = 1, max_chunks: int = 0) -> None:
         self._library = _functions()
         self._process = os.getpid()
-        self._pointer: int | None = self._library.transfer_new(weight, most_chunks)
+        self._pointer: int | None = self._library.transfer_new(weight, max_chunks)
         if not self._pointer:
             raise OSError("the engine cannot start a thread")
-        self._done = (_DoneStruct * _MOST_TAKEN)()
+        self._done = (_DoneStruct * _MAX_TAKEN)()
 
     def add(self, ranges: Ranges) -> None:
         """Append ranges. All ranges of a group come in one call, in the order of their places in the file.
@@ -437,7 +437,7 @@ class Transfer:
         failure = _FailureStruct()
         timeout = -1 if seconds is None else _milliseconds(seconds)
         count = self._library.transfer_take(
-            self._pointer, ctypes.byref(self._done), _MOST_TAKEN, timeout, ctypes.byref(failure)
+            self._pointer, ctypes.byref(self._done), _MAX_TAKEN, timeout, ctypes.byref(failure)
         )
         if count < 0:
             raise Failure(failure)
@@ -538,7 +538,7 @@ def count_processors(num_processors: Callable[[], int]) -> None:
 
 def set_threads(num_processors: int) -> None:
     """Let the engine use a thread for each processor, 6 at least and 16 at most."""
-    _functions().engine_set_threads(min(MOST_THREADS, max(_LEAST_THREADS, num_processors)))
+    _functions().engine_set_threads(min(MAX_THREADS, max(_MIN_THREADS, num_processors)))
 
 
 def set_idle(seconds: float) -> None:

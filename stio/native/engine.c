@@ -32,7 +32,7 @@
 #define WRITEBACK_BYTES ((size_t)4 << 20) /* for less, the call costs more than it saves */
 #define POPULATED_BYTES ((int64_t)8 << 20)
 #define GAP_BYTES ((int64_t)64 << 10)    /* longest run of other bytes that a chunk reads too */
-#define MOST_RANGES 512                  /* of a chunk into host memory: of a file they are buffers of one call */
+#define MAX_RANGES 512                  /* of a chunk into host memory: of a file they are buffers of one call */
 #define TOUCHED_BYTES ((size_t)256 << 10)
 #define NICENESS 5
 #define TIMER_SLACK_NS 1000UL
@@ -146,7 +146,7 @@ static const stio_range *next_range(const group *of) { return &of->ranges[of->ne
  * Beyond the most chunks, writes are passed over; behind chunks for a device everything waits. */
 static size_t next_place(const stio_transfer *transfer) {
     size_t at = transfer->first;
-    if (transfer->most_chunks == 0 || transfer->under_way_counted < (uint32_t)transfer->most_chunks) return at;
+    if (transfer->max_chunks == 0 || transfer->under_way_counted < (uint32_t)transfer->max_chunks) return at;
     while (at < transfer->last && (next_range(transfer->order[at])->flags & STIO_WRITE)) ++at;
     return at < transfer->last && is_counted(next_range(transfer->order[at])) ? transfer->last : at;
 }
@@ -215,7 +215,7 @@ static chunk cut(stio_transfer *transfer) {
         if (next->fd != range->fd || next->ring != range->ring || next->offset < made.end) break;
         if (next->direct_fd != range->direct_fd || next->flags != range->flags) break; /* moved in another way */
         if (next->offset - made.end > GAP_BYTES || next->offset >= limit) break;
-        if (range->ring == NULL && made.num_ranges == MOST_RANGES) break;
+        if (range->ring == NULL && made.num_ranges == MAX_RANGES) break;
         made.end = stop_of(next) < limit ? stop_of(next) : limit;
         made.num_ranges += 1;
         last += 1;
@@ -266,7 +266,7 @@ void stio_chunk_ended(const chunk *ended, const stio_failure *failure) {
         }
     }
     if (wakes) pthread_cond_broadcast(&transfer->changed);
-    if (counted && transfer->most_chunks != 0) pthread_cond_broadcast(&engine.work);
+    if (counted && transfer->max_chunks != 0) pthread_cond_broadcast(&engine.work);
 }
 
 /* Reads. */
@@ -394,7 +394,7 @@ static bool move_to_host(const chunk *one, stio_failure *failure) {
         struct iovec rest = {target + done, nbytes - done};
         return read_all(range->fd, &rest, 1, one->begin + (int64_t)done, failure);
     }
-    struct iovec buffers[2 * MOST_RANGES];
+    struct iovec buffers[2 * MAX_RANGES];
     char discarded[GAP_BYTES]; /* the bytes between two ranges; nobody reads them */
     int num_buffers = 0;
     int64_t at = one->begin;
@@ -664,11 +664,11 @@ void stio_engine_end(int milliseconds) {
 
 /* Transfers. */
 
-stio_transfer *stio_transfer_new(int weight, int most_chunks) {
+stio_transfer *stio_transfer_new(int weight, int max_chunks) {
     stio_transfer *const transfer = calloc(1, sizeof *transfer);
     if (transfer == NULL) return NULL;
     transfer->weight = weight < 1 ? 1 : weight;
-    transfer->most_chunks = most_chunks;
+    transfer->max_chunks = max_chunks;
     transfer->patience = 0.02;
     new_condition(&transfer->changed);
     pthread_mutex_init(&transfer->touching, NULL);

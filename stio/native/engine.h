@@ -145,9 +145,9 @@ void stio_pinned_free(stio_pinned *pinned);
 /* Bytes that are pinned now, those of rings included. */
 uint64_t stio_pinned_bytes(void);
 
-/* A transfer. `weight`: share of the threads' time beside other transfers, 1 or more. `most_chunks`: most chunks for
+/* A transfer. `weight`: share of the threads' time beside other transfers, 1 or more. `max_chunks`: most chunks for
  * devices, and of writes, that are under way at one time, 0: no limit. NULL: no memory. */
-stio_transfer *stio_transfer_new(int weight, int most_chunks);
+stio_transfer *stio_transfer_new(int weight, int max_chunks);
 /* Append ranges, which are copied. Groups are moved in the order in which they were added. All ranges of a group come in
  * one call, in the order of their places in the file. Group numbers are small; offset + nbytes fits an int64_t. Ignored
  * once the transfer is stopped or has failed. Returns 0 or ENOMEM. */

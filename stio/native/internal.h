@@ -63,7 +63,7 @@ struct stio_ring {
 };
 
 struct stio_transfer {
-    int weight, most_chunks;
+    int weight, max_chunks;
     group **groups; /* by number */
     size_t num_numbers;
     group **order; /* groups that are not cut: [first, last) */

@@ -48,7 +48,7 @@ from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import FileLock
 from stio.storage.commit.files import status_at
 from stio.storage.local import HAVE_PREADV, LocalFile
-from stio.storage.open import most_open_files
+from stio.storage.open import max_open_files
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ class DiskCache:
         found = list(files)
         left = [k for k, file in enumerate(files) if isinstance(file, RequestedSource) and nbytes[k]]
         left = [k for k in left if nbytes[k] * 2 >= files[k].identity.nbytes and self._key(files[k])]
-        room = max(0, most_open_files() - sum(isinstance(file, LocalFile) for file in files))
+        room = max(0, max_open_files() - sum(isinstance(file, LocalFile) for file in files))
         if len(left) > room:
             message = "%s: %s objects are read without the cache: they are more than this process may open (ulimit -n)"
             log(logging.WARNING, message, self.path, f"{len(left) - room:,}")

@@ -96,7 +96,7 @@ class SaveScheduler:
         if native.available():
             native.count_processors(num_processors)
             with suppress(OSError):  # no more threads
-                self._transfer = native.Transfer(most_chunks=WRITE_DEPTH)
+                self._transfer = native.Transfer(max_chunks=WRITE_DEPTH)
         # The function that is passed does not refer to this object, which refers to the workers: see `WorkerPool`.
         stops = [self._produced.stop, *([] if self._transfer is None else [self._transfer.stop]), on_stop]
         self._workers = WorkerPool("save", changed=pool.changed, on_stop=partial(_call_each, stops))

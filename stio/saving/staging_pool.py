@@ -56,7 +56,7 @@ class StagingPool:
     def __init__(self, budget_bytes: int | str | None) -> None:
         self.budget_bytes = None if budget_bytes is None else checked_size(budget_bytes)
         """See above."""
-        self._most_bytes = self.budget_bytes
+        self._max_bytes = self.budget_bytes
         self.changed = Condition()
         """Guards the pool and the schedulers of its saves: a worker that waits for a block waits for other jobs too."""
         self.block_bytes = 0
@@ -105,7 +105,7 @@ class StagingPool:
             limit_bytes: Most bytes of blocks, in use or free, see `budget_for`; None: the pool's budget.
         """
         with self.changed:
-            self._most_bytes = self.budget_bytes if limit_bytes is None else limit_bytes
+            self._max_bytes = self.budget_bytes if limit_bytes is None else limit_bytes
             if block_bytes != self.block_bytes or make != self.allocate:
                 self.block_bytes, self.allocate = block_bytes, make
                 self.clear()
@@ -119,7 +119,7 @@ class StagingPool:
         if self._free:
             return partial(self._use, self._free.pop(), self.allocate)
         size = self.block_bytes
-        if self.held_bytes and self._most_bytes is not None and self.held_bytes + size > self._most_bytes:
+        if self.held_bytes and self._max_bytes is not None and self.held_bytes + size > self._max_bytes:
             return None
         self.held_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)

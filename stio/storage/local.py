@@ -99,7 +99,7 @@ _LOCAL_FILESYSTEMS = {
 }
 _SYS_CACHESTAT = 451  # Linux 6.5
 _SAMPLE_BYTES = 256 << 10
-_MOST_SAMPLES = 64
+_MAX_SAMPLES = 64
 
 
 # Calls about an open file of these filesystems are answered out of memory, so they keep the GIL: 4 shards have 8 of
@@ -316,7 +316,7 @@ class LocalFile:
         if sys.platform != "linux" or not nbytes:
             return None
         # To count all pages of 1.7 GB in small folios takes the kernel 4 ms, more than the rest of the opening.
-        step = max(_SAMPLE_BYTES, nbytes // _MOST_SAMPLES // SYSTEM_PAGE_BYTES * SYSTEM_PAGE_BYTES)
+        step = max(_SAMPLE_BYTES, nbytes // _MAX_SAMPLES // SYSTEM_PAGE_BYTES * SYSTEM_PAGE_BYTES)
         span, counts = (ctypes.c_uint64 * 2)(), (ctypes.c_uint64 * 5)()
         looked = resident = 0
         for offset in range(0, nbytes, step):

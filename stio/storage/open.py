@@ -82,7 +82,7 @@ def is_hub(url: str) -> bool:
     return schemes.scheme_of(url) == "hf"
 
 
-def most_open_files() -> int:
+def max_open_files() -> int:
     """Return how many files one checkpoint may keep open: a quarter of what this process may open.
 
     A comparison opens two, and a load keeps some of its own.

@@ -30,7 +30,7 @@ from stio.storage.commit.recovery import collect_garbage
 
 SKIPPED = 77
 """Exit status where no filesystem can be mounted."""
-_MOST_KEPT = 10
+_MAX_KEPT = 10
 """Images of one save that are kept."""
 LIES = (("fsync",), ("sync_directory",), ("fsync", "sync_directory"))
 WAYS = ("direct", "buffered")
@@ -132,7 +132,7 @@ class Cutting:
                 require_whole(cut, place, one, self.filesystem)
             except Exception as error:  # noqa: BLE001 - a mount that fails is one, too
                 found.append(f"{self.filesystem}, {one.name}, {way}, {one.after}: {error}")
-                if before is not None and self.keep is not None and len(found) <= _MOST_KEPT:
+                if before is not None and self.keep is not None and len(found) <= _MAX_KEPT:
                     kept = self.keep / f"{self.filesystem}-{len(self.problems) + len(found)}.image"
                     copy_image(before, kept)
                     found[-1] += (

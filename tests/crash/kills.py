@@ -48,7 +48,7 @@ from stio.storage.commit.recovery import collect_garbage
 _SPAN_SECONDS = 0.025
 """A child lives at most so long from its first save's begin: some saves."""
 _PATIENCE_SECONDS = 30.0
-_MOST_KEPT = 5
+_MAX_KEPT = 5
 """Directories of one case that are kept."""
 _MESSAGE = struct.Struct("<q")
 
@@ -131,7 +131,7 @@ class Killing:
             self._clean(by_save)
         except (Torn, FileNotFoundError) as error:
             self.problems.append(f"{self.case.name}, round {self.counts['kills']}: {error}")
-            if self._keep is not None and len(self.problems) <= _MOST_KEPT:
+            if self._keep is not None and len(self.problems) <= _MAX_KEPT:
                 kept = self._keep / f"{self.case.name}, round {self.counts['kills']}".replace(" ", "-")
                 shutil.copytree(self.where.parent, kept, dirs_exist_ok=True)
             self.standing = max(self.standing, begun)

@@ -28,7 +28,7 @@ from contextlib import suppress
 from typing import Any
 
 _PATIENCE_SECONDS = 60
-_MOST_FILES = 253
+_MAX_FILES = 253
 """Open files that one message can carry."""
 LIBC = ctypes.CDLL(None)
 _FREE_FROM = 500
@@ -103,7 +103,7 @@ def time_out(*_: object) -> None:
 def serve_client(connection: socket.socket) -> dict[str, Any] | None:
     """Fork what the client wants to run; return in the child, and stay beside it in this process to report its end."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    _, files, _, _ = socket.recv_fds(connection, 1, _MOST_FILES)
+    _, files, _, _ = socket.recv_fds(connection, 1, _MAX_FILES)
     with connection.makefile("rb") as received:
         request: dict[str, Any] = marshal.load(received)
     child = os.fork()

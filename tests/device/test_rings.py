@@ -121,7 +121,7 @@ def test_each_tensor_has_its_bytes(place: Any, source: Path, tensors: Any, budge
     assert {span.lane.rpartition("-")[0] for span in trace.spans if span.name == "read"} == {"engine"}
     assert {span.detail for span in trace.spans if span.name == "read"} == {"DevicePath"}
     assert here.device.num_staging == 0
-    assert 0 < here.ring.held_bytes <= native.MOST_THREADS * SLOTS_BYTES
+    assert 0 < here.ring.held_bytes <= native.MAX_THREADS * SLOTS_BYTES
     assert here.driver.pinned_bytes == here.ring.held_bytes == stio.stats().staging_held_bytes
     here.ring.ring.trim()
     assert here.driver.pinned_bytes == here.ring.held_bytes == 0

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from distributed.ranks import MOST_SECONDS, PRELOADED, results_of, run_some
+from distributed.ranks import MAX_SECONDS, PRELOADED, results_of, run_some
 
 from tests.crash import shim
 
@@ -106,7 +106,7 @@ class Hosts:
         for number, pipe in enumerate(self._pipes):
             own = range(number * ranks_per_host, (number + 1) * ranks_per_host)
             pipe.send((own, function, num_ranks, results, arguments, killed))
-        answers = [pipe.recv() if pipe.poll(MOST_SECONDS + 10) else "a host does not answer" for pipe in self._pipes]
+        answers = [pipe.recv() if pipe.poll(MAX_SECONDS + 10) else "a host does not answer" for pipe in self._pipes]
         wrong = "\n".join(dict.fromkeys(answer for answer in answers if answer is not None))
         assert not wrong, wrong
         return results_of(num_ranks, results)

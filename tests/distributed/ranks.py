@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-MOST_SECONDS = 120
+MAX_SECONDS = 120
 SHARED_RANKS = 4
 """Processes of a `RankSet`."""
 
@@ -98,7 +98,7 @@ class RankSet:
         running = [pipe for _, pipe in self._ranks[:num_ranks]]
         for rank, pipe in enumerate(running):
             pipe.send((function, rank, num_ranks, meeting, str(results), arguments))
-        end, ended_early = time.monotonic() + MOST_SECONDS, False
+        end, ended_early = time.monotonic() + MAX_SECONDS, False
         while running and time.monotonic() < end:
             for pipe in wait(running, timeout=1):
                 assert isinstance(pipe, Connection)
@@ -142,7 +142,7 @@ def run_some(
     }
     for process in processes.values():
         process.start()
-    end = time.monotonic() + MOST_SECONDS
+    end = time.monotonic() + MAX_SECONDS
     awaited = [process for rank, process in processes.items() if rank not in killed] or list(processes.values())
     while alive := [process.sentinel for process in awaited if process.is_alive()]:
         if time.monotonic() > end:

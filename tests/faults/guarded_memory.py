@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-LEAST_BYTES = 256
+MIN_BYTES = 256
 """Smaller allocations of torch are ordinary ones."""
 
 _SOURCE = r"""
@@ -95,7 +95,7 @@ def why_not() -> str:
 def build(directory: Path) -> Path:
     """Compile the library for LD_PRELOAD."""
     source, library = directory / "guarded.c", directory / "guarded.so"
-    source.write_text(_SOURCE % {"least": LEAST_BYTES})
+    source.write_text(_SOURCE % {"least": MIN_BYTES})
     subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     return library
 

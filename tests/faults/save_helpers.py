@@ -245,7 +245,7 @@ class Outcome:
     """Standard error."""
 
 
-MOST_SECONDS = 40.0
+MAX_SECONDS = 40.0
 """How long scripts may take together, on a busy machine."""
 
 TOGETHER = """
@@ -320,7 +320,7 @@ def finish(pids: Mapping[int, Path], idle_seconds: float) -> None:
         time.sleep(0.05)
         return ended | hanging == pids.keys()
 
-    eventually(all_settled, MOST_SECONDS)
+    eventually(all_settled, MAX_SECONDS)
     print(json.dumps({where.name: pid in ended for pid, where in pids.items()}))
     for pid in pids:
         with suppress(ProcessLookupError):

@@ -23,7 +23,7 @@ from stio import sync
 
 IDLE_SECONDS = 2.5
 """After which time without any activity a script hangs."""
-MOST_SECONDS = 2.5
+MAX_SECONDS = 2.5
 """How long a wait may take: a second is promised for a cancel, half a second is asked for as the patience; the rest is
 for a busy machine."""
 
@@ -512,7 +512,7 @@ def test_c222_a_lock_that_others_hold(outcomes: dict[str, Outcome], name: str) -
     if name not in outcomes:
         pytest.skip(NOT_ROOT)
     require_ended(outcomes[name])
-    assert float(outcomes[name].stdout) < MOST_SECONDS
+    assert float(outcomes[name].stdout) < MAX_SECONDS
 
 
 # 228: places in the queue.

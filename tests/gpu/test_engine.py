@@ -108,13 +108,13 @@ def test_loads_share_a_ring_and_give_it_back_when_it_is_idle(
     """Slots are pinned while loads come, and returned soon after the last one."""
     gc.collect()
     before = settled_pinned_bytes()
-    most_bytes = 3 * native.CHUNK_BYTES * 16
+    max_bytes = 3 * native.CHUNK_BYTES * 16
     try:
         with ThreadPoolExecutor(3) as pool:
             for found in pool.map(lambda _: stio.sync.load(path, device=device), range(6)):
                 require_equal(found, tensors)
         held = held_bytes()
-        assert 0 < held == simdevice.pinned_bytes() - before <= most_bytes
+        assert 0 < held == simdevice.pinned_bytes() - before <= max_bytes
         native.set_idle(0.05)
         assert eventually(lambda: simdevice.pinned_bytes() == before)
         assert held_bytes() == 0

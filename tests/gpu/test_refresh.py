@@ -24,7 +24,7 @@ MIB = 1 << 20
 NUM_LAYERS = 24
 WIDTH = 512  # 1 MiB of float32 a layer
 
-LEAST_BYTES = 512
+MIN_BYTES = 512
 """What the allocator takes for the smallest tensor: torch makes one, for a moment, when it puts a tensor over a storage."""
 
 own_streams = pytest.mark.parametrize("own_stream", [False, True])
@@ -87,7 +87,7 @@ def test_the_device_needs_no_more_memory_than_the_budget(weights_path: Path) -> 
     stio.sync.load_into(module, weights_path, budget_bytes=budget_bytes)
     torch.accelerator.synchronize(device)
     extra = torch.accelerator.max_memory_allocated(device) - before
-    assert 0 < extra <= budget_bytes + LEAST_BYTES < NUM_LAYERS * MIB
+    assert 0 < extra <= budget_bytes + MIN_BYTES < NUM_LAYERS * MIB
 
 
 class Kinds(nn.Module):

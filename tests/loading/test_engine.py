@@ -262,7 +262,7 @@ def test_loads_at_once(file: LocalFile, data: bytes) -> None:
     for worker in workers:
         worker.join(60)
     assert found == [True] * 8
-    assert eventually(lambda: 1 <= native.num_threads() <= native.MOST_THREADS)
+    assert eventually(lambda: 1 <= native.num_threads() <= native.MAX_THREADS)
 
 
 def test_an_image_of_whole_pages_is_read_by_whole_pages(file: LocalFile) -> None:

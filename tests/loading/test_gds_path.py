@@ -158,7 +158,7 @@ def test_tensors_on_the_cpu_beside(make, source, tensors) -> None:
 
 
 def test_short_reads_go_on(make, source, tensors, warnings) -> None:
-    here = make(most_bytes=7001)
+    here = make(max_bytes=7001)
     require_equal(here.load(source), tensors)
     assert warnings() == []
     assert here.cufile.num_reads > 500
@@ -220,7 +220,7 @@ def test_what_does_not_serve_is_staged(make, source, tensors, warnings, fault, s
     (warning,) = warnings()
     assert "files are read through the host" in warning
     assert says in warning
-    assert here.cufile.num_reads <= native.MOST_THREADS
+    assert here.cufile.num_reads <= native.MAX_THREADS
     del found
     here.require_freed()
 
@@ -239,7 +239,7 @@ def test_failing_read_at_every_number(make, source, tensors, warnings) -> None:
         if here.cufile.num_reads < number:
             break
         assert len(warnings()) == number, number  # one for each load, whichever files it had
-        assert here.cufile.num_reads < number + native.MOST_THREADS  # it is not tried again
+        assert here.cufile.num_reads < number + native.MAX_THREADS  # it is not tried again
     assert number > 8
 
 
@@ -330,7 +330,7 @@ def test_cancel(make, source) -> None:
         assert here.cufile.hold_read == 0  # it was waited for
 
     asyncio.run(cancel_in_a_read())
-    assert here.cufile.num_reads < 10 + native.MOST_THREADS
+    assert here.cufile.num_reads < 10 + native.MAX_THREADS
     here.require_freed()
 
 

@@ -7,7 +7,7 @@ enum { RIGHT_BYTES, NO_BYTES, WRONG_BYTES };
 
 typedef struct {
     int64_t num_open, num_opened, num_reads, read_bytes;
-    int64_t most_bytes;   /* that a read brings; 0: all */
+    int64_t max_bytes;   /* that a read brings; 0: all */
     int32_t open_code;    /* of cuFileDriverOpen */
     int32_t refuse_file;  /* number of the file, from 1, that is refused */
     int32_t fail_read;    /* number of the read, from 1, from which on reads fail; 0: none */
@@ -85,7 +85,7 @@ ssize_t cuFileRead(void *handle, void *target, size_t nbytes, off_t offset, off_
         if (now.fail_code > 0) errno = now.fail_code;
         return now.fail_code > 0 ? -1 : now.fail_code;
     }
-    if (now.most_bytes > 0 && nbytes > (size_t)now.most_bytes) nbytes = (size_t)now.most_bytes;
+    if (now.max_bytes > 0 && nbytes > (size_t)now.max_bytes) nbytes = (size_t)now.max_bytes;
     char *const bytes = malloc(nbytes + 1);
     const ssize_t count = pread(file->fd, bytes, nbytes, offset);
     if (count > 0 && now.does == WRONG_BYTES) bytes[count - 1] ^= 1;

@@ -51,7 +51,7 @@ typedef struct device {
     bool is_ended, is_paused;
     int steps; /* operations that may run nevertheless */
     uint64_t random;
-    unsigned most_delay_us;
+    unsigned max_delay_us;
     int copies_until_refused, events_until_failed, creations_until_refused, contexts_until_refused; /* 0: never */
     bool pin_refused;
     pthread_t thread;
@@ -79,7 +79,7 @@ static void *device_run(void *argument) {
         while ((self->first == NULL || (self->is_paused && self->steps == 0)) && !self->is_ended) pthread_cond_wait(&self->changed, &self->lock);
         operation *const one = self->first;
         if (one == NULL) break;
-        const uint64_t delay = self->most_delay_us == 0 ? 0 : below(&self->random, self->most_delay_us);
+        const uint64_t delay = self->max_delay_us == 0 ? 0 : below(&self->random, self->max_delay_us);
         pthread_mutex_unlock(&self->lock);
         if (delay > 0) pause_us(delay);
         if (one->event == NULL) {
@@ -263,10 +263,10 @@ static const stio_driver driver = {
     .not_ready = 600,
 };
 
-static void device_start(device *one, uint64_t random, unsigned most_delay_us) {
+static void device_start(device *one, uint64_t random, unsigned max_delay_us) {
     pthread_mutex_init(&one->lock, NULL);
     pthread_cond_init(&one->changed, NULL);
     one->random = random;
-    one->most_delay_us = most_delay_us;
+    one->max_delay_us = max_delay_us;
     REQUIRE(pthread_create(&one->thread, NULL, device_run, one) == 0, 0, 0);
 }

@@ -56,9 +56,9 @@ void fake_fail(device *one, int copy, int event, int creation, int context, bool
     pthread_mutex_unlock(&one->lock);
 }
 
-void fake_delay(device *one, unsigned most_delay_us) {
+void fake_delay(device *one, unsigned max_delay_us) {
     pthread_mutex_lock(&one->lock);
-    one->most_delay_us = most_delay_us;
+    one->max_delay_us = max_delay_us;
     pthread_mutex_unlock(&one->lock);
 }
 

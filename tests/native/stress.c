@@ -44,7 +44,7 @@
 #define NUM_WORKERS 3
 #define FILE_BYTES (((size_t)9 << 20) + 1234)
 #define MOST_GROUPS 24
-#define MOST_RANGES 6000
+#define MAX_RANGES 6000
 #define WATCHDOG_SECONDS 90
 #define POISON 0xA5
 #define AFTER_END 0x5B
@@ -217,7 +217,7 @@ typedef struct {
     size_t used;
     int target_fd, target_direct_fd; /* a file of its own */
     size_t written; /* bytes of it that ranges have */
-    stio_range ranges[MOST_RANGES];
+    stio_range ranges[MAX_RANGES];
     size_t num_ranges;
     planned groups[MOST_GROUPS];
     int num_groups;
@@ -271,7 +271,7 @@ static void plan_group(worker *self) {
     *group = (planned){.first = self->num_ranges};
     int64_t offset = (int64_t)below(random, FILE_BYTES / 2);
     if (is_aligned) offset -= offset % 4096;
-    for (size_t k = 0; k < wanted && self->num_ranges < MOST_RANGES; ++k) {
+    for (size_t k = 0; k < wanted && self->num_ranges < MAX_RANGES; ++k) {
         size_t nbytes = random_size(random, kind);
         if (k > 0 && kind == 0) offset += (int64_t)below(random, chance(random, 10) ? 200000 : 100);
         if (k > 0 && kind == 1) offset += (int64_t)below(random, 100 << 10);
@@ -327,7 +327,7 @@ static void plan_group(worker *self) {
 
 /* A group whose transfer must fail. */
 static void plan_fault(worker *self) {
-    if (self->num_ranges == MOST_RANGES || self->num_groups == MOST_GROUPS || self->used + 8192 > ARENA_BYTES) return;
+    if (self->num_ranges == MAX_RANGES || self->num_groups == MOST_GROUPS || self->used + 8192 > ARENA_BYTES) return;
     self->fault = (enum fault)(1 + below(&self->random, NUM_FAULTS - 1));
     stio_range *const range = &self->ranges[self->num_ranges];
     *range = (stio_range){
@@ -605,11 +605,11 @@ static void disturb(uint64_t *random) {
         pthread_mutex_lock(&cufile_lock);
         cufile.fail_read = chance(random, 60) ? 0 : (int32_t)(cufile.num_reads + 1 + (int64_t)below(random, 60));
         cufile.fail_code = (int32_t[]){-5044, EIO, 0}[below(random, 3)];
-        cufile.most_bytes = chance(random, 50) ? 0 : 20000 + (int64_t)below(random, 500000);
+        cufile.max_bytes = chance(random, 50) ? 0 : 20000 + (int64_t)below(random, 500000);
         pthread_mutex_unlock(&cufile_lock);
     } else {
         pthread_mutex_lock(&devices[d].lock);
-        devices[d].most_delay_us = chance(random, 40) ? 0 : (unsigned)below(random, 300);
+        devices[d].max_delay_us = chance(random, 40) ? 0 : (unsigned)below(random, 300);
         if (what == 83) devices[d].copies_until_refused = 1 + (int)below(random, 60);
         if (what == 84) devices[d].events_until_failed = 1 + (int)below(random, 60);
         if (what == 85) devices[d].creations_until_refused = 1 + (int)below(random, 4);

@@ -127,9 +127,9 @@ class Device:
         """Whether a call that unpins memory waits."""
         return bool(self._library.fake_unpin_waits())
 
-    def delay(self, most_us: int) -> None:
+    def delay(self, max_us: int) -> None:
         """Delay each operation by up to so many microseconds."""
-        self._library.fake_delay(self.pointer, most_us)
+        self._library.fake_delay(self.pointer, max_us)
 
     def fail(self, *, copy: int = 0, event: int = 0, creation: int = 0, context: int = 0, pin: bool = False) -> None:
         """Let the n-th call of each function from now on fail; 0: none."""

@@ -94,7 +94,7 @@ def test_bytes_arrive_and_no_others(make, file: File, device: Device, offset: in
 
 def test_reads_begin_at_pages_and_end_within_a_chunk(make, file: File, device: Device) -> None:
     """So that a disk reads no page twice, and a cancel is heard."""
-    stand_in, handle = make(most_bytes=0)
+    stand_in, handle = make(max_bytes=0)
     load(file, device, handle, [(5000, 8 * MIB, True)])
     assert stand_in.num_reads == 5  # the first one ends 2 MiB behind the page in which it begins
 
@@ -112,7 +112,7 @@ def test_neighbours_of_other_kinds_are_read_apart(make, file: File, device: Devi
 
 
 def test_a_short_read_goes_on(make, file: File, device: Device) -> None:
-    stand_in, handle = make(most_bytes=300_001)
+    stand_in, handle = make(max_bytes=300_001)
     load(file, device, handle, [(12, 3 * MIB, True)])
     assert stand_in.num_reads == 7 + 4
     assert handle.failure is None
@@ -123,7 +123,7 @@ def test_a_short_read_goes_on(make, file: File, device: Device) -> None:
 @pytest.mark.parametrize("number", [1, 2, 3, 6])
 def test_after_a_failure_the_ring_reads_the_rest(make, file: File, device: Device, code: int, number: int) -> None:
     """Also what the failing read has begun."""
-    _, handle = make(fail_read=number, fail_code=code, most_bytes=1_500_000)
+    _, handle = make(fail_read=number, fail_code=code, max_bytes=1_500_000)
     load(file, device, handle, [(4, 6 * MIB, True), (7 * MIB + 1, 4 * MIB, True)], num_groups=2)
     failure = handle.failure
     assert failure is not None
@@ -140,7 +140,7 @@ def test_after_a_failure_cufile_is_not_tried_again(make, file: File, device: Dev
     stand_in, handle = make(fail_read=1)
     for k in range(1, 3):
         load(file, device, handle, [(k, FILE_BYTES - k, True)] * 12)
-        assert k <= stand_in.num_reads <= k * native.MOST_THREADS
+        assert k <= stand_in.num_reads <= k * native.MAX_THREADS
 
 
 def test_an_error_that_stays_is_the_ring_s(make, file: File, device: Device) -> None:

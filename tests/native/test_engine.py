@@ -186,7 +186,7 @@ def test_bytes_are_written_and_no_others(direct: bool, shift: int, file: File, t
             os.pwrite(target.fd, bytes([POISON]) * (offset + nbytes + 5000), 0)
             # Of memory and file the first page is at the same place, where the source is aligned.
             at = offset % 4096 if shift == 0 else 0
-            transfer, ranges = Transfer(most_chunks=2), Ranges()
+            transfer, ranges = Transfer(max_chunks=2), Ranges()
             ranges.host_to_file(0, source.address + at, nbytes, target.fd, target.direct_fd if direct else -1, offset)
             transfer.add(ranges)
             take_all(transfer, 1)
@@ -221,7 +221,7 @@ def test_direct_writes_go_past_the_page_cache(offset: int, tmp_path: Path) -> No
 
 def test_many_writes_beside_copies(file: File, target: Target) -> None:
     """What a save does: blocks are filled from small tensors, then written, several at a time."""
-    blocks, transfer = [Memory(MIB) for _ in range(16)], Transfer(most_chunks=4)
+    blocks, transfer = [Memory(MIB) for _ in range(16)], Transfer(max_chunks=4)
     source = Memory(FILE_BYTES)
     source.fill(file.bytes)
     ranges = Ranges()
@@ -289,7 +289,7 @@ def test_no_write_begins_behind_a_stop(target: Target) -> None:
     source = Memory(16 * MIB)
     for _ in range(20):
         os.pwrite(target.fd, bytes(16 * MIB), 0)
-        transfer, ranges = Transfer(most_chunks=1), Ranges()
+        transfer, ranges = Transfer(max_chunks=1), Ranges()
         for group in range(16):
             ranges.host_to_file(group, source.address + group * MIB, MIB, target.fd, target.direct_fd, group * MIB)
         transfer.add(ranges)
@@ -309,7 +309,7 @@ def test_nothing_is_left_of_a_thousand_writes(target: Target) -> None:
     source = Memory(3 * MIB)
 
     def once() -> None:
-        transfer, ranges = Transfer(most_chunks=2), Ranges()
+        transfer, ranges = Transfer(max_chunks=2), Ranges()
         for group in range(3):
             ranges.host_to_file(group, source.address, 10_000, target.fd, target.direct_fd, group * MIB)
             ranges.host_to_host(3 + group, source.address, 5000, source.address + MIB)
@@ -435,7 +435,7 @@ def started_order(done: list[Done]) -> list[int]:
 
 def test_arranged_groups_are_next_and_none_is_lost(file: File, device: Device) -> None:
     device.pause()
-    memory, ranges, transfer = Memory(12 * MIB), Ranges(), Transfer(most_chunks=1)
+    memory, ranges, transfer = Memory(12 * MIB), Ranges(), Transfer(max_chunks=1)
     ranges.file_to_device(0, file.fd, -1, 0, 5 * MIB, memory.address, device.ring)  # in three chunks
     for group in range(1, 10):
         ranges.file_to_device(
@@ -542,8 +542,8 @@ def broken(file: File, device: Device) -> Iterator[Callable[..., Failure]]:
     """Return a function that adds a range with a fault behind good ones, and returns how the transfer fails."""
     memory = Memory(3 * MIB)
 
-    def run(describe: Callable[[Ranges], None], *, most_chunks: int = 0) -> Failure:
-        ranges, transfer = Ranges(), Transfer(most_chunks=most_chunks)
+    def run(describe: Callable[[Ranges], None], *, max_chunks: int = 0) -> Failure:
+        ranges, transfer = Ranges(), Transfer(max_chunks=max_chunks)
         for group in range(5):
             ranges.file_to_host(group, file.fd, -1, group * 1000, 1000, memory.address + group * 1000)
         describe(ranges)
@@ -800,7 +800,7 @@ def test_a_device_that_stands_still_keeps_no_other_one_from_its_end(
 def test_no_more_chunks_than_allowed_are_under_way(file: File, device: Device) -> None:
     device.pause()
     before = device.num_copies
-    memory, transfer = Memory(FILE_BYTES), Transfer(most_chunks=2)
+    memory, transfer = Memory(FILE_BYTES), Transfer(max_chunks=2)
     transfer.add(whole_file(file, device, memory))
     assert eventually(lambda: device.num_copies > before)
     assert settle(device) == before + 2
@@ -845,7 +845,7 @@ def test_a_transfer_that_is_dropped_is_waited_for_without_the_gil(file: File, de
 
 def test_a_stop_begins_no_chunk(file: File, device: Device) -> None:
     device.pause()
-    memory, transfer = Memory(FILE_BYTES), Transfer(most_chunks=1)
+    memory, transfer = Memory(FILE_BYTES), Transfer(max_chunks=1)
     transfer.add(whole_file(file, device, memory))
     assert eventually(lambda: device.num_copies > 0)
     count = settle(device)

@@ -138,7 +138,7 @@ def once(at):
     path = folder / "faulty"
     path.write_bytes(old)
     fd, direct_fd = os.open(path, os.O_WRONLY), os.open(path, os.O_WRONLY | os.O_DIRECT)
-    ranges, transfer = Ranges(), Transfer(most_chunks=4)
+    ranges, transfer = Ranges(), Transfer(max_chunks=4)
     for group, (offset, nbytes) in enumerate(PARTS):
         ranges.host_to_file(group, memory.address + offset, nbytes, fd, direct_fd if way == "direct" else -1, offset)
     before = shim.shim_hits()
@@ -227,7 +227,7 @@ path = Path(sys.argv[1]) / "faulty"
 path.write_bytes(bytes(60 << 20))
 fd = os.open(path, os.O_WRONLY)
 most = int(sys.argv[2])
-transfer, warm = Transfer(most_chunks=most), Transfer()
+transfer, warm = Transfer(max_chunks=most), Transfer()
 ranges = Ranges()
 for k in range(200):
     ranges.host_to_host(k, memory.address, 2 << 20, memory.address)

@@ -38,8 +38,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SKIPPED = 77
 """Exit status of a program that cannot run here; its last line says why."""
 LONGEST = 4.0
-LEAST_SECONDS = 300.0
-"""A program that takes `LONGEST` times the seconds of its stage's row and `LEAST_SECONDS` is stopped: a failure."""
+MIN_SECONDS = 300.0
+"""A program that takes `LONGEST` times the seconds of its stage's row and `MIN_SECONDS` is stopped: a failure."""
 ABORT_SECONDS = 15.0
 """Between the signal at which Python prints the stacks of its threads, and the one that ends the process."""
 PACKAGES = ("torch", "safetensors", "anyio", "trio", "uvloop", "msgspec")
@@ -303,7 +303,7 @@ class Runner:
         start, statuses, lines = time.perf_counter(), [], []
         log = self.run.out / f"{stage.name}.log"
         log.write_text("")
-        limit = LEAST_SECONDS + LONGEST * stage.seconds * max(self.run.scale, 0.2)
+        limit = MIN_SECONDS + LONGEST * stage.seconds * max(self.run.scale, 0.2)
         commands: list[Command] = []
         try:
             commands = stage.commands(self.run, place, keep)

@@ -151,7 +151,7 @@ def test_a_run(tmp_path):
 
 
 def test_a_stage_that_hangs_shows_its_stacks(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(run, "MIN_SECONDS", 0.5)
     monkeypatch.setattr(run, "LONGEST", 0.0)
     hung = _stage("hung", "import time\ntime.sleep(60)")  # waits: until it is killed
     assert carry_out(Run(7, 1.0, tmp_path, sys.executable), [hung]) == 1

@@ -95,7 +95,7 @@ class HttpServer:
     honours_if_match: bool = True
     weak_etags: bool = False
     requests: list[Request] = field(default_factory=list)
-    most_at_once: int = 0
+    max_at_once: int = 0
     user: str = ""
     certificate: tuple[str, str] | None = None
 
@@ -160,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         with store.lock:
             store.under_way += 1
-            store.most_at_once = max(store.most_at_once, store.under_way)
+            store.max_at_once = max(store.max_at_once, store.under_way)
         time.sleep(store.latency_seconds)
         with store.lock:  # before the answer: whoever has it may send the next request
             store.under_way -= 1

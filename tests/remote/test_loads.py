@@ -211,14 +211,14 @@ def test_requests_under_way_and_their_memory_stay_within_the_budget(server: Http
     tensors = put_large(server, 8 << 20, 8)
     # The first latency is longer than a busy machine takes to start eight threads.
     for budget_bytes, most, latency_seconds in ((32 << 20, 8, 0.1), (2 << 20, 1, 0.02)):
-        server.most_at_once, server.latency_seconds = 0, latency_seconds
+        server.max_at_once, server.latency_seconds = 0, latency_seconds
         root = RemoteRoot(server.url, requests=Requests(1 << 20, 8, 1 << 20))
         source = SingleFileRoot(root, "m.safetensors")
         with stio.sync.open(source, budget_bytes=budget_bytes) as checkpoint:
             found = {name: tensor.clone() for name, tensor in checkpoint.stream()}
         assert same(found, tensors)
-        assert server.most_at_once <= most
-        assert most == 1 or server.most_at_once > 4
+        assert server.max_at_once <= most
+        assert most == 1 or server.max_at_once > 4
 
 
 @pytest.mark.parametrize("memory", ["map", "lazy"])
@@ -389,12 +389,12 @@ def test_to_a_device(server: HttpServer, budget_bytes: int, most: int) -> None:
     device = FakeDevice()
     found = stio.sync.load(f"{server.url}/m.safetensors", device=device, budget_bytes=budget_bytes)
     assert same(found, tensors)
-    assert server.most_at_once <= most
+    assert server.max_at_once <= most
     largest = max(
         int(last) + 1 - int(first)
         for first, last in (request.headers["range"][6:].split("-") for request in server.requests)
     )
-    assert 2 * largest * server.most_at_once <= budget_bytes
+    assert 2 * largest * server.max_at_once <= budget_bytes
 
 
 @pytest.mark.slow
@@ -403,7 +403,7 @@ def test_a_load_with_a_small_budget_uses_little_memory(server: HttpServer) -> No
     put_large(server, 400_000, 3)
     stio.sync.load(f"{server.url}/m.safetensors", budget_bytes=1)
     assert len(server.requests) > 50
-    assert server.most_at_once == 1
+    assert server.max_at_once == 1
 
 
 def test_shards_are_opened_together(server: HttpServer, tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_shards_are_opened_together(server: HttpServer, tmp_path: Path) -> None:
     server.latency_seconds = 0.05
     with stio.sync.open(f"{server.url}/m") as checkpoint:
         assert len(checkpoint) == 12
-    assert server.most_at_once > 6
+    assert server.max_at_once > 6
     assert len(server.requests) == 13  # the index, and one for each shard
 
 
@@ -425,7 +425,7 @@ def test_large_tensors_keep_all_connections_busy(server: HttpServer) -> None:
     server.latency_seconds = 0.05
     tensors = put_large(server, 12 << 20, 2)
     assert same(stio.sync.load(f"{server.url}/m.safetensors", budget_bytes=16 << 20), tensors)
-    assert server.most_at_once > 6  # 8 MiB for answers of 1 MiB; both tensors with theirs would not fit beside them
+    assert server.max_at_once > 6  # 8 MiB for answers of 1 MiB; both tensors with theirs would not fit beside them
 
 
 @pytest.mark.matrix

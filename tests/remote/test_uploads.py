@@ -53,11 +53,11 @@ class SilentFolder:
             self.held.clear()
 
 
-@pytest.mark.parametrize("most_mib", [5, 24, 60])
-def test_the_parts_of_all_shards_have_one_bound(most_mib: int) -> None:
+@pytest.mark.parametrize("max_mib", [5, 24, 60])
+def test_the_parts_of_all_shards_have_one_bound(max_mib: int) -> None:
     """A store that is silent holds up the save, and not its memory; each shard that has begun may have one part."""
     folder: Any = SilentFolder()
-    parts = PartMemory(most_mib * MIB)
+    parts = PartMemory(max_mib * MIB)
     size, num = 40 * MIB, 3
     uploads = [Upload(folder, f"shard-{k}", size, parts) for k in range(num)]
     block = memory.allocate(4 * MIB)
@@ -75,7 +75,7 @@ def test_the_parts_of_all_shards_have_one_bound(most_mib: int) -> None:
     for thread in threads:
         thread.start()
     assert eventually(is_full)
-    assert sum(parts._held.values()) <= most_mib * MIB + (num - 1) * parts.part_bytes
+    assert sum(parts._held.values()) <= max_mib * MIB + (num - 1) * parts.part_bytes
     folder.answer()
     for thread in threads:
         thread.join(20)

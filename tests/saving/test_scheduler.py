@@ -772,4 +772,4 @@ def test_trace_has_spans_for_each_block_and_each_file():
     assert sorted(span.detail for span in trace.spans if span.name == "sync") == ["shard 1", "shard 2"]
     assert all(span.start <= span.end for span in trace.spans)
     lanes = {"caller", "save", *(f"save-{k}" for k in range(1, NUM_WORKERS))}
-    assert {span.lane for span in trace.spans} <= lanes | {f"engine-{k}" for k in range(1, native.MOST_THREADS + 1)}
+    assert {span.lane for span in trace.spans} <= lanes | {f"engine-{k}" for k in range(1, native.MAX_THREADS + 1)}

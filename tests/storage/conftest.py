@@ -112,9 +112,9 @@ ssize_t pread(int fd, void *memory, size_t nbytes, off_t offset) { return hooked
 ssize_t pread64(int fd, void *memory, size_t nbytes, off64_t offset) { return hooked_one(fd, memory, nbytes, offset); }
 
 /* Writes. `shim_writes(1)`: those past the page cache, `(0)`: the others; `shim_most_writes`: under way at one time. */
-static atomic_int writes[2], under_way, most_under_way, writebacks;
+static atomic_int writes[2], under_way, max_under_way, writebacks;
 int shim_writes(int direct) { return writes[direct]; }
-int shim_most_writes(void) { return most_under_way; }
+int shim_most_writes(void) { return max_under_way; }
 int shim_writebacks(void) { return writebacks; }
 
 static ssize_t hooked_write(int fd, const void *memory, size_t nbytes, off64_t offset) {
@@ -124,8 +124,8 @@ static ssize_t hooked_write(int fd, const void *memory, size_t nbytes, off64_t o
     int is_direct = (fcntl(fd, F_GETFL) & O_DIRECT) != 0, hit = ++hits;
     writes[is_direct]++;
     if (mode_is("slow")) {
-        int now = ++under_way, most = most_under_way;
-        while (now > most && !atomic_compare_exchange_weak(&most_under_way, &most, now)) continue;
+        int now = ++under_way, most = max_under_way;
+        while (now > most && !atomic_compare_exchange_weak(&max_under_way, &most, now)) continue;
         usleep(3000);
         ssize_t count = real(fd, memory, nbytes, offset);
         under_way--;

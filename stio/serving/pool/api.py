@@ -40,7 +40,7 @@ from stio.storage.checks import broken_link
 RING_BYTES = 96 << 20
 """Most staging memory of loads to a device."""
 
-_LEAST_BUDGET_BYTES = 4 << 20
+_MIN_BUDGET_BYTES = 4 << 20
 
 
 class ModelUse(AsyncOnly, Caller):
@@ -138,7 +138,7 @@ class ModelPool(AsyncOnly):
             raise TypeError(f"disk= takes a stio.DiskCache, not {disk!r}")
         where: Any = with_current_index(device, current_device())
         bound = checked_size(device_bytes, "device_bytes")
-        budget = max(_LEAST_BUDGET_BYTES, min(ACCELERATOR_BUDGET_BYTES, bound // 8))
+        budget = max(_MIN_BUDGET_BYTES, min(ACCELERATOR_BUDGET_BYTES, bound // 8))
         self._disk, self._host = disk, None
         if host_bytes != 0:
             left = checked_size(host_bytes, "host_bytes") - (0 if str(where) == "cpu" else RING_BYTES)

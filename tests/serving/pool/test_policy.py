@@ -14,7 +14,7 @@ import pytest
 
 from stio.serving.pool.policy import LIFE_CYCLE, Event, Model, ModelRequest, Policy, State
 
-LOAD, EVICT, MEASURE, UPDATE, MOST_USE = 2.0, 0.5, 0.1, 1.0, 3.0
+LOAD, EVICT, MEASURE, UPDATE, MAX_USE = 2.0, 0.5, 0.1, 1.0, 3.0
 
 
 @dataclass
@@ -31,7 +31,7 @@ class History:
     waits: dict[ModelRequest, float] = field(default_factory=dict)
     outcomes: dict[ModelRequest, str] = field(default_factory=dict)
     num_loads: int = 0
-    most_waiting: int = 0
+    max_waiting: int = 0
     numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def at(self, seconds: float, event: Callable[[], None]) -> None:
@@ -100,7 +100,7 @@ class History:
             self.at(UPDATE, lambda model=model: self.finish_update(model))
         for model in decision.refuse:
             self.fail(model)
-        self.most_waiting = max(self.most_waiting, sum(len(one.calls) for one in self.policy.models))
+        self.max_waiting = max(self.max_waiting, sum(len(one.calls) for one in self.policy.models))
 
     def run(self) -> None:
         self.step()
@@ -131,7 +131,7 @@ def test_random_histories(part: int) -> None:
         time = 0.0
         for _ in range(rng.randint(1, 60)):
             time += rng.expovariate(rng.choice([0.3, 3.0, 30.0]))
-            model, use = rng.choice(models), rng.uniform(0, MOST_USE)
+            model, use = rng.choice(models), rng.uniform(0, MAX_USE)
             priority = rng.choice([0, 0, 0, 1, 2])
             leaves = rng.uniform(0, 5) if rng.random() < 0.2 else None
             if rng.random() < 0.05:
@@ -145,7 +145,7 @@ def test_random_histories(part: int) -> None:
         for call, outcome in history.outcomes.items():
             assert outcome != "failed" or call in history.waits
         # Each model ahead of a caller costs at most one hold, one use, an eviction, a load and an update.
-        one = hold + MOST_USE + EVICT + LOAD + MEASURE + UPDATE
+        one = hold + MAX_USE + EVICT + LOAD + MEASURE + UPDATE
         assert max(history.waits.values(), default=0.0) <= (2 * len(models) + 2) * one + 2 * hold
 
 
