@@ -200,8 +200,8 @@ FALLIBLE = [
     "unlink", "write", "write_bytes",
 ]  # fmt: skip
 INFALLIBLE = [
-    "close", "copy_owner", "exists", "fchmod", "read_attributes", "remove_attribute",
-    "remove_directory", "remove_tree", "start_writeback", "try_lock", "unlock", "write_attribute",
+    "close", "copy_owner", "exists", "fchmod", "has_access_list", "remove_access_list",
+    "remove_directory", "remove_tree", "start_writeback", "try_lock", "unlock",
 ]  # fmt: skip
 
 

@@ -4,8 +4,9 @@ A lock file (`FileLock`) is locked by `flock`. Its owner removes it before it re
 left is free: the next owner of the lock takes and removes it. `stio pull` and `DiskCache` have such files too. The
 lock of a staging directory is one that stays.
 
-The lock of a directory is the file `.stio-lock` in it. Its mode, or its access control list, follows from the
-directory's: the users that may write the directory may open the file. Other users cannot hold the lock. In a sticky
+The lock of a directory is the file `.stio-lock` in it. Its mode follows from the directory's: the users that may write
+the directory may open the file. Other users cannot hold the lock. A user who may write only by an access control list
+saves without the lock, with a warning. In a sticky
 directory such as /tmp each user has a file of its own, `.stio-lock-<uid>`: there no user can replace files of another
 user. The owner of the lock writes its process into the file. Locks alone decide nothing: each change compares first
 what is in the directory.
@@ -31,7 +32,7 @@ from stio.runtime.contexts import contextmanager
 from stio.runtime.log import log
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.files import ACCESS_LIST, USER_OBJ, FileAttributes, entries_of, packed_list, status_at
+from stio.storage.commit.files import FileAttributes, status_at
 
 LOCK_TIMEOUT_SECONDS = 60.0
 """Default of `lock_timeout=`."""
@@ -279,7 +280,11 @@ class _DirectoryLock(FileLock):
         new = f"{self.name}.{secrets.token_hex(5)}"
         fd = calls.open_file(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=self._dir_fd, mode=0o600)
         try:
-            self._attributes(fd).apply(fd)
+            calls.remove_access_list(fd)
+            if not self.is_sticky:  # who may write the directory may read and write the file
+                mode = 0o600 | sum(6 << shift for shift in (3, 0) if self._home.st_mode >> shift & 2)
+                status = os.stat_result((stat.S_IFREG | mode, *tuple(self._home)[1:]))
+                FileAttributes(status, calls.has_access_list(self._dir_fd)).apply(fd)
             calls.rename_new(new, self.name, source_fd=self._dir_fd, target_fd=self._dir_fd)
         except BaseException as error:
             calls.close(fd)
@@ -292,15 +297,6 @@ class _DirectoryLock(FileLock):
             raise
         return fd
 
-    def _attributes(self, fd: int) -> FileAttributes:
-        """Return those of a new file: the users that may write the directory, and its maker, may read and write it."""
-        if self.is_sticky:
-            return FileAttributes(_with_mode(os.fstat(fd), 0o600))
-        mode = 0o600 | sum(6 << shift for shift in (3, 0) if self._home.st_mode >> shift & 2)
-        found = entries_of(calls.read_attributes(self._dir_fd).get(ACCESS_LIST))
-        entries = [(tag, 6 if rights & 2 or tag == USER_OBJ else 0, number) for tag, rights, number in found]
-        return FileAttributes(_with_mode(self._home, mode), {ACCESS_LIST: packed_list(entries)} if entries else {})
-
     def _refused(self) -> bool | None:
         """Return the answer of `try_lock` where the file was not opened."""
         if self._unusable_since is None or clock.monotonic() - self._unusable_since < _SHORT_SECONDS:
@@ -309,10 +305,6 @@ class _DirectoryLock(FileLock):
         message = "%s cannot be used as a lock; the files are compared and replaced without it"
         log(logging.WARNING, message, printable(where))
         return None
-
-
-def _with_mode(found: os.stat_result, mode: int) -> os.stat_result:
-    return os.stat_result((stat.S_IFREG | mode, *tuple(found)[1:]))
 
 
 # The owner of a lock.

@@ -3,11 +3,10 @@
 Each function takes the descriptor of a directory and a name in it. Functions that compare or remove a file never follow
 a link: they compare or remove the link itself.
 
-Kept are owner, mode, access control list, extended attributes. All of it is set before the new file is visible. What
-the system refuses is left out, and then no user gets wider rights than before: a mode shows the mask of an access
-control list as the rights of the group, so without its list the file gets only the rights that the list grants to all.
-The same holds for the group's rights if the group cannot be kept. Not kept: capabilities and signatures, which are
-about the old content; attributes in `trusted.`.
+A file that replaces another one gets its mode, and its owner and group as far as this process may set them, before it
+is visible. Access control lists and extended attributes are not copied; a new file has the list that its directory
+gives new files. Nobody gets wider rights by that: the rights of a group are not given to another group, and the group
+bits of a file with a list of its own, which show the list's mask, are not taken for rights of its group.
 """
 
 from __future__ import annotations
@@ -16,41 +15,24 @@ import errno
 import hashlib
 import os
 import stat
-import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stio.errors import StorageError
 from stio.runtime.contexts import contextmanager
 from stio.storage.checks import OPEN_FLAGS, open_by_rule, require_regular, stat_by_rule
 from stio.storage.commit import syscalls as calls
 
-ACCESS_LIST = "system.posix_acl_access"
-_DEFAULT_LIST = "system.posix_acl_default"
-"""The list that new files in a directory get."""
-
-_OF_CONTENT = frozenset({"security.capability", "security.ima", "security.evm"})
-_VERSION_BYTES = 4
-_ENTRY = struct.Struct("<HHI")  # tag, rights, id; linux/posix_acl_xattr.h
-USER_OBJ, _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 1, 2, 4, 8, 16, 32
-_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-_DIRECTORY_FLAGS = _READ_FLAGS | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
-
 
 @dataclass(frozen=True, slots=True)
 class FileAttributes:
-    """Owner, mode, access control lists and extended attributes of a file or a directory."""
+    """Owner, group and mode of a file or a directory."""
 
     status: os.stat_result
-    """Owner, group and mode."""
-    extended: dict[str, bytes] | None = field(default_factory=dict)
-    """Extended attributes by name, access control lists among them; None if they could not be read."""
-
-    @property
-    def mode(self) -> int:
-        """The bits that `chmod` sets: of a directory also the sticky bit and the one that its group is inherited."""
-        return self.status.st_mode & (0o3777 if stat.S_ISDIR(self.status.st_mode) else 0o777)
+    """All three."""
+    has_list: bool
+    """Whether it has an access control list."""
 
     def apply(self, fd: int) -> None:
         """Give a file, or a directory, these attributes as far as the system allows. Not for one that is visible.
@@ -58,30 +40,12 @@ class FileAttributes:
         A directory stays writable for its owner: otherwise it could not be renamed.
         """
         calls.copy_owner(self.status, fd)
-        extended, present = self.extended or {}, calls.read_attributes(fd)
-        for name, value in _by_kind(extended, "user."):  # before the mode: they need the right to write
-            calls.write_attribute(fd, name, value)
-        is_narrow = all(
-            calls.remove_attribute(fd, name)  # inherited from the directory
-            for name in (ACCESS_LIST, _DEFAULT_LIST)
-            if name in present and name not in extended
-        )
-        same_group = os.fstat(fd).st_gid == self.status.st_gid
-        entries = entries_of(extended.get(ACCESS_LIST))
-        mode, rights = self.mode, _rights_of_all(self.mode, entries)
-        if entries or not same_group or self.extended is None:
+        # Of a directory also the sticky bit and the one that its group is inherited.
+        mode = self.status.st_mode & (0o3777 if stat.S_ISDIR(self.status.st_mode) else 0o777)
+        if os.fstat(fd).st_gid != self.status.st_gid or (self.has_list and not calls.has_access_list(fd)):
+            rights = mode >> 3 & mode & 7
             mode = mode & ~0o077 | rights << 3 | rights
-        if not is_narrow:
-            mode &= ~0o070  # the mask of the list that could not be removed
-        if stat.S_ISDIR(self.status.st_mode):
-            mode |= 0o300
-        calls.fchmod(fd, mode)
-        for name, value in _by_kind(extended, "system.", "security."):
-            if name == ACCESS_LIST and not same_group:
-                value = _narrowed(entries, rights)
-            is_label = name.startswith("security.")  # mostly the one that the system gives each file
-            if name not in _OF_CONTENT and not (is_label and present.get(name) == value):
-                calls.write_attribute(fd, name, value)
+        calls.fchmod(fd, mode | 0o300 if stat.S_ISDIR(self.status.st_mode) else mode)
 
 
 def attributes_at(dir_fd: int, name: str, *, follow_symlinks: bool = True) -> FileAttributes | None:
@@ -95,123 +59,10 @@ def attributes_at(dir_fd: int, name: str, *, follow_symlinks: bool = True) -> Fi
     Raises:
         OSError: The operating system reported an error.
     """
-    try:
-        found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-        is_link = stat.S_ISLNK(found.st_mode)
-        if is_link and follow_symlinks:
-            found = stat_by_rule(name, dir_fd=dir_fd)
-    except FileNotFoundError:
+    status = status_at(dir_fd, name, follow_symlinks=follow_symlinks)
+    if status is None or not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         return None
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-        return None
-    return FileAttributes(found, _extended_at(dir_fd, name, found, is_link=is_link))
-
-
-def keep_default_list(dir_fd: int, name: str, files_fd: int) -> None:
-    """Give a new directory, still empty, the list for new files of the directory that it will replace. Never raises."""
-    try:
-        replaced = attributes_at(dir_fd, name, follow_symlinks=False)
-    except OSError:
-        return
-    if replaced is None or replaced.extended is None or not stat.S_ISDIR(replaced.status.st_mode):
-        return
-    if _DEFAULT_LIST in replaced.extended:
-        calls.write_attribute(files_fd, _DEFAULT_LIST, replaced.extended[_DEFAULT_LIST])
-    elif _DEFAULT_LIST in calls.read_attributes(files_fd):
-        calls.remove_attribute(files_fd, _DEFAULT_LIST)
-
-
-def keep_tree(dir_fd: int, name: str, files_fd: int) -> None:
-    """Give a new directory, and what is in it, the attributes of the directory that it will replace.
-
-    Args:
-        dir_fd: The directory that holds the old one.
-        name: The old one; if it does not exist, nothing is done.
-        files_fd: The new one, complete.
-
-    Raises:
-        OSError: The operating system reported an error.
-    """
-    attributes = attributes_at(dir_fd, name, follow_symlinks=False)
-    if attributes is None or not stat.S_ISDIR(attributes.status.st_mode):
-        return
-    old_fd = -1
-    with suppress(PermissionError):  # then its own attributes alone are kept
-        old_fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=dir_fd)
-    if old_fd >= 0:
-        try:
-            _keep_entries(old_fd, files_fd)
-        finally:
-            os.close(old_fd)
-    attributes.apply(files_fd)
-
-
-def _keep_entries(old_fd: int, new_fd: int) -> None:
-    with os.scandir(new_fd) as listed:
-        names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in listed if not entry.is_symlink()]
-    for name, is_directory in names:
-        attributes = attributes_at(old_fd, name, follow_symlinks=False)
-        if attributes is None or stat.S_ISDIR(attributes.status.st_mode) != is_directory:
-            continue
-        if is_directory:
-            with closing(calls.open_directory(name, dir_fd=new_fd)) as fd:
-                keep_tree(old_fd, name, fd)
-        else:
-            with closing(calls.open_file(name, _READ_FLAGS, dir_fd=new_fd)) as fd:
-                attributes.apply(fd)
-
-
-def _extended_at(dir_fd: int, name: str, found: os.stat_result, *, is_link: bool) -> dict[str, bytes] | None:
-    """Return the extended attributes of a file whose status is known, None if they cannot be read."""
-    try:
-        fd = open_by_rule(name, _READ_FLAGS, dir_fd=dir_fd)
-    except OSError:
-        # Without the right to read the file. With O_PATH a link itself would be opened.
-        if is_link or not hasattr(os, "O_PATH"):
-            return None if hasattr(os, "listxattr") else {}
-        try:
-            fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
-        except OSError:
-            return None
-        try:
-            is_same = os.path.samestat(os.fstat(fd), found) and os.path.exists(f"/proc/self/fd/{fd}")
-            return calls.read_attributes(f"/proc/self/fd/{fd}") if is_same else None
-        finally:
-            os.close(fd)
-    try:
-        return calls.read_attributes(fd) if os.path.samestat(os.fstat(fd), found) else None
-    finally:
-        os.close(fd)
-
-
-def _by_kind(extended: dict[str, bytes], *prefixes: str) -> Iterator[tuple[str, bytes]]:
-    return ((name, value) for name, value in extended.items() if name.startswith(prefixes))
-
-
-def entries_of(access_list: bytes | None) -> list[tuple[int, int, int]]:
-    """Return tag, rights and id of each entry of an access control list; nothing for None."""
-    raw = b"" if access_list is None else access_list[_VERSION_BYTES:]
-    return list(_ENTRY.iter_unpack(raw[: len(raw) - len(raw) % _ENTRY.size]))
-
-
-def _rights_of_all(mode: int, entries: list[tuple[int, int, int]]) -> int:
-    """Return the rights that all users except the owner have."""
-    rights = mode >> 3 & mode & 7
-    for tag, allowed, _ in entries:
-        if tag not in (USER_OBJ, _MASK):
-            rights &= allowed
-    return rights
-
-
-def _narrowed(entries: list[tuple[int, int, int]], rights: int) -> bytes:
-    """Return a list in which the owning group, which is another one, and all others have only these rights."""
-    changed = ((tag, rights if tag in (_GROUP_OBJ, _OTHER) else allowed, number) for tag, allowed, number in entries)
-    return packed_list(changed)
-
-
-def packed_list(entries: Iterable[tuple[int, int, int]]) -> bytes:
-    """Return an access control list with these entries."""
-    return (2).to_bytes(_VERSION_BYTES, "little") + b"".join(_ENTRY.pack(*entry) for entry in entries)
+    return FileAttributes(status, calls.has_access_list(f"/proc/self/fd/{dir_fd}/{name}"))
 
 
 _ABSENT = {errno.ENOENT, errno.ENAMETOOLONG}

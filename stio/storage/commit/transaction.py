@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -49,8 +50,6 @@ from stio.storage.commit.files import (
     FileAttributes,
     attributes_at,
     closing,
-    keep_default_list,
-    keep_tree,
     read_small,
     write_small,
 )
@@ -314,8 +313,6 @@ class LocalTransaction(FilesTransaction):
             self.require_names(*plan.shards, *([] if plan.index is None else [plan.index]))
             staging = StagingDirectory.create(self._home_fd, save_id)
             if staging is not None:
-                if plan.commit == "replacement":
-                    keep_default_list(self._home_fd, self._destination.name, staging.files_fd)
                 return plan, staging
         raise OSError(f"no staging directory in {_ATTEMPTS} attempts")
 
@@ -447,9 +444,7 @@ class LocalTransaction(FilesTransaction):
             return
         with refusals("publishing the checkpoint", self.path, write_refused):
             if self._plan.commit == "replacement":
-                keep_tree(self._home_fd, self._destination.name, self._files_fd)
-                if self._durable:
-                    _sync_tree(self.files_path, check)
+                _finish_tree(self._files_fd, self._home_fd, self._destination.name, check, durable=self._durable)
             with ExitStack() as stack:
                 if self._plan.commit != "directory":
                     home, path = self._destination.home, self._destination.path
@@ -621,12 +616,34 @@ def _require_plain(name: str) -> None:
         raise ValueError(f"a note is a file beside the checkpoint; its name must not contain a directory: {name!r}")
 
 
-def _sync_tree(path: str, check: Callable[[], None]) -> None:
-    """Make all files below a directory durable, and the directories that name them; `check` is called in between."""
-    for _, _, names, fd in os.fwalk(path, topdown=False):
-        for name in names:
-            with closing(calls.open_file(name, os.O_RDONLY, dir_fd=fd)) as file:
-                calls.fsync(file)
-            mark_progress()
-            check()
-        calls.sync_directory(fd)
+def _finish_tree(fd: int, old_dir_fd: int, name: str, check: Callable[[], None], *, durable: bool) -> None:
+    """Complete a directory that other libraries have filled, or a file in it; see `LocalTransaction.finish_file`.
+
+    Args:
+        fd: The directory or file.
+        old_dir_fd: The directory that holds the one that it will replace; -1: there is none.
+        name: Name of that one.
+        check: Called after each file; it raises to end this.
+        durable: Whether all is made durable.
+    """
+    mode = os.fstat(fd).st_mode
+    old = attributes_at(old_dir_fd, name, follow_symlinks=False) if old_dir_fd >= 0 else None
+    if old is not None and stat.S_IFMT(old.status.st_mode) != stat.S_IFMT(mode):
+        old = None
+    if stat.S_ISDIR(mode):
+        with ExitStack() as stack:
+            old_fd = -1
+            if old is not None:
+                with suppress(PermissionError):  # then what is in it is not for this user either
+                    old_fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=old_dir_fd)))
+            for entry in os.listdir(fd):
+                kind = stat.S_IFMT(os.stat(entry, dir_fd=fd, follow_symlinks=False).st_mode)
+                if kind in (stat.S_IFREG, stat.S_IFDIR):
+                    with closing(calls.open_file(entry, os.O_RDONLY, dir_fd=fd)) as below:
+                        _finish_tree(below, old_fd, entry, check, durable=durable)
+    if old is not None:
+        old.apply(fd)
+    if durable:
+        calls.sync_directory(fd) if stat.S_ISDIR(mode) else calls.fsync(fd)
+    mark_progress()
+    check()
