@@ -39,9 +39,9 @@ from stio.storage.commit.journal import (
     stage_notes,
     write_record,
 )
+from stio.storage.commit.replacement import aside_directory, put_back
 from stio.storage.commit.retention import WrittenFiles, survey
-from stio.storage.commit.staging_dir import FILES_NAME, Aside, StagingDirectory, aside_directory, put_back
-from stio.storage.commit.written_list import merge_replaced
+from stio.storage.commit.staging_dir import FILES_NAME, StagingDirectory
 
 _INTERRUPTED = "replacing the files was interrupted; the next save here, or collect_garbage, completes it"
 _SHADOWED = "the old index could not be removed, so readers load the old checkpoint; the next save here removes it"
@@ -131,16 +131,10 @@ class Publication:
             self.lock.close()
             self._confirm()
             if aside is not None:
-                self._remove_replaced(aside)
-
-    def _remove_replaced(self, aside: Aside) -> None:
-        """Delete what a save has written in the directory that was replaced; keep the rest."""
-        home_fd, home = self.home_fd, self.destination.home
-        where = os.path.join(home, aside.name)
-        try:
-            put_back(home_fd, home, aside, lambda name: merge_replaced(where, aside.fd, home_fd, name))
-        except OSError as error:
-            self.cleanup_error = error
+                try:
+                    put_back(home_fd, self.destination.home, aside)
+                except OSError as error:
+                    self.cleanup_error = error
 
     def _publish_files(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Publish files in a directory that exists, under its lock."""

@@ -50,19 +50,8 @@ from stio.storage.commit.journal import (
     replace_files,
     roll_back,
 )
-from stio.storage.commit.staging_dir import (
-    ASIDE_PREFIX,
-    DELETED_PREFIX,
-    FILES_NAME,
-    LOCK_NAME,
-    STAGING_PREFIX,
-    Aside,
-    entries,
-    put_back,
-    remove_aside,
-    rename_for_deletion,
-)
-from stio.storage.commit.written_list import merge_replaced
+from stio.storage.commit.replacement import ASIDE_PREFIX, Aside, entries, put_back, remove_aside
+from stio.storage.commit.staging_dir import DELETED_PREFIX, FILES_NAME, LOCK_NAME, STAGING_PREFIX, rename_for_deletion
 from stio.storage.local import is_local
 
 MAX_AGE_SECONDS = 24 * 3600.0
@@ -259,8 +248,8 @@ def _recover_one(
         with directory_lock(home_fd, path, timeout, check):
             if not is_aside:
                 return _roll(home_fd, fd), rename_for_deletion(home_fd, name)
-            aside, where = Aside(name, fd), os.path.join(path, name)
-            put_back(home_fd, path, aside, lambda entry: merge_replaced(where, fd, home_fd, entry))
+            aside = Aside(name, fd)
+            put_back(home_fd, path, aside)
         remove_aside(home_fd, aside)
         return "kept" if entries(aside) else "undone", None
 

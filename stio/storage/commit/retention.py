@@ -1,12 +1,14 @@
-"""Deletes what a save has written, and nothing else.
+"""Deletes what a save has written, and nothing else; finds what earlier processes have saved.
 
 A transaction records the identity of each file and directory that it published (`WrittenFiles`). A deletion compares
-again: what another program has replaced, changed or added since stays, and a warning names it. A directory that the
-save made, and that holds nothing else, disappears in one step; then its content is deleted. Directories and files are
-first set aside (`staging_dir.py`) and compared there: what took the name, or was added, between a comparison and the
-move is put back. A reader that opened the checkpoint before can read its open files to the end.
+once more: what another program has replaced, changed or added since stays, and a warning names it. Only a change
+between that comparison and the deletion, within microseconds, is not noticed. A directory that the save made, and that
+holds nothing else, disappears in one step; then its content is deleted. A reader that opened the checkpoint before can
+read its open files to the end.
 
-Each directory is opened by its path without links, one component at a time, and compared with the recorded one.
+Each directory is opened by its path without links, one component at a time, and compared with the recorded one. What
+earlier processes have saved (`find_earlier_saves`) has no record: only complete checkpoints count, and only the files
+that belong to them: an index, its shards, one file, a manifest.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping, Set
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from stio.errors import listed, printable
-from stio.format.naming import INDEX_SUFFIX, MANIFEST_SUFFIX
+from stio.errors import StioError, listed, printable
+from stio.format.index import parse_index
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, is_shard_name
 from stio.runtime.contexts import contextmanager
 from stio.runtime.log import log
 from stio.storage.base import Identity
@@ -28,8 +31,8 @@ from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.destination import DirectoryIdentity, directory_identity, identity_at
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
-from stio.storage.commit.files import closing, remove_file
-from stio.storage.commit.staging_dir import DELETED_PREFIX, KEPT_BY_SYSTEM, Aside, aside_directory, put_back
+from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, remove_file
+from stio.storage.commit.staging_dir import DELETED_PREFIX, KEPT_BY_SYSTEM
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,96 +115,53 @@ def remove_checkpoint(written: WrittenFiles, *, spare: Set[str] = frozenset()) -
         raise refused("deleting the old checkpoint", removal.path, error) from error
 
 
-def remove_unchanged(dir_fd: int, name: str, path: str, written: WrittenFiles) -> bool:
-    """Delete what a save published in a directory, as far as it is unchanged; and the directory, if it is empty.
-
-    Args:
-        dir_fd: The directory that holds it.
-        name: Its name there.
-        path: Its path in `written`.
-        written: What the save published.
-
-    Returns:
-        Whether it held nothing else.
-
-    Raises:
-        OSError: The operating system reported an error.
-    """
-    return _Removal(written, frozenset())._clear(dir_fd, name, path)
-
-
 class _Removal:
     """One call of `remove_checkpoint`."""
 
     def __init__(self, written: WrittenFiles, spare: Set[str]) -> None:
         self._files, self._directories, self._made = written.files, written.directories, written.made
         self._spare = spare
-        self._ended: set[str] = set()  # directories of which nothing is left to do
-        self._emptied: set[str] = set()  # directories in or below which files were removed
         self._warned: set[str] = set()
         self.path = next(iter(written.files), "")
         """What it works on, for messages."""
 
     def run(self) -> None:
-        made = sorted(self._made)
-        for path in made:
-            if os.path.dirname(path) not in self._made:
-                self._remove_whole(path)
+        tops = [path for path in self._made if os.path.dirname(path) not in self._made]
+        ended = [path for path in sorted(tops) if self._remove_whole(path)]
         by_directory: dict[str, list[str]] = {}
         for path in self._files:
-            by_directory.setdefault(os.path.dirname(path), []).append(path)
-        for directory, paths in by_directory.items():
-            if not self._has_ended(directory):
-                names = [os.path.basename(path) for path in paths]
-                # Without the index no reader takes the shards for a checkpoint.
-                self._remove_files(directory, sorted(names, key=lambda name: not name.endswith(INDEX_SUFFIX)))
-        for path in reversed(made):
-            if not self._has_ended(path) and path in self._emptied:
+            if not is_below_any(path, ended):
+                by_directory.setdefault(os.path.dirname(path), []).append(os.path.basename(path))
+        emptied = [directory for directory, names in by_directory.items() if self._remove_files(directory, names)]
+        for path in sorted(self._made, reverse=True):
+            if any(is_below_any(directory, [path]) for directory in emptied):
                 self._remove_empty(path)
 
-    # Directories.
+    def _remove_whole(self, path: str) -> bool:
+        """Delete a directory that the save made, if it holds only what was written with it.
 
-    def _remove_whole(self, path: str) -> None:
-        """Delete a directory that the save made, if it holds only what was written with it."""
+        Returns:
+            Whether nothing is left to do in it.
+        """
         parent, name = os.path.split(self._at(path))
         with self._opened(parent) as fd:
             if fd is None:
-                self._ended.add(path)
-                return
+                return True
             with self._opened(path, name, fd) as below:
                 if below is None:
-                    self._ended.add(path)
-                    return
-                num_files, is_pure = self._compare(below, path, warn=True)
+                    return True
+                num_files, is_pure = self._compare(below, path)
             if not (num_files and is_pure):
-                return
-            with ExitStack() as stack:
-                try:
-                    aside = stack.enter_context(aside_directory(fd))
-                except OSError:  # the filesystem may be full; then its files are deleted one by one
-                    return
-                calls.rename(name, name, source_fd=fd, target_fd=aside.fd)
-                if self._delete_aside(fd, aside, name, path):
-                    self._ended.add(path)
-                    return
-                # It was exchanged, or something was put into it, since it was compared: its files go one by one.
-                put_back(fd, parent, aside)
-                self._warn(path, "another program is changing it")
-
-    def _delete_aside(self, fd: int, aside: Aside, name: str, path: str) -> bool:
-        """Delete a directory that is set aside, if it still is the one of this path and holds nothing else."""
-        with self._opened(path, name, aside.fd) as below:
-            if below is None or not self._compare(below, path, warn=False)[1]:
                 return False
-        deleted = f"{DELETED_PREFIX}{secrets.token_hex(5)}"
-        calls.rename(name, deleted, source_fd=aside.fd, target_fd=fd)
-        is_pure = self._clear(fd, deleted, path)
-        if not is_pure:
-            with suppress(FileNotFoundError):
-                calls.rename(deleted, name, source_fd=fd, target_fd=aside.fd)
-        return is_pure
+            deleted = f"{DELETED_PREFIX}{secrets.token_hex(5)}"
+            try:
+                calls.rename(name, deleted, source_fd=fd, target_fd=fd)
+            except OSError:  # the filesystem may be full; then its files are deleted one by one
+                return False
+            calls.remove_tree(deleted, dir_fd=fd)  # what cannot be deleted is left to the next recovery
+            return True
 
-    def _compare(self, fd: int, path: str, *, warn: bool) -> tuple[int, bool]:
+    def _compare(self, fd: int, path: str) -> tuple[int, bool]:
         """Return how many of the files are in a directory and below it, and whether nothing else is."""
         num_files, is_pure, added = 0, True, []
         for name in sorted(os.listdir(fd)):
@@ -210,47 +170,33 @@ class _Removal:
                 remove_free_lock(fd, name)
                 is_pure = is_pure and not calls.exists(name, dir_fd=fd)
             elif below in self._files:
-                is_own = _is_same(self._files[below], identity_at(fd, name))
+                is_own = is_unchanged(self._files[below], identity_at(fd, name))
                 num_files, is_pure = num_files + is_own, is_pure and is_own
             elif below in self._made:
                 with self._opened(below, name, fd) as opened:
-                    inside = (0, False) if opened is None else self._compare(opened, below, warn=warn)
+                    inside = (0, False) if opened is None else self._compare(opened, below)
                 num_files, is_pure = num_files + inside[0], is_pure and inside[1]
             elif not name.startswith(KEPT_BY_SYSTEM):
                 is_pure = False
-                if not any(file == below or file.startswith(f"{below}{os.sep}") for file in self._spare):
+                if not any(is_below_any(file, [below]) for file in self._spare):
                     added.append(name)
-        if added and warn:
+        if added:
             self._warn(path, f"it holds what its save did not write: {listed(added)}")
         return num_files, is_pure
 
-    def _clear(self, dir_fd: int, name: str, path: str) -> bool:
-        """Delete a directory with its files, if it is the one of this path; return whether it holds nothing else."""
-        is_pure = True
-        try:
-            fd = calls.open_directory(name, dir_fd=dir_fd)
-        except FileNotFoundError:
-            return True  # a recovery has deleted it
-        except NotADirectoryError:
-            return False
-        with closing(fd):
-            if not self._is_directory(fd, path):
-                return False
-            for entry in sorted(os.listdir(fd)):
-                below = os.path.join(path, entry)
-                if below in self._files and _is_same(self._files[below], identity_at(fd, entry)):
-                    remove_file(fd, entry)
-                elif not calls.exists(entry, dir_fd=fd):
-                    continue
-                elif below in self._made:
-                    is_pure = self._clear(fd, entry, below) and is_pure
-                elif not entry.startswith(KEPT_BY_SYSTEM):
-                    is_pure = False
-        if is_pure:
-            # What the system keeps there goes later: by its name, the directory belongs to the next recovery.
-            with suppress(OSError):
-                calls.remove_directory(name, dir_fd=dir_fd)
-        return is_pure
+    def _remove_files(self, directory: str, names: list[str]) -> bool:
+        """Delete files of one directory that are those of the save; return whether there were any."""
+        is_any_removed = False
+        with self._opened(self._at(directory)) as fd:
+            # Without the index no reader takes the shards for a checkpoint.
+            for name in sorted(names, key=lambda name: not name.endswith(INDEX_SUFFIX)) if fd is not None else ():
+                path, now = os.path.join(directory, name), identity_at(fd, name)
+                if is_unchanged(self._files[path], now):
+                    remove_file(fd, name)
+                    is_any_removed = True
+                elif path not in self._spare and (now is not None or calls.exists(name, dir_fd=fd)):
+                    self._warn(path, "another program has replaced or changed it")
+        return is_any_removed
 
     def _remove_empty(self, path: str) -> None:
         """Delete a directory that the save made, if it is empty and the same one."""
@@ -259,56 +205,10 @@ class _Removal:
             if fd is None:
                 return
             with self._opened(path, name, fd) as below:
-                is_own = below is not None and not os.listdir(below)
+                is_own = below is not None
             if is_own:
-                with suppress(OSError):  # a file was added in this moment
+                with suppress(OSError):  # it is not empty
                     calls.remove_directory(name, dir_fd=fd)
-
-    # Files.
-
-    def _remove_files(self, directory: str, names: list[str]) -> None:
-        """Delete files of one directory that are those of the save."""
-        with self._opened(self._at(directory)) as fd:
-            if fd is None:
-                return
-            own = []
-            for name in names:
-                found = identity_at(fd, name)
-                if found is None and not calls.exists(name, dir_fd=fd):
-                    continue
-                if _is_same(self._files[os.path.join(directory, name)], found):
-                    own.append(name)
-                else:
-                    self._warn_changed(directory, name)
-            if own:
-                self._unlink(fd, directory, own)
-                while directory and directory not in self._emptied:
-                    self._emptied.add(directory)
-                    directory = os.path.dirname(directory)
-
-    def _unlink(self, fd: int, directory: str, names: list[str]) -> None:
-        with ExitStack() as stack:
-            try:
-                aside = stack.enter_context(aside_directory(fd))
-            except OSError:  # the filesystem may be full
-                for name in names:
-                    remove_file(fd, name)
-                return
-            for name in names:
-                recorded = self._files[os.path.join(directory, name)]
-                try:
-                    calls.rename(name, name, source_fd=fd, target_fd=aside.fd)
-                except FileNotFoundError:  # another program has removed the new directory, or the file
-                    if _is_same(recorded, identity_at(fd, name)):
-                        remove_file(fd, name)
-                    continue
-                if _is_same(recorded, identity_at(aside.fd, name)):
-                    remove_file(aside.fd, name)
-                else:
-                    put_back(fd, directory, aside)
-                    self._warn_changed(directory, name)
-
-    # Comparing.
 
     @contextmanager
     def _opened(self, path: str, name: str = "", dir_fd: int | None = None) -> Iterator[int | None]:
@@ -323,26 +223,15 @@ class _Removal:
             yield None
             return
         with closing(fd):
-            yield fd if self._is_directory(fd, path, warn=True) else None
-
-    def _is_directory(self, fd: int, path: str, *, warn: bool = False) -> bool:
-        recorded = self._directories.get(path, (0, 0))
-        is_same = recorded == (0, 0) or recorded == directory_identity(fd)
-        if warn and not is_same:
-            self._warn(path, "another directory has its name")
-        return is_same
+            recorded = self._directories.get(path, (0, 0))
+            is_same = recorded == (0, 0) or recorded == directory_identity(fd)
+            if not is_same:
+                self._warn(path, "another directory has its name")
+            yield fd if is_same else None
 
     def _at(self, path: str) -> str:
         self.path = path
         return path
-
-    def _has_ended(self, path: str) -> bool:
-        return any(path == ended or path.startswith(f"{ended}{os.sep}") for ended in self._ended)
-
-    def _warn_changed(self, directory: str, name: str) -> None:
-        path = os.path.join(directory, name)
-        if path not in self._spare:
-            self._warn(path, "another program has replaced or changed it")
 
     def _warn(self, path: str, reason: str) -> None:
         if path not in self._warned:
@@ -350,9 +239,105 @@ class _Removal:
             log(logging.WARNING, "%s stays, although its checkpoint is to be deleted: %s", printable(path), reason)
 
 
-def _is_same(recorded: Identity, found: Identity | None) -> bool:
-    if found is None or recorded == found:
-        return found is not None
+def is_below_any(path: str, directories: Iterable[str]) -> bool:
+    """Return whether a path is one of these directories, or below one."""
+    return any(path == directory or path.startswith(os.path.join(directory, "")) for directory in directories)
+
+
+def is_unchanged(recorded: Identity, now: Identity | None) -> bool:
+    """Return whether what has a name now is the recorded file."""
+    if now is None or recorded == now:
+        return now is not None
     # A record from another start of the machine has no inode that could be compared.
     has_inode = recorded.device or recorded.inode
-    return not has_inode and (recorded.nbytes, recorded.mtime_ns) == (found.nbytes, found.mtime_ns)
+    return not has_inode and (recorded.nbytes, recorded.mtime_ns) == (now.nbytes, now.mtime_ns)
+
+
+# Checkpoints of earlier processes.
+
+
+_DEEPEST = 4
+"""Most directories inside each other that are searched: `run/epoch-1/step-100/model/`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierSave:
+    """A checkpoint of an earlier process."""
+
+    path: str
+    """Its destination: absolute, links resolved."""
+    filename_pattern: str | None
+    """Pattern of the file names in a directory; None: it is one file."""
+    written: WrittenFiles
+    """Its files, and the directories below the one that was searched."""
+
+
+def find_earlier_saves(directory: str) -> list[EarlierSave]:
+    """Return the checkpoints in a directory and below it; none if it does not exist. Links in it are not followed.
+
+    A file that may be a whole directory's checkpoint is returned as both.
+
+    Raises:
+        StorageError: The operating system reported an error.
+    """
+    with refusals("looking for earlier checkpoints", directory), suppress(FileNotFoundError):
+        root = resolve_links(directory)
+        with closing(calls.open_directory(root)) as fd:
+            return [*_found(fd, root, {}, _DEEPEST)]
+    return []
+
+
+def _found(fd: int, path: str, above: dict[str, DirectoryIdentity], depth: int) -> Iterator[EarlierSave]:
+    """Yield the checkpoints of an open directory.
+
+    Args:
+        fd: The directory.
+        path: Its path.
+        above: It and the directories above it, up to the one that is searched, which is not among them.
+        depth: How many levels below it are searched.
+    """
+    names = sorted(name for name in os.listdir(fd) if not name.startswith("."))
+    indexed: set[str] = set()
+    for name in names:
+        if name.endswith(FILE_SUFFIX + INDEX_SUFFIX):
+            with suppress(StioError):  # no index that can be followed: its files stay
+                shards = _shards(fd, path, name)
+                indexed.update(shards)
+                stem = name.removesuffix(INDEX_SUFFIX)
+                if shards and (files := _files(fd, path, [name, *shards], stem)) is not None:
+                    yield EarlierSave(path, _pattern(stem), WrittenFiles(files, above, above.keys()))
+    for name in names:
+        if not name.endswith(FILE_SUFFIX) or name in indexed or is_shard_name(name):
+            continue
+        if (files := _files(fd, path, [name], name)) is not None:
+            written = WrittenFiles(files, above, above.keys())
+            yield EarlierSave(os.path.join(path, name), None, written)
+            yield EarlierSave(path, _pattern(name), written)  # a save to the directory may have written this file
+    for name in names if depth else ():
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if not stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+                continue
+            with closing(calls.open_directory(name, dir_fd=fd)) as below:
+                place_below = os.path.join(path, name)
+                own = {**above, place_below: directory_identity(below)}
+                yield from _found(below, place_below, own, depth - 1)
+
+
+def _pattern(stem: str) -> str:
+    return f"{stem.removesuffix(FILE_SUFFIX)}{{suffix}}{FILE_SUFFIX}"
+
+
+def _shards(fd: int, path: str, index: str) -> tuple[str, ...]:
+    raw = read_small(fd, index, MAX_INDEX_BYTES, where=path) or b""
+    shards = parse_index(raw, path=os.path.join(path, index)).shards
+    return () if any("/" in shard for shard in shards) else shards
+
+
+def _files(fd: int, path: str, names: Sequence[str], stem: str) -> dict[str, Identity] | None:
+    """Return the identities of files and of their manifest; None if one does not exist."""
+    found = {os.path.join(path, name): identity_at(fd, name) for name in names}
+    manifest = identity_at(fd, stem + MANIFEST_SUFFIX)
+    if manifest is not None:
+        found[os.path.join(path, stem + MANIFEST_SUFFIX)] = manifest
+    files = {file: identity for file, identity in found.items() if identity is not None}
+    return files if len(files) == len(found) else None

@@ -145,7 +145,7 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
     one is set aside shortly before: if the process dies between these two steps, there is no directory at `path` until
     the next save there, or `collect_garbage`, puts the old one back.
 
-    Of the old directory only that is deleted which its list (`written_list.py`) names and that is unchanged. What
+    Of the old directory only that is deleted which its list (`replacement.py`) names and that is unchanged. What
     others have added is moved into the new directory if no new file has its name; what else is left is kept beside it
     as `.stio-kept-<id>`, with a warning. Without a list that is all of the old directory.
 
