@@ -44,9 +44,6 @@ _LOCK_FILE = re.compile(rf"{re.escape(DIRECTORY_LOCK_NAME)}(-\d+)?(\.[0-9a-f]{{1
 """The name of a lock file. A new one has a suffix until its rights are set: all users that may use the lock can open
 it, even if its maker dies."""
 
-_SHORT_SECONDS = 0.5
-"""Longest wait for a lock file that cannot be opened: its maker may be about to set its rights."""
-
 _OWNER_BYTES = 512
 """Length of the owner's description, padded by spaces: so a new owner replaces all of an old one's."""
 
@@ -126,7 +123,7 @@ def directory_lock(
         OSError: The lock file could not be made.
     """
     timeout = timeout or LockTimeout()
-    lock = _DirectoryLock(dir_fd, path)
+    lock = _DirectoryLock(dir_fd)
     try:
         if not timeout.wait_until(lambda: lock.try_lock() is not False, check):
             raise ConcurrentSaveError(
@@ -135,6 +132,9 @@ def directory_lock(
                 path=path if destination is None else destination,
                 found=lock.owner,
             )
+        if lock.is_unusable:
+            message = "%s cannot be used as a lock; the files are compared and replaced without it"
+            log(logging.WARNING, message, printable(os.path.join(path, lock.name)))
         yield
     finally:
         lock.release()
@@ -143,7 +143,7 @@ def directory_lock(
 def remove_free_lock(dir_fd: int, name: str) -> None:
     """Remove a lock file that a crash left. One that is held, or that another user made, stays. Never raises."""
     with suppress(OSError):
-        lock = _DirectoryLock(dir_fd, "")
+        lock = _DirectoryLock(dir_fd)
         if name.startswith(f"{lock.name}."):
             found = status_at(dir_fd, name)  # its maker, if it lives, makes another one
             if found is not None and (not lock.is_sticky or found.st_uid == os.geteuid()):
@@ -232,13 +232,13 @@ class _DirectoryLock(FileLock):
 
     Args:
         dir_fd: The directory; the caller keeps it open.
-        path: Name of the directory, for messages.
     """
 
-    def __init__(self, dir_fd: int, path: str) -> None:
-        self._path, self._home = path, os.fstat(dir_fd)
+    def __init__(self, dir_fd: int) -> None:
+        self._home = os.fstat(dir_fd)
         self.is_sticky = bool(self._home.st_mode & stat.S_ISVTX)
-        self._unusable_since: float | None = None
+        self.is_unusable = False
+        """Whether what has its name is no lock file that this process may use."""
         super().__init__(f"{DIRECTORY_LOCK_NAME}-{os.geteuid()}" if self.is_sticky else DIRECTORY_LOCK_NAME, dir_fd)
 
     def try_lock(self, *, may_create: bool = True) -> bool | None:
@@ -249,34 +249,34 @@ class _DirectoryLock(FileLock):
         """
         must_create = may_create and status_at(self._dir_fd, self.name) is None
         try:
-            fd = self._create() if must_create else self._open()
-            return self._refused() if fd is None else self._try(fd)
+            if must_create:
+                fd = self._create()
+            else:
+                fd = calls.open_file(self.name, os.O_RDWR | getattr(os, "O_NONBLOCK", 0), dir_fd=self._dir_fd)
+            status = os.fstat(fd)
+            # Another user may have put it here: a link to a file of this user would be written.
+            is_own = not self.is_sticky or status.st_uid == os.geteuid()
+            if is_own and stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+                return self._try(fd)
+            calls.close(fd)
+        except FileExistsError:
+            return False
         except NoLocksError:
             return None
-
-    def _open(self) -> int | None:
-        """Open the file; None if it is not there any more, or is none that this process may use."""
-        try:
-            fd = calls.open_file(self.name, os.O_RDWR | getattr(os, "O_NONBLOCK", 0), dir_fd=self._dir_fd)
-        except FileNotFoundError:
-            return None
         except OSError as error:
+            if not must_create and error.errno == errno.ENOENT:
+                return False  # it was removed in this moment
             if error.errno not in _UNUSABLE:
                 raise
-            self._unusable_since = self._unusable_since or clock.monotonic()
-            return None
-        found = os.fstat(fd)
-        # Another user may have put it here: a link to a file of this user would be written.
-        is_own = not self.is_sticky or found.st_uid == os.geteuid()
-        if is_own and stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
-            self._unusable_since = None
-            return fd
-        calls.close(fd)
-        self._unusable_since = self._unusable_since or clock.monotonic()
+        self.is_unusable = True
         return None
 
-    def _create(self) -> int | None:
-        """Make the file; None if another process has made it meanwhile."""
+    def _create(self) -> int:
+        """Make the file.
+
+        Raises:
+            FileExistsError: Another process has made it meanwhile, or a recovery has removed this one.
+        """
         new = f"{self.name}.{secrets.token_hex(5)}"
         fd = calls.open_file(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=self._dir_fd, mode=0o600)
         try:
@@ -290,21 +290,12 @@ class _DirectoryLock(FileLock):
             calls.close(fd)
             with suppress(OSError):
                 calls.unlink(new, dir_fd=self._dir_fd)
-            if isinstance(error, FileExistsError | FileNotFoundError):  # not found: a recovery has removed it
-                return None
+            if isinstance(error, FileNotFoundError):
+                raise FileExistsError(*error.args[:2]) from error
             if isinstance(error, OSError) and error.errno in UNSUPPORTED:
                 raise NoLocksError(*error.args[:2]) from error
             raise
         return fd
-
-    def _refused(self) -> bool | None:
-        """Return the answer of `try_lock` where the file was not opened."""
-        if self._unusable_since is None or clock.monotonic() - self._unusable_since < _SHORT_SECONDS:
-            return False  # its maker may be about to set its mode
-        where = os.path.join(self._path, self.name)
-        message = "%s cannot be used as a lock; the files are compared and replaced without it"
-        log(logging.WARNING, message, printable(where))
-        return None
 
 
 # The owner of a lock.

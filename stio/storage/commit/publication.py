@@ -68,8 +68,6 @@ class Publication:
     """Whether anything is synced."""
     parents: Mapping[str, DirectoryIdentity]
     """The parents of the destination that were made for this save."""
-    lock: ExitStack
-    """Holds that lock; closed early where a directory is replaced."""
     written: WrittenFiles = field(default_factory=WrittenFiles)
     """What was published."""
     needs_recovery: bool = False
@@ -128,7 +126,6 @@ class Publication:
                         put_back(home_fd, self.destination.home, aside)
                 raise
             self.written = written
-            self.lock.close()
             self._confirm()
             if aside is not None:
                 try:

@@ -5,15 +5,14 @@ directory, with the identities that `retention.py` compares. It is read as untru
 directories below its own directory. A copy of a checkpoint on the same filesystem is another directory, so its list is
 not valid.
 
-The old directory is moved under its own name into a new directory, `.stio-aside-<id>`, whose owner holds the lock on
-it. If the owner dies, recovery puts it back. If the name is in use by then, what is in the list and unchanged is
-deleted, and what others have added moves into the new directory. If anything is left, it gets a name `.stio-kept-<id>`,
+The old directory is moved under its own name into a new directory, `.stio-aside-<id>`. If the save dies, recovery puts
+it back. If the name is in use by then, what is in the list and unchanged is deleted, and what others have added moves
+into the new directory. If anything is left, it gets a name `.stio-kept-<id>`,
 which nothing in stio deletes, and a warning says so.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -30,9 +29,9 @@ from stio.storage.base import Identity
 from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.destination import directory_identity, identity_at
-from stio.storage.commit.directory_lock import is_directory_lock, is_same, remove_free_lock
+from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
 from stio.storage.commit.files import closing, read_small, remove_file, status_at, write_small
-from stio.storage.commit.retention import WrittenFiles, is_unchanged, survey
+from stio.storage.commit.retention import WrittenFiles, is_below_any, is_unchanged, survey
 from stio.storage.commit.staging_dir import DELETED_PREFIX, KEPT_BY_SYSTEM, rename_for_deletion
 
 LIST_NAME = ".stio-written.json"
@@ -117,8 +116,6 @@ ASIDE_PREFIX = ".stio-aside-"
 KEPT_PREFIX = ".stio-kept-"
 """Prefix of the name of what could not be put back."""
 
-_ATTEMPTS = 8
-
 
 class Aside(NamedTuple):
     """An open directory for what is set aside."""
@@ -131,31 +128,21 @@ class Aside(NamedTuple):
 
 @contextmanager
 def aside_directory(home_fd: int) -> Iterator[Aside]:
-    """Make a directory for what is set aside, and lock it. At the end it is removed if it is empty.
+    """Make a directory for what is set aside. At the end it is removed if it is empty.
 
     Args:
-        home_fd: The directory that will hold it.
+        home_fd: The directory that will hold it; the caller has its lock, for which recovery waits.
 
     Raises:
         OSError: The operating system reported an error.
     """
-    for _ in range(_ATTEMPTS):
-        name = f"{ASIDE_PREFIX}{secrets.token_hex(5)}"
-        calls.make_directory(name, dir_fd=home_fd, mode=0o700)
+    name = f"{ASIDE_PREFIX}{secrets.token_hex(5)}"
+    calls.make_directory(name, dir_fd=home_fd, mode=0o700)
+    with closing(calls.open_directory(name, dir_fd=home_fd)) as fd:
         try:
-            fd = calls.open_directory(name, dir_fd=home_fd)
-        except FileNotFoundError:
-            continue  # a recovery took it for one whose owner is dead
-        with closing(fd):
-            if calls.try_lock(fd) is False or not is_same(home_fd, name, fd):
-                continue
-            try:
-                yield Aside(name, fd)
-            finally:
-                remove_aside(home_fd, Aside(name, fd))
-                calls.unlock(fd)
-            return
-    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), name)
+            yield Aside(name, fd)
+        finally:
+            remove_aside(home_fd, Aside(name, fd))
 
 
 def entries(aside: Aside) -> list[str]:
@@ -196,8 +183,11 @@ def put_back(home_fd: int, home: str, aside: Aside) -> None:
             if not calls.exists(name, dir_fd=home_fd):
                 raise
         path = os.path.join(home, aside.name, name)
-        written = read_list(path) if is_directory else None
-        if written is not None and _merge(aside.fd, home_fd, name, path, written):
+        is_merged = False
+        if is_directory and (written := read_list(path)) is not None:
+            with suppress(OSError):
+                is_merged = _merge(aside.fd, home_fd, name, path, written)
+        if is_merged:
             with suppress(FileNotFoundError):  # if it is there, it holds only what the system keeps
                 deleted = f"{DELETED_PREFIX}{secrets.token_hex(5)}"
                 calls.rename(name, deleted, source_fd=aside.fd, target_fd=home_fd)
@@ -226,32 +216,32 @@ def _merge(old_dir_fd: int, new_dir_fd: int, name: str, path: str, written: Writ
 
     Returns:
         Whether nothing has to be kept; then the old one is removed, if that is possible.
+
+    Raises:
+        OSError: The operating system reported an error.
     """
-    is_made, is_pure = False, True
-    with suppress(FileExistsError):
+    is_made = not calls.exists(name, dir_fd=new_dir_fd)
+    if is_made:
         calls.make_directory(name, dir_fd=new_dir_fd)
-        is_made = True
     try:
         with ExitStack() as stack:
             old, new = (
                 stack.enter_context(closing(calls.open_directory(name, dir_fd=fd))) for fd in (old_dir_fd, new_dir_fd)
             )
             # The list is deleted last: after a crash in between it still says what the save has written.
-            lists = [file for file in written.files if os.path.basename(file) == LIST_NAME]
-            entries = {entry: os.path.join(path, entry) for entry in os.listdir(old)}
-            for entry, below in sorted(
-                entries.items(), key=lambda item: (any(f.startswith(item[1]) for f in lists), item)
-            ):
-                is_pure = _merge_entry(old, new, entry, below, written) and is_pure
-        if is_pure:
-            calls.remove_directory(name, dir_fd=old_dir_fd)
-    except OSError:
-        return is_pure
+            last = next(file for file in written.files if os.path.basename(file) == LIST_NAME)
+            order = sorted((is_below_any(last, [os.path.join(path, entry)]), entry) for entry in os.listdir(old))
+            kept = [
+                entry for _, entry in order if not _merge_entry(old, new, entry, os.path.join(path, entry), written)
+            ]
     finally:
         if is_made:
             with suppress(OSError):  # something was moved into it
                 calls.remove_directory(name, dir_fd=new_dir_fd)
-    return is_pure
+    if not kept:
+        with suppress(OSError):  # it holds what the system keeps
+            calls.remove_directory(name, dir_fd=old_dir_fd)
+    return not kept
 
 
 def _merge_entry(old: int, new: int, name: str, path: str, written: WrittenFiles) -> bool:

@@ -469,7 +469,6 @@ class LocalTransaction(FilesTransaction):
         with refusals("publishing the checkpoint", self.path, write_refused):
             if self._last_wins and self._plan.commit not in ("directory", "replacement"):
                 self._plan = self._planned(self._staging.save_id)
-            assert self._lock is not None
             self._publication = Publication(
                 destination=self._destination,
                 home_fd=self._home_fd,
@@ -477,7 +476,6 @@ class LocalTransaction(FilesTransaction):
                 plan=self._plan,
                 durable=self._durable,
                 parents=self._parents,
-                lock=self._lock,
             )
             self._publication.publish(index, notes)
 
