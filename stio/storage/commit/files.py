@@ -18,9 +18,11 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Self
 
 from stio.errors import StorageError
 from stio.runtime.contexts import contextmanager
+from stio.storage.base import Identity
 from stio.storage.checks import OPEN_FLAGS, open_by_rule, require_regular, stat_by_rule
 from stio.storage.commit import syscalls as calls
 
@@ -80,6 +82,11 @@ class Stamp:
     """Size."""
     mtime_ns: int
     """Time of the last change, nanoseconds; a rename does not change it."""
+
+    @classmethod
+    def of(cls, file: Identity) -> Self:
+        """Return the stamp of a file."""
+        return cls(file.nbytes, file.mtime_ns)
 
 
 @contextmanager

@@ -137,8 +137,7 @@ class Publication:
         """Publish files in a directory that exists, under its lock."""
         self._require_unchanged()
         try:
-            record = self._record(index, notes)
-            files = {name: identity_at(self.staging.files_fd, name) for name in (*record.moves, record.last)}
+            record, files = self._record(index, notes)
         except OSError as error:
             self._withdraw(error)
             raise
@@ -169,8 +168,12 @@ class Publication:
             if identity_at(self.home_fd, name) != existing.files.get(name):
                 raise self._conflict()
 
-    def _record(self, index: bytes | None, notes: Sequence[Note]) -> JournalRecord:
-        """Write index and notes into the staging directory, and the journal's record of the commit."""
+    def _record(self, index: bytes | None, notes: Sequence[Note]) -> tuple[JournalRecord, dict[str, Identity]]:
+        """Write index and notes into the staging directory, and the journal's record of the commit.
+
+        Returns:
+            The record, and the new files.
+        """
         plan, staging, shards = self.plan, self.staging, self.plan.shards
         assert plan.commit != "directory" and plan.commit != "replacement"
         moves, last = (shards, plan.index) if plan.index is not None else ((), shards[0])
@@ -179,28 +182,25 @@ class Publication:
             write_small(
                 staging.files_fd, plan.index, index, attributes=plan.existing.index_attributes, durable=self.durable
             )
+        files = {name: self._staged(name) for name in (*moves, last)}
         record = JournalRecord(
             version=1,
             save_id=staging.save_id,
             commit=plan.commit,
             notes=stage_notes(self.home_fd, staging.fd, notes, durable=self.durable),
             last=last,
-            last_stamp=self._stamp(last),
+            last_stamp=Stamp.of(files[last]),
             last_sha256=digest_of(index),
             old_sha256=plan.existing.index_sha256,
-            moves={name: self._stamp(name) for name in moves},
-            unlink={
-                name: Stamp(identity.nbytes, identity.mtime_ns)
-                for name, identity in plan.existing.files.items()
-                if name not in shards
-            },
+            moves={name: Stamp.of(files[name]) for name in moves},
+            unlink={name: Stamp.of(old) for name, old in plan.existing.files.items() if name not in shards},
         )
         if record.commit == "files":
             self._sync(staging.files_fd)  # this record is the commit: all that it names must be durable
         if _needs_record(record):
             write_record(staging.fd, record, durable=self.durable)
             self._sync(self.home_fd)  # the staging directory's own name
-        return record
+        return record, files
 
     def _surveyed(self) -> WrittenFiles:
         """Return what the rename of the staged directory will publish."""
@@ -208,29 +208,29 @@ class Publication:
         parents = {self.destination.home: directory_identity(self.home_fd), **self.parents}
         return WrittenFiles(found.files, {**found.directories, **parents}, found.made | self.parents.keys())
 
-    def _written(self, files: Mapping[str, Identity | None], notes: Sequence[Note]) -> WrittenFiles:
+    def _written(self, files: Mapping[str, Identity], notes: Sequence[Note]) -> WrittenFiles:
         """Return what was published in a directory that existed: files that were staged, and notes."""
-        home, found = self.destination.home, dict(files)
+        home, published = self.destination.home, dict(files)
         for note in notes:
             identity = identity_at(self.home_fd, note.name)
-            if note.after is not None and read_small(self.home_fd, note.name, MAX_NOTE_BYTES) == note.after:
-                found[note.name] = identity
+            if identity is not None and read_small(self.home_fd, note.name, MAX_NOTE_BYTES) == note.after:
+                published[note.name] = identity
         return WrittenFiles(
-            {os.path.join(home, name): identity for name, identity in found.items() if identity is not None},
+            {os.path.join(home, name): identity for name, identity in published.items()},
             {home: directory_identity(self.home_fd), **self.parents},
             self.parents.keys(),
         )
 
-    def _stamp(self, name: str) -> Stamp:
-        stamp = stamp_of(self.staging.files_fd, name)
-        if stamp is None:
+    def _staged(self, name: str) -> Identity:
+        identity = identity_at(self.staging.files_fd, name)
+        if identity is None:
             raise StorageError(
                 "a new file was removed from the staging directory during the save; save again",
                 path=self.destination.path,
                 errno=errno.ENOENT,
                 expected=name,
             )
-        return stamp
+        return identity
 
     def _rename_files(self, record: JournalRecord) -> None:
         """Make the changes that are visible before the commit, then the commit; undo them if it fails."""

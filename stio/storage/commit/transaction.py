@@ -25,6 +25,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Literal, Self
 
+import msgspec
+
 from stio.errors import StorageError
 from stio.runtime.hashing import Hasher
 from stio.runtime.log import log
@@ -268,7 +270,7 @@ class LocalTransaction(FilesTransaction):
         self._finished: set[str] = set()  # names of the files that other libraries or processes wrote
         self._timeout = LockTimeout(lock_timeout)
         self._publication: Publication | None = None  # once the commit has begun
-        self._lock: ExitStack | None = None  # holds the lock of the directory, where the commit needs it
+        self._lock = ExitStack()  # holds the lock of the directory, where the commit needs it
         self._parents: Mapping[str, tuple[int, int]] = {}  # those of the destination that were made for this save
         needed = "readable and writable"
         try:
@@ -428,28 +430,19 @@ class LocalTransaction(FilesTransaction):
         with refusals(f"reading {name}", self.path):
             return read_small(self._home_fd, name, MAX_NOTE_BYTES, where=self.path)
 
-    def prepare_commit(self, check: Callable[[], None] = lambda: None) -> None:
-        """Do all that precedes the commit and can be cancelled: take the directory's lock where the commit needs it.
-
-        `commit` does this itself if it was not called. After an error or a cancel the caller rolls back.
-
-        Args:
-            check: Called during the wait; it raises to end it, as `Operation.check` does.
+    def _prepare(self, check: Callable[[], None]) -> None:
+        """Take the directory's lock where the commit needs it; complete a directory that other libraries have filled.
 
         Raises:
             ConcurrentSaveError: Another save holds the lock, and the save's `lock_timeout` has passed.
             StorageError: The operating system reported an error.
         """
-        if self._lock is not None or self.has_ended:
-            return
         with refusals("publishing the checkpoint", self.path, write_refused):
             if self._plan.commit == "replacement":
                 _finish_tree(self._files_fd, self._home_fd, self._destination.name, check, durable=self._durable)
-            with ExitStack() as stack:
-                if self._plan.commit != "directory":
-                    home, path = self._destination.home, self._destination.path
-                    stack.enter_context(directory_lock(self._home_fd, home, self._timeout, check, destination=path))
-                self._lock = stack.pop_all()
+            if self._plan.commit != "directory":
+                home, path = self._destination.home, self._destination.path
+                self._lock.enter_context(directory_lock(self._home_fd, home, self._timeout, check, destination=path))
 
     # Commit.
 
@@ -487,8 +480,7 @@ class LocalTransaction(FilesTransaction):
 
     def _end(self, ending: Ending) -> None:
         """Close everything, and remove the staging directory, unless recovery reads it; see `Publication`."""
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.close()
         for writer in self._writers:
             writer.close()
         begun = self._publication
@@ -531,14 +523,8 @@ class Invitation:
             StorageError: It is none.
         """
         try:
-            values = json.loads(text)  # not by msgspec: paths may have surrogates
-            found = cls(**{**values, "shard_names": tuple(values["shard_names"])})
-            texts = (found.staging, found.nonce, found.destination, *found.shard_names)
-            flags = (found.is_file, found.durable)
-            if not (all(isinstance(one, str) for one in texts) and all(isinstance(one, bool) for one in flags)):
-                raise TypeError("a field has another type")
-            return found
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            return msgspec.convert(json.loads(text), cls)  # its own decoder refuses surrogates, which paths may have
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise StorageError("another process has sent no valid invitation to its save", found=text[:80]) from error
 
 
