@@ -121,47 +121,31 @@ def make_and_open(directory: str, *, durable: bool) -> tuple[int, dict[str, Dire
     Raises:
         OSError: The operating system reported an error.
     """
-    where, missing, fd = directory, list[str](), -1
-    while fd < 0:
-        try:
-            fd = calls.open_directory(where)
-        except FileNotFoundError:
-            where, name = os.path.split(where)
-            if not name:
-                raise
-            missing.append(name)
     made: dict[str, DirectoryIdentity] = {}
-    try:
-        if not missing and durable:
-            _sync_parent(directory)
-        while missing:
-            name = missing.pop()
-            where = os.path.join(where, name)
-            is_made = False
-            with suppress(FileExistsError):  # another save has just made it, and may not have synced it yet
-                calls.make_directory(name, dir_fd=fd)
-                is_made = True
-            if durable:
-                calls.sync_directory(fd)
-            below = calls.open_directory(name, dir_fd=fd)
-            calls.close(fd)
-            fd = below
-            if is_made:
-                made[where] = directory_identity(fd)
-    except BaseException:
-        calls.close(fd)
-        raise
-    return fd, made
+    return _make_and_open(directory, durable, made), made
 
 
-def _sync_parent(directory: str) -> None:
-    """Make the name of a directory durable: the caller may have made it a moment ago, without a sync."""
+def _make_and_open(directory: str, durable: bool, made: dict[str, DirectoryIdentity]) -> int:
+    parent, name = os.path.split(directory)
     try:
-        fd = calls.open_directory(os.path.dirname(directory))
-    except PermissionError:
-        return
-    with closing(fd):
-        calls.sync_directory(fd)
+        if durable:
+            # Somebody may have made it a moment ago, without a sync.
+            with suppress(PermissionError), closing(calls.open_directory(parent)) as above:
+                calls.sync_directory(above)
+        return calls.open_directory(directory)
+    except FileNotFoundError:
+        if not name:
+            raise
+    with closing(_make_and_open(parent, durable, made)) as above:
+        with suppress(FileExistsError):  # another save has just made it, and may not have synced it yet
+            calls.make_directory(name, dir_fd=above)
+            made[directory] = 0, 0
+        if durable:
+            calls.sync_directory(above)
+        fd = calls.open_directory(name, dir_fd=above)
+    if directory in made:
+        made[directory] = directory_identity(fd)
+    return fd
 
 
 @dataclass(frozen=True, slots=True)

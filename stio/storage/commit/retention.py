@@ -27,7 +27,7 @@ from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, is_sh
 from stio.runtime.contexts import contextmanager
 from stio.runtime.log import log
 from stio.storage.base import Identity
-from stio.storage.checks import refusals, refused, resolve_links
+from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.destination import DirectoryIdentity, directory_identity, identity_at
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
@@ -108,11 +108,8 @@ def remove_checkpoint(written: WrittenFiles, *, spare: Set[str] = frozenset()) -
     Raises:
         StorageError: The operating system reported an error.
     """
-    removal = _Removal(written, spare)
-    try:
-        removal.run()
-    except OSError as error:
-        raise refused("deleting the old checkpoint", removal.path, error) from error
+    with refusals("deleting the old checkpoint", next(iter(written.files), "")):
+        _Removal(written, spare).run()
 
 
 class _Removal:
@@ -122,8 +119,6 @@ class _Removal:
         self._files, self._directories, self._made = written.files, written.directories, written.made
         self._spare = spare
         self._warned: set[str] = set()
-        self.path = next(iter(written.files), "")
-        """What it works on, for messages."""
 
     def run(self) -> None:
         tops = [path for path in self._made if os.path.dirname(path) not in self._made]
@@ -143,7 +138,7 @@ class _Removal:
         Returns:
             Whether nothing is left to do in it.
         """
-        parent, name = os.path.split(self._at(path))
+        parent, name = os.path.split(path)
         with self._opened(parent) as fd:
             if fd is None:
                 return True
@@ -187,7 +182,7 @@ class _Removal:
     def _remove_files(self, directory: str, names: list[str]) -> bool:
         """Delete files of one directory that are those of the save; return whether there were any."""
         is_any_removed = False
-        with self._opened(self._at(directory)) as fd:
+        with self._opened(directory) as fd:
             # Without the index no reader takes the shards for a checkpoint.
             for name in sorted(names, key=lambda name: not name.endswith(INDEX_SUFFIX)) if fd is not None else ():
                 path, now = os.path.join(directory, name), identity_at(fd, name)
@@ -200,7 +195,7 @@ class _Removal:
 
     def _remove_empty(self, path: str) -> None:
         """Delete a directory that the save made, if it is empty and the same one."""
-        parent, name = os.path.split(self._at(path))
+        parent, name = os.path.split(path)
         with self._opened(parent) as fd:
             if fd is None:
                 return
@@ -228,10 +223,6 @@ class _Removal:
             if not is_same:
                 self._warn(path, "another directory has its name")
             yield fd if is_same else None
-
-    def _at(self, path: str) -> str:
-        self.path = path
-        return path
 
     def _warn(self, path: str, reason: str) -> None:
         if path not in self._warned:

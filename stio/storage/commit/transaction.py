@@ -110,8 +110,6 @@ def begin_local(
         ValueError: Arguments contradict each other, or do not fit the content of the destination.
         StorageError: The destination is of another kind, or cannot be written.
     """
-    if num_shards < 1:
-        raise ValueError(f"a checkpoint has at least one file, not {num_shards}")
     local = resolve(destination)
     if local.kind == "file" and num_shards != 1:
         raise ValueError(f"{local.path}: one file cannot hold {num_shards} shards; give a directory")
@@ -269,7 +267,6 @@ class LocalTransaction(FilesTransaction):
         self._is_one_file = destination.kind == "file"
         self._finished: set[str] = set()  # names of the files that other libraries or processes wrote
         self._timeout = LockTimeout(lock_timeout)
-        self._publication: Publication | None = None  # once the commit has begun
         self._lock = ExitStack()  # holds the lock of the directory, where the commit needs it
         self._parents: Mapping[str, tuple[int, int]] = {}  # those of the destination that were made for this save
         needed = "readable and writable"
@@ -306,6 +303,14 @@ class LocalTransaction(FilesTransaction):
                 failure.message += f"; the directory that holds the checkpoint must be {needed}"
             raise failure from error
         self._files_fd = self._staging.files_fd
+        self._publication = Publication(
+            destination=destination,
+            home_fd=home_fd,
+            staging=self._staging,
+            plan=self._plan,
+            durable=durable,
+            parents=self._parents,
+        )
         self.shard_names, self.takes_index = self._plan.shards, self._plan.index is not None
 
     def _stage(self) -> tuple[CommitPlan, StagingDirectory]:
@@ -461,37 +466,26 @@ class LocalTransaction(FilesTransaction):
         """
         with refusals("publishing the checkpoint", self.path, write_refused):
             if self._last_wins and self._plan.commit not in ("directory", "replacement"):
-                self._plan = self._planned(self._staging.save_id)
-            self._publication = Publication(
-                destination=self._destination,
-                home_fd=self._home_fd,
-                staging=self._staging,
-                plan=self._plan,
-                durable=self._durable,
-                parents=self._parents,
-            )
+                self._publication.plan = self._planned(self._staging.save_id)
             self._publication.publish(index, notes)
 
     # The end.
 
     def published(self) -> WrittenFiles:
         """Return what the commit published."""
-        return WrittenFiles() if self._publication is None else self._publication.written
+        return self._publication.written
 
     def _end(self, ending: Ending) -> None:
         """Close everything, and remove the staging directory, unless recovery reads it; see `Publication`."""
         self._lock.close()
         for writer in self._writers:
             writer.close()
-        begun = self._publication
-        if begun is not None and begun.needs_recovery:
-            self._staging.release()
-        else:
-            self._staging.remove()
+        publication = self._publication
+        self._staging.release() if publication.needs_recovery else self._staging.remove()
         calls.close(self._home_fd)
-        if begun is not None and begun.cleanup_error is not None:
+        if publication.cleanup_error is not None:
             message = "%s: cleaning up failed, the next save here or `stio gc` completes it: %s"
-            log(logging.WARNING, message, self._destination.path, begun.cleanup_error)
+            log(logging.WARNING, message, self._destination.path, publication.cleanup_error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
