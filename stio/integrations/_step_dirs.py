@@ -20,8 +20,7 @@ from stio.runtime.blocking import run_blocking
 from stio.runtime.log import log
 from stio.runtime.operation import Operation
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
-from stio.storage.commit.replacement import read_list, write_list
-from stio.storage.commit.retention import remove_checkpoint
+from stio.storage.commit.retention import read_list, remove_checkpoint, write_list
 from stio.storage.commit.transaction import begin_directory
 
 STATE_NAME = "training_state"

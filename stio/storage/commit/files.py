@@ -1,4 +1,4 @@
-"""Files in an open directory: small ones read, written, compared, removed; what a new one keeps of the one it replaces.
+"""Files in an open directory: small ones read, written, compared, removed; new shards, written by several threads.
 
 Each function takes the descriptor of a directory and a name in it. Functions that compare or remove a file never follow
 a link: they compare or remove the link itself.
@@ -7,6 +7,20 @@ A file that replaces another one gets its mode, and its owner and group as far a
 is visible. Access control lists and extended attributes are not copied; a new file has the list that its directory
 gives new files. Nobody gets wider rights by that: the rights of a group are not given to another group, and the group
 bits of a file with a list of its own, which show the list's mask, are not taken for rights of its group.
+
+A shard is written in blocks of tens of megabytes. The engine writes them (`add_range`): whole pages with O_DIRECT
+(measured 4.2-4.5 GB/s against 2.6 buffered), the rest buffered. Where it cannot, a thread of Python writes a block
+through the page cache (`write_from`), with one call.
+
+Several processes may write one file, each its own ranges. A page that two ranges share is written through the page
+cache by both: next to a direct write the kernel drops what the cache holds of the page. So only pages that are whole
+in a range are written directly.
+
+Between hosts there is no common page cache. A client that holds a page may send all of it, and so write old bytes over
+those of another host (`nfs_can_extend_write` of Linux, FUSE with a write-back cache). So on a filesystem that is not
+local the writers of one file send their exact ranges past the cache. The NFS client of Linux has no alignment rules for
+O_DIRECT (open(2)). A filesystem that has them answers EINVAL, and gets whole pages and buffered edges by the engine, as
+a local one.
 """
 
 from __future__ import annotations
@@ -15,16 +29,22 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
-from stio.errors import StorageError
+from stio import native
+from stio.errors import NoSpaceError, StorageError
 from stio.runtime.contexts import contextmanager
+from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.locks import new_lock
+from stio.runtime.memory import Region
 from stio.storage.base import Identity
-from stio.storage.checks import OPEN_FLAGS, open_by_rule, require_regular, stat_by_rule
+from stio.storage.checks import OPEN_FLAGS, UNSUPPORTED, open_by_rule, refusals, refused, require_regular, stat_by_rule
 from stio.storage.commit import syscalls as calls
+from stio.storage.local import is_local
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,3 +230,276 @@ def stamp_of(dir_fd: int, name: str) -> Stamp | None:
     """Return the stamp of a regular file or a link, None if there is neither of this name."""
     found = file_at(dir_fd, name)
     return None if found is None else Stamp(found.st_size, found.st_mtime_ns)
+
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_WRITEBACK_BYTES = 8 << 20
+"""Buffered writes of at least this size are sent to the disk at once; below it the call costs more than it saves."""
+
+_RANGES_BEHIND = 4
+"""Strided writes after which the pages of one are sent to the disk: the processes that write between them are at about
+the same place, and have then written those pages too."""
+
+
+def free_bytes(fd: int) -> int | None:
+    """Return how many bytes an unprivileged process may still write on the filesystem of an open file or directory.
+
+    None where the filesystem does not count (ramfs, some in user space), or the system does not say.
+    """
+    try:
+        found = os.fstatvfs(fd)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+def write_refused(
+    action: str,
+    path: str,
+    error: OSError | ValueError,
+    *,
+    offset: int | None = None,
+    needed_bytes: int | None = None,
+    free: int | None = None,
+) -> StorageError:
+    """Return the error to raise for a refused write: `NoSpaceError` if space was missing.
+
+    Args:
+        action: The action that failed, as a participle.
+        path: File or directory.
+        error: The system's error.
+        offset: Byte offset in the file.
+        needed_bytes: Space that was needed.
+        free: Space that was free.
+    """
+    number = getattr(error, "errno", None)
+    if number not in _NO_SPACE:
+        return refused(action, path, error, offset=offset, again="save")
+    reason = {
+        errno.EDQUOT: "the quota of this user is used up",
+        errno.EFBIG: "the file would be larger than the filesystem or the process's limit (ulimit -f) allows",
+    }.get(number or 0, "there is too little space on the filesystem")
+    if needed_bytes is not None:
+        reason += f"; {needed_bytes:,} bytes are needed"
+    if free is not None:
+        reason += f", {free:,} are free" if needed_bytes is not None else f"; {free:,} bytes are free"
+    return NoSpaceError(
+        f"{action} failed: {reason}", path=path, errno=number, offset=offset, needed_bytes=needed_bytes, free_bytes=free
+    )
+
+
+class LocalFileWriter:
+    """One new file; a `FileWriter`. `create_files` creates the file.
+
+    Args:
+        dir_fd: The directory that holds it; it must stay open as long as this object is used.
+        name: Name in it.
+        path: Name for messages: the path that the file will have.
+        nbytes: Its size.
+        attributes: Those that `finish` gives it; None: those that a new file gets.
+        durable: Whether `finish` syncs.
+        is_shared: Whether other processes write the file too.
+    """
+
+    def __init__(
+        self,
+        dir_fd: int,
+        name: str,
+        path: str,
+        nbytes: int,
+        *,
+        attributes: FileAttributes | None,
+        durable: bool,
+        is_shared: bool = False,
+    ) -> None:
+        self.name = name
+        """Name in the staging directory; a commit does not change it."""
+        self.path = path
+        """Name for messages: the path that the file will have."""
+        self._dir_fd, self._attributes, self._durable = dir_fd, attributes, durable
+        self._lock = new_lock()
+        self._fd = self._direct_fd = -1
+        self._written_bytes = 0
+        self._behind: deque[tuple[int, int]] = deque()  # ranges with strided writes
+        self.own_bytes = nbytes
+        """Bytes that this process writes; `finish` requires them. Less than the size where others write the rest."""
+        self.direct_refused = not _O_DIRECT
+        """True once a file could not be opened for direct I/O. The engine finds out by itself what refuses a write."""
+        self._takes_exact_ranges = is_shared and not self.direct_refused and not is_local(dir_fd)
+        self.finished = False
+        """True once the file is complete, and durable if `durable` is set."""
+
+    def write_from(self, offset: int, region: Region) -> None:
+        """Write a region's bytes at `offset`, which here may be any; see `FileWriter.write_from`.
+
+        They go through the page cache. If other hosts may write the file too they go past it, where the filesystem
+        takes that.
+        """
+        done, (fd, direct_fd) = 0, self._opened()
+        while done < region.nbytes:
+            is_exact = self._takes_exact_ranges and direct_fd >= 0
+            try:
+                done += self._write(direct_fd if is_exact else fd, region, done, region.nbytes, offset)
+            except StorageError as error:
+                if not is_exact or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                self._takes_exact_ranges = False  # the filesystem needs an alignment
+        if region.nbytes >= _WRITEBACK_BYTES and not self._takes_exact_ranges:
+            calls.start_writeback(fd, offset, region.nbytes)
+        with self._lock:
+            self._written_bytes += region.nbytes
+
+    def add_range(self, ranges: native.Ranges, group: int, offset: int, region: Region) -> bool:
+        """Add the write of a region at any offset for the engine, which writes whole pages past the page cache.
+
+        `finish` must not be called before the engine has written it. Returns False where only `write_from` can.
+        """
+        if self._takes_exact_ranges:
+            return False
+        ranges.host_to_file(group, region.address, region.nbytes, *self._opened(), offset)
+        return True
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that the engine has written."""
+        with self._lock:
+            self._written_bytes += nbytes
+
+    def error(self, failure: native.Failure) -> StorageError:
+        """Return the error of a write by the engine, to be raised."""
+        return self._refused(OSError(failure.code, ""), failure.offset, failure.nbytes)
+
+    def write_strided(self, offset: int, region: Region, nbytes: int, stride: int) -> None:
+        """Write parts of a region to places at even distances, as one of several processes. Blocks.
+
+        Args:
+            offset: First byte of the first place.
+            region: Host memory; the parts follow each other in it without a gap.
+            nbytes: Length of one part.
+            stride: Distance between the starts of two places.
+
+        Raises:
+            StorageError: See `FileWriter.write_from`.
+        """
+        fd, address, start, at = self._opened()[0], region.address, 0, offset
+        write = calls.write
+        while start < region.nbytes:
+            try:
+                count = write(fd, address + start, nbytes, at)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                raise self._refused(error, at, region.nbytes - start) from error
+            done = count
+            while done < nbytes:
+                done += self._write(fd, region.sub(start, nbytes), done, nbytes, at)
+            start += nbytes
+            at += stride
+        with self._lock:
+            self._written_bytes += region.nbytes
+            self._behind.append((offset, at - offset))
+            ranges = [self._behind.popleft()] if len(self._behind) > _RANGES_BEHIND else []
+        for begin, length in ranges:
+            calls.start_writeback(fd, begin, length)
+
+    def finish(self) -> None:
+        """Make the file durable, if `durable` is set, and close it; see `FileWriter.finish`."""
+        try:
+            if self._written_bytes != self.own_bytes:
+                raise StorageError(
+                    "not all of the file was written",
+                    path=self.path,
+                    expected=self.own_bytes,
+                    found=self._written_bytes,
+                )
+            fd = self._opened()[0]
+            if self._attributes is not None:
+                # Not before: files are opened by name, and a mode without the owner's write bit would refuse that.
+                self._attributes.apply(fd)
+            if self._durable:
+                self._sync(fd)
+            self.finished = True
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the descriptors. Idempotent; no write may be under way."""
+        with self._lock:
+            fds, self._fd, self._direct_fd = (self._fd, self._direct_fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                calls.close(fd)
+
+    def _sync(self, fd: int) -> None:
+        try:
+            calls.fsync(fd)
+        except OSError as error:
+            # The kernel has dropped what it could not write, and marked the pages clean: a second fsync would succeed
+            # and prove nothing. https://wiki.postgresql.org/wiki/Fsync_Errors
+            failure = write_refused("syncing", self.path, error)
+            failure.message += "; the content of this file is not reliable, and the save is rolled back"
+            raise failure from error
+
+    def _opened(self) -> tuple[int, int]:
+        """Return the descriptor, and one for writes past the page cache, or -1."""
+        # Opened at the first write, not when it is created: a save may have hundreds of shards.
+        with self._lock:
+            if self._fd < 0:
+                self._fd = self._open(0)
+            # Less than a page is written past the page cache as an exact range only, and descriptors may be few.
+            needs_direct = self._takes_exact_ranges or self.own_bytes >= PAGE_BYTES
+            if needs_direct and self._direct_fd < 0 and not self.direct_refused:
+                try:
+                    self._direct_fd = self._open(_O_DIRECT)
+                except StorageError as error:
+                    if error.errno not in UNSUPPORTED:
+                        raise
+                    self.direct_refused = True
+            return self._fd, self._direct_fd
+
+    def _open(self, flags: int) -> int:
+        with refusals("opening for writing", self.path):
+            return calls.open_file(self.name, os.O_WRONLY | flags, dir_fd=self._dir_fd)
+
+    def _write(self, fd: int, region: Region, done: int, end: int, offset: int) -> int:
+        """Write the region's bytes from `done` to `end`, or the first of them; return how many."""
+        while True:
+            try:
+                count = calls.write(fd, region.address + done, end - done, offset + done)
+                if count <= 0:
+                    raise OSError(errno.EIO, "the system wrote no bytes")
+                return count
+            except InterruptedError:
+                continue
+            except OSError as error:
+                raise self._refused(error, offset + done, region.nbytes - done) from error
+
+    def _refused(self, error: OSError, offset: int, missing: int) -> StorageError:
+        free = free_bytes(self._dir_fd) if error.errno in _NO_SPACE else None
+        return write_refused("writing", self.path, error, offset=offset, needed_bytes=missing, free=free)
+
+
+def create_files(dir_fd: int, writers: Sequence[LocalFileWriter], *, path: str) -> None:
+    """Create the files of new writers with their space reserved; each is opened at its first write.
+
+    Args:
+        dir_fd: The directory to create them in, that of the writers.
+        writers: Their `own_bytes` are the sizes.
+        path: The destination, for messages.
+
+    Raises:
+        NoSpaceError: They do not fit.
+        StorageError: The operating system reported an error.
+    """
+    needed = sum(writer.own_bytes for writer in writers)
+    free = free_bytes(dir_fd)
+    if free is not None and needed > free:
+        # ext4 allocates all free space before it reports an error: until the files are removed no other process could
+        # write a byte. And space that is reserved for the system is not used for checkpoints, even if root saves.
+        raise write_refused("reserving space", path, OSError(errno.ENOSPC, ""), needed_bytes=needed, free=free)
+    for writer in writers:
+        try:
+            with closing(calls.open_file(writer.name, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=dir_fd)) as fd:
+                calls.reserve(fd, writer.own_bytes)
+        except OSError as error:
+            raise write_refused("reserving space", writer.path, error, needed_bytes=needed, free=free) from error

@@ -27,8 +27,10 @@ from stio.storage.commit.destination import (
 from stio.storage.commit.directory_lock import is_same
 from stio.storage.commit.files import MAX_INDEX_BYTES, Stamp, digest_of, read_small, stamp_of, write_small
 from stio.storage.commit.journal import (
+    FILES_NAME,
     MAX_NOTE_BYTES,
     JournalRecord,
+    StagingDirectory,
     apply_notes,
     clean_up,
     has_old_index,
@@ -39,9 +41,7 @@ from stio.storage.commit.journal import (
     stage_notes,
     write_record,
 )
-from stio.storage.commit.replacement import aside_directory, put_back
-from stio.storage.commit.retention import WrittenFiles, survey
-from stio.storage.commit.staging_dir import FILES_NAME, StagingDirectory
+from stio.storage.commit.retention import WrittenFiles, aside_directory, put_back, survey
 
 _INTERRUPTED = "replacing the files was interrupted; the next save here, or collect_garbage, completes it"
 _SHADOWED = "the old index could not be removed, so readers load the old checkpoint; the next save here removes it"

@@ -42,17 +42,21 @@ from stio.storage.commit.directory_lock import (
 )
 from stio.storage.commit.files import MAX_INDEX_BYTES, closing, digest_of, read_small, status_at
 from stio.storage.commit.journal import (
+    DELETED_PREFIX,
+    FILES_NAME,
+    LOCK_NAME,
+    STAGING_PREFIX,
     JournalRecord,
     UnknownRecordError,
     clean_up,
     has_version,
     is_committed,
     read_record,
+    rename_for_deletion,
     replace_files,
     roll_back,
 )
-from stio.storage.commit.replacement import ASIDE_PREFIX, Aside, entries, put_back, remove_aside
-from stio.storage.commit.staging_dir import DELETED_PREFIX, FILES_NAME, LOCK_NAME, STAGING_PREFIX, rename_for_deletion
+from stio.storage.commit.retention import ASIDE_PREFIX, Aside, entries, put_back, remove_aside
 from stio.storage.local import is_local
 
 MAX_AGE_SECONDS = 24 * 3600.0

@@ -47,19 +47,27 @@ from stio.storage.commit.destination import (
     resolve,
 )
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, LockTimeout, directory_lock
-from stio.storage.commit.file_writer import LocalFileWriter, create_files, write_refused
 from stio.storage.commit.files import (
     FileAttributes,
+    LocalFileWriter,
     attributes_at,
     closing,
+    create_files,
     read_small,
+    write_refused,
     write_small,
 )
-from stio.storage.commit.journal import MAX_NOTE_BYTES, is_plain
+from stio.storage.commit.journal import (
+    FILES_NAME,
+    MAX_NOTE_BYTES,
+    STAGING_PREFIX,
+    NoRenameError,
+    StagingDirectory,
+    is_plain,
+)
 from stio.storage.commit.publication import Publication
 from stio.storage.commit.recovery import recover
 from stio.storage.commit.retention import WrittenFiles
-from stio.storage.commit.staging_dir import FILES_NAME, STAGING_PREFIX, NoRenameError, StagingDirectory
 from stio.storage.local import is_local, open_at
 
 NONCE_NAME = "shared"
@@ -145,7 +153,7 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
     one is set aside shortly before: if the process dies between these two steps, there is no directory at `path` until
     the next save there, or `collect_garbage`, puts the old one back.
 
-    Of the old directory only that is deleted which its list (`replacement.py`) names and that is unchanged. What
+    Of the old directory only that is deleted which its list (`retention.py`) names and that is unchanged. What
     others have added is moved into the new directory if no new file has its name; what else is left is kept beside it
     as `.stio-kept-<id>`, with a warning. Without a list that is all of the old directory.
 
@@ -318,9 +326,8 @@ class LocalTransaction(FilesTransaction):
             save_id = secrets.token_hex(_ID_BYTES)
             plan = self._planned(save_id)  # first: it raises before anything is made
             self.require_names(*plan.shards, *([] if plan.index is None else [plan.index]))
-            staging = StagingDirectory.create(self._home_fd, save_id)
-            if staging is not None:
-                return plan, staging
+            with suppress(FileExistsError):
+                return plan, StagingDirectory(self._home_fd, save_id)
         raise OSError(f"no staging directory in {_ATTEMPTS} attempts")
 
     def _planned(self, save_id: str) -> CommitPlan:

@@ -14,8 +14,15 @@ import pytest
 from stio.storage.commit import destination
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.recovery import collect_garbage
-from stio.storage.commit.replacement import LIST_NAME, read_list, write_list
-from stio.storage.commit.retention import WrittenFiles, describe_file, remove_checkpoint, survey
+from stio.storage.commit.retention import (
+    LIST_NAME,
+    WrittenFiles,
+    describe_file,
+    read_list,
+    remove_checkpoint,
+    survey,
+    write_list,
+)
 from tests.storage.transactions import Killed, System
 
 FILES = ("model.safetensors", "deep/state.safetensors")
