@@ -28,16 +28,16 @@ from stio.storage.commit.retention import EarlierSave, WrittenFiles, find_earlie
 _Place: TypeAlias = tuple[str, str | None]
 """Path of a destination and pattern of the file names in it; None: it is one file."""
 
-_MOST_ATTEMPTS = 256
+_MAX_ATTEMPTS = 256
 """Most records of saves that were begun, and of which nothing is durable."""
 
-_MOST_SHOWN = 8
+_MAX_SHOWN = 8
 """Most steps that a warning lists."""
 
 _made: dict[str, DirectoryIdentity] = {}
 """Directories that savers of this process made and that still exist. The last saver to delete a part deletes them."""
 
-_MOST_UNDELETED = 16
+_MAX_UNDELETED = 16
 """Most checkpoints whose deletion is tried again."""
 
 
@@ -84,9 +84,9 @@ class Retention:
         self._last: dict[str, int] = {}  # the one that was begun last
         self._earlier: list[tuple[int, EarlierSave]] = []  # with their steps
         self._adopted: set[int] = set()  # steps of earlier runs that were not saved again
-        self._attempts: deque[_Place] = deque(maxlen=_MOST_ATTEMPTS)
+        self._attempts: deque[_Place] = deque(maxlen=_MAX_ATTEMPTS)
         self._steps: dict[int, _Step] = {}  # by number, in the order of the saves
-        self._undeleted: deque[Published] = deque(maxlen=_MOST_UNDELETED)
+        self._undeleted: deque[Published] = deque(maxlen=_MAX_UNDELETED)
 
     def attempt(self, destination: object, filename_pattern: str) -> None:
         """Take into account that a save begins. Called on the caller's thread, while `add` may run on another one.
@@ -198,9 +198,9 @@ class Retention:
                 named = step_of(place[0])
                 if named is not None:
                     step = self._steps.setdefault(named[0], _Step())
-                    if len(step.attempted) < _MOST_ATTEMPTS:
+                    if len(step.attempted) < _MAX_ATTEMPTS:
                         step.attempted.add(place)
-        for key in [key for key, step in self._steps.items() if not step.saves][:-_MOST_ATTEMPTS]:
+        for key in [key for key, step in self._steps.items() if not step.saves][:-_MAX_ATTEMPTS]:
             del self._steps[key]
 
     def _complete_steps(self) -> list[int]:
@@ -305,7 +305,7 @@ def warn_of_higher_steps(directory: str, step: int, *, among: Collection[int] | 
     numbers = [number for number in sorted(present) if number > step and (among is None or number in among)]
     higher = [number for number in numbers if any(map(_holds_checkpoint, present[number]))]
     if higher:
-        shown = map(str, higher if len(higher) <= _MOST_SHOWN else [*higher[:2], "...", *higher[-2:]])
+        shown = map(str, higher if len(higher) <= _MAX_SHOWN else [*higher[:2], "...", *higher[-2:]])
         log(
             logging.WARNING,
             "%s: this run is at step %d, and there are higher steps already: %s. What resumes from the highest step, "

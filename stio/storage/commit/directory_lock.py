@@ -145,8 +145,8 @@ def remove_free_lock(dir_fd: int, name: str) -> None:
     with suppress(OSError):
         lock = _DirectoryLock(dir_fd)
         if name.startswith(f"{lock.name}."):
-            found = status_at(dir_fd, name)  # its maker, if it lives, makes another one
-            if found is not None and (not lock.is_sticky or found.st_uid == os.geteuid()):
+            status = status_at(dir_fd, name)  # its maker, if it lives, makes another one
+            if status is not None and (not lock.is_sticky or status.st_uid == os.geteuid()):
                 calls.unlink(name, dir_fd=dir_fd)
         elif name == lock.name:
             lock.try_lock(may_create=False)
@@ -319,8 +319,8 @@ def boot_id() -> str:
 
 def is_same(dir_fd: int, name: str, fd: int) -> bool:
     """Return whether a name in a directory still is that of an open file or directory."""
-    found = status_at(dir_fd, name)
-    return found is not None and os.path.samestat(found, os.fstat(fd))
+    status = status_at(dir_fd, name)
+    return status is not None and os.path.samestat(status, os.fstat(fd))
 
 
 def _read_owner(fd: int) -> str | None:

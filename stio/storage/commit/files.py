@@ -222,14 +222,14 @@ def file_at(dir_fd: int, name: str) -> os.stat_result | None:
     Raises:
         OSError: The operating system reported an error.
     """
-    found = status_at(dir_fd, name)
-    return found if found and (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)) else None
+    status = status_at(dir_fd, name)
+    return status if status and (stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)) else None
 
 
 def stamp_of(dir_fd: int, name: str) -> Stamp | None:
     """Return the stamp of a regular file or a link, None if there is neither of this name."""
-    found = file_at(dir_fd, name)
-    return None if found is None else Stamp(found.st_size, found.st_mtime_ns)
+    status = file_at(dir_fd, name)
+    return None if status is None else Stamp(status.st_size, status.st_mtime_ns)
 
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -248,10 +248,10 @@ def free_bytes(fd: int) -> int | None:
     None where the filesystem does not count (ramfs, some in user space), or the system does not say.
     """
     try:
-        found = os.fstatvfs(fd)
+        space = os.fstatvfs(fd)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize if found.f_blocks else None
+    return space.f_bavail * space.f_frsize if space.f_blocks else None
 
 
 def write_refused(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
@@ -128,17 +127,15 @@ def _make_and_rename(fd: int) -> None:
 
 
 def rename_for_deletion(home_fd: int, name: str) -> str:
-    """Rename a directory to a name with `DELETED_PREFIX`, before it is deleted; return the new name.
+    """Rename a directory of stio to a name with `DELETED_PREFIX`, before it is deleted; return the new name.
 
     Where the filesystem has no renames it keeps its name, and loses its record.
 
     Raises:
         OSError: The operating system reported an error.
     """
-    # Before any file is deleted: recovery must not roll a half-deleted staging directory forward. The new name has not
-    # the old one in it: that may be as long as the system allows.
-    is_staged = name.startswith(STAGING_PREFIX)
-    deleted = DELETED_PREFIX + (name.removeprefix(STAGING_PREFIX) if is_staged else secrets.token_hex(5))
+    # Before any file is deleted: recovery must not roll a half-deleted staging directory forward.
+    deleted = DELETED_PREFIX + name.removeprefix(STAGING_PREFIX)
     try:
         calls.rename(name, deleted, source_fd=home_fd, target_fd=home_fd)
     except OSError as error:

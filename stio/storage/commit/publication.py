@@ -25,7 +25,15 @@ from stio.storage.commit.destination import (
     identity_at,
 )
 from stio.storage.commit.directory_lock import is_same
-from stio.storage.commit.files import MAX_INDEX_BYTES, Stamp, digest_of, read_small, stamp_of, write_small
+from stio.storage.commit.files import (
+    MAX_INDEX_BYTES,
+    Stamp,
+    attributes_at,
+    digest_of,
+    read_small,
+    stamp_of,
+    write_small,
+)
 from stio.storage.commit.journal import (
     FILES_NAME,
     MAX_NOTE_BYTES,
@@ -179,9 +187,8 @@ class Publication:
         moves, last = (shards, plan.index) if plan.index is not None else ((), shards[0])
         if plan.index is not None:
             assert index is not None
-            write_small(
-                staging.files_fd, plan.index, index, attributes=plan.existing.index_attributes, durable=self.durable
-            )
+            attributes = attributes_at(self.home_fd, plan.index)
+            write_small(staging.files_fd, plan.index, index, attributes=attributes, durable=self.durable)
         files = {name: self._staged(name) for name in (*moves, last)}
         record = JournalRecord(
             version=1,
@@ -204,9 +211,9 @@ class Publication:
 
     def _surveyed(self) -> WrittenFiles:
         """Return what the rename of the staged directory will publish."""
-        found = survey(self.staging.files_fd, self.destination.real)
+        new = survey(self.staging.files_fd, self.destination.real)
         parents = {self.destination.home: directory_identity(self.home_fd), **self.parents}
-        return WrittenFiles(found.files, {**found.directories, **parents}, found.made | self.parents.keys())
+        return WrittenFiles(new.files, {**new.directories, **parents}, new.made | self.parents.keys())
 
     def _written(self, files: Mapping[str, Identity], notes: Sequence[Note]) -> WrittenFiles:
         """Return what was published in a directory that existed: files that were staged, and notes."""

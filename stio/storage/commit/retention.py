@@ -75,9 +75,9 @@ def survey(fd: int, path: str) -> WrittenFiles:
     directories = {path: directory_identity(fd)}
     for name in sorted(os.listdir(fd)):
         below = os.path.join(path, name)
-        found = identity_at(fd, name)
-        if found is not None:
-            files[below] = found
+        file = identity_at(fd, name)
+        if file is not None:
+            files[below] = file
         elif stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
             with closing(calls.open_directory(name, dir_fd=fd)) as opened:
                 deeper = survey(opened, below)
@@ -96,16 +96,16 @@ def describe_file(path: str) -> WrittenFiles:
         StorageError: The operating system reported an error.
     """
     folder, name = os.path.split(path)
-    files, directories = {}, {}
     with refusals("examining the checkpoint", path), suppress(FileNotFoundError):
         where = resolve_links(folder or ".")
         with closing(calls.open_directory(where)) as fd:
-            directories[where] = directory_identity(fd)
-            for file in (name, f"{name}{MANIFEST_SUFFIX}"):
-                found = identity_at(fd, file)
-                if found is not None:
-                    files[os.path.join(where, file)] = found
-    return WrittenFiles(files, directories)
+            return WrittenFiles(_identities(fd, where, [name, name + MANIFEST_SUFFIX]), {where: directory_identity(fd)})
+    return WrittenFiles()
+
+
+def _identities(fd: int, path: str, names: Iterable[str]) -> dict[str, Identity]:
+    """Return the identities of those of these files that exist in a directory, by path."""
+    return {os.path.join(path, name): file for name in names if (file := identity_at(fd, name)) is not None}
 
 
 def remove_checkpoint(written: WrittenFiles, *, spare: Set[str] = frozenset()) -> None:
@@ -152,7 +152,7 @@ class _Removal:
         with self._opened(parent) as fd:
             if fd is None:
                 return True
-            with self._opened(path, name, fd) as below:
+            with self._opened(path) as below:
                 if below is None:
                     return True
                 num_files, is_pure = self._compare(below, path)
@@ -178,7 +178,7 @@ class _Removal:
                 is_own = is_unchanged(self._files[below], identity_at(fd, name))
                 num_files, is_pure = num_files + is_own, is_pure and is_own
             elif below in self._made:
-                with self._opened(below, name, fd) as opened:
+                with self._opened(below) as opened:
                     inside = (0, False) if opened is None else self._compare(opened, below)
                 num_files, is_pure = num_files + inside[0], is_pure and inside[1]
             elif not name.startswith(KEPT_BY_SYSTEM):
@@ -193,8 +193,10 @@ class _Removal:
         """Delete files of one directory that are those of the save; return whether there were any."""
         is_any_removed = False
         with self._opened(directory) as fd:
+            if fd is None:
+                return False
             # Without the index no reader takes the shards for a checkpoint.
-            for name in sorted(names, key=lambda name: not name.endswith(INDEX_SUFFIX)) if fd is not None else ():
+            for name in sorted(names, key=lambda name: not name.endswith(INDEX_SUFFIX)):
                 path, now = os.path.join(directory, name), identity_at(fd, name)
                 if is_unchanged(self._files[path], now):
                     remove_file(fd, name)
@@ -206,25 +208,21 @@ class _Removal:
     def _remove_empty(self, path: str) -> None:
         """Delete a directory that the save made, if it is empty and the same one."""
         parent, name = os.path.split(path)
-        with self._opened(parent) as fd:
-            if fd is None:
-                return
-            with self._opened(path, name, fd) as below:
-                is_own = below is not None
-            if is_own:
+        with self._opened(parent) as fd, self._opened(path) as below:
+            if fd is not None and below is not None:
                 with suppress(OSError):  # it is not empty
                     calls.remove_directory(name, dir_fd=fd)
 
     @contextmanager
-    def _opened(self, path: str, name: str = "", dir_fd: int | None = None) -> Iterator[int | None]:
-        """Open a directory, by its path or in another one; None if it does not exist, or is not the recorded one."""
+    def _opened(self, path: str) -> Iterator[int | None]:
+        """Open a directory; None if it does not exist, or is not the recorded one."""
         try:
-            fd = calls.open_directory(name or path, dir_fd=dir_fd)
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError):
-                if dir_fd is None and not isinstance(error, NotADirectoryError):
-                    raise
-                self._warn(path, "it is a link, or no directory")
+            fd = calls.open_directory(path)
+        except FileNotFoundError:
+            yield None
+            return
+        except NotADirectoryError:
+            self._warn(path, "it is a link, or no directory")
             yield None
             return
         with closing(fd):
@@ -257,7 +255,7 @@ def is_unchanged(recorded: Identity, now: Identity | None) -> bool:
 # Checkpoints of earlier processes.
 
 
-_DEEPEST = 4
+_MAX_DEPTH = 4
 """Most directories inside each other that are searched: `run/epoch-1/step-100/model/`."""
 
 
@@ -284,11 +282,11 @@ def find_earlier_saves(directory: str) -> list[EarlierSave]:
     with refusals("looking for earlier checkpoints", directory), suppress(FileNotFoundError):
         root = resolve_links(directory)
         with closing(calls.open_directory(root)) as fd:
-            return [*_found(fd, root, {}, _DEEPEST)]
+            return [*_saves_in(fd, root, {}, _MAX_DEPTH)]
     return []
 
 
-def _found(fd: int, path: str, above: dict[str, DirectoryIdentity], depth: int) -> Iterator[EarlierSave]:
+def _saves_in(fd: int, path: str, above: dict[str, DirectoryIdentity], depth: int) -> Iterator[EarlierSave]:
     """Yield the checkpoints of an open directory.
 
     Args:
@@ -321,7 +319,7 @@ def _found(fd: int, path: str, above: dict[str, DirectoryIdentity], depth: int) 
             with closing(calls.open_directory(name, dir_fd=fd)) as below:
                 place_below = os.path.join(path, name)
                 own = {**above, place_below: directory_identity(below)}
-                yield from _found(below, place_below, own, depth - 1)
+                yield from _saves_in(below, place_below, own, depth - 1)
 
 
 def _pattern(stem: str) -> str:
@@ -336,12 +334,8 @@ def _shards(fd: int, path: str, index: str) -> tuple[str, ...]:
 
 def _files(fd: int, path: str, names: Sequence[str], stem: str) -> dict[str, Identity] | None:
     """Return the identities of files and of their manifest; None if one does not exist."""
-    found = {os.path.join(path, name): identity_at(fd, name) for name in names}
-    manifest = identity_at(fd, stem + MANIFEST_SUFFIX)
-    if manifest is not None:
-        found[os.path.join(path, stem + MANIFEST_SUFFIX)] = manifest
-    files = {file: identity for file, identity in found.items() if identity is not None}
-    return files if len(files) == len(found) else None
+    files = _identities(fd, path, [*names, stem + MANIFEST_SUFFIX])
+    return files if all(os.path.join(path, name) in files for name in names) else None
 
 
 LIST_NAME = ".stio-written.json"
@@ -363,14 +357,14 @@ def write_list(directory: str, within: str) -> None:
         StorageError: The operating system reported an error.
     """
     with refusals("writing the list of files", directory), closing(calls.open_directory(directory)) as fd:
-        found = survey(fd, "")
+        written = survey(fd, "")
         text = {
             "version": _VERSION,
-            "device": found.directories[""][0],
-            "directories": {name: inode for name, (_, inode) in found.directories.items()},
-            "files": {name: [one.inode, one.nbytes, one.mtime_ns] for name, one in found.files.items()},
+            "device": written.directories[""][0],
+            "directories": {name: inode for name, (_, inode) in written.directories.items()},
+            "files": {name: [file.inode, file.nbytes, file.mtime_ns] for name, file in written.files.items()},
         }
-        with closing(calls.open_directory(within if within and within in found.made else ".", dir_fd=fd)) as where:
+        with closing(calls.open_directory(within if within and within in written.made else ".", dir_fd=fd)) as where:
             write_small(where, LIST_NAME, json.dumps(text).encode(), durable=False)
 
 

@@ -417,10 +417,9 @@ class LocalTransaction(FilesTransaction):
         path = self._final_path(name)
         with refusals("syncing", path, write_refused), ExitStack() as stack:
             fd = stack.enter_context(closing(calls.open_file(name, os.O_RDWR, dir_fd=self._files_fd)))
-            found = os.fstat(fd).st_size
-            if nbytes is not None and found != nbytes:
+            if nbytes is not None and (size := os.fstat(fd).st_size) != nbytes:
                 message = "a file has another size than it was created with"
-                raise StorageError(message, path=path, expected=nbytes, found=found)
+                raise StorageError(message, path=path, expected=nbytes, found=size)
             attributes = self._replaced_attributes(name)
             if attributes is not None:
                 attributes.apply(fd)
