@@ -277,11 +277,10 @@ class LocalTransaction(FilesTransaction):
         self._timeout = LockTimeout(lock_timeout)
         self._lock = ExitStack()  # holds the lock of the directory, where the commit needs it
         self._parents: Mapping[str, tuple[int, int]] = {}  # those of the destination that were made for this save
-        needed = "readable and writable"
         try:
             if home_fd is None:
                 home_fd, self._parents = make_and_open(destination.home, durable=durable)
-            needed, self._home_fd = "writable", home_fd
+            self._home_fd = home_fd
             try:
                 left = recover(home_fd, destination.home, self._timeout.part(_RECOVERY_SECONDS), check)
                 if left.newer and destination.kind != "fresh":  # beside a new directory it concerns another destination
@@ -308,7 +307,7 @@ class LocalTransaction(FilesTransaction):
                     with suppress(OSError):  # it has been used meanwhile
                         calls.remove_directory(parent)
             elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                failure.message += f"; the directory that holds the checkpoint must be {needed}"
+                failure.message += "; the directory that holds the checkpoint must be readable and writable"
             raise failure from error
         self._files_fd = self._staging.files_fd
         self._publication = Publication(
