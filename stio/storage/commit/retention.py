@@ -72,18 +72,16 @@ def survey(fd: int, path: str) -> WrittenFiles:
         OSError: The operating system reported an error.
     """
     files: dict[str, Identity] = {}
-    directories = {path: directory_identity(fd)}
-    for name in sorted(os.listdir(fd)):
-        below = os.path.join(path, name)
-        file = identity_at(fd, name)
-        if file is not None:
-            files[below] = file
-        elif stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
-            with closing(calls.open_directory(name, dir_fd=fd)) as opened:
-                deeper = survey(opened, below)
-            files |= deeper.files
-            directories |= deeper.directories
+    directories: dict[str, DirectoryIdentity] = {}
+    for folder, folders, names, below in os.fwalk(dir_fd=fd, onerror=_raise):
+        where = path if folder == "." else os.path.join(path, folder.removeprefix("./"))
+        directories[where] = directory_identity(below)
+        files |= _identities(below, where, [*folders, *names])  # links to directories are among these
     return WrittenFiles(files, directories, frozenset(directories))
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def describe_file(path: str) -> WrittenFiles:

@@ -613,6 +613,8 @@ def _finish_tree(fd: int, old_dir_fd: int, name: str, check: Callable[[], None],
     old = attributes_at(old_dir_fd, name, follow_symlinks=False) if old_dir_fd >= 0 else None
     if old is not None and stat.S_IFMT(old.status.st_mode) != stat.S_IFMT(mode):
         old = None
+    if old is None and not durable:
+        return
     if stat.S_ISDIR(mode):
         with ExitStack() as stack:
             old_fd = -1
