@@ -444,7 +444,7 @@ OPERATIONS = (
 
 MOVE_NO_TENSORS = frozenset(
     {
-        *("latest", "stats"),
+        *("latest", "preload", "stats"),
         *("Checkpoint.aclose", "Checkpoint.__iter__", "Checkpoint.close", "Checkpoint.open"),
         *("DiskCache.discard", "DiskCache.evict", "DiskCache.fetch", "DiskCache.leftovers", "DiskCache.replacement"),
         "DiskCache.stats",
@@ -455,7 +455,7 @@ MOVE_NO_TENSORS = frozenset(
         *("PendingSave.done", "PendingSave.ended", "PendingSave.outcome", "PendingSave.start"),
         "PendingSave.wait_staged",
         *("RemoteRoot.close", "RemoteRoot.listdir", "RemoteRoot.open", "RemoteRoot.open_ahead"),
-        *("RemoteRoot.again", "RemoteRoot.explained"),
+        "RemoteRoot.list_objects",
         *("SaveOptions.max_shard_bytes", "SaveOptions.with_changes"),
         *("Saver.aclose", "Saver.close"),
         *("Stream.aclose", "Stream.close", "Stream.__iter__", "Stream.promote"),

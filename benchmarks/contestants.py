@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -122,12 +123,20 @@ def _raw_whole(options: Options) -> Callable[[Path], WholeFile]:
     return lambda path: WholeFile(read(path)[0])
 
 
+def _fake_devices() -> Callable[[], Any]:
+    """Import the fake device of the tests."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    make: Callable[[], Any] = import_module("fakes").FakeDevice
+    return make
+
+
 def _stio(*, fake_device: bool = False, **fixed: Any) -> Prepare:
     def prepare(options: Options) -> Callable[[Path], Awaitable[Any]]:
         stio = import_stio()
+        make_device = _fake_devices() if fake_device else None
 
         async def load(path: Path) -> Any:
-            device = {"device": import_module("stio.testing").FakeDevice()} if fake_device else {}
+            device = {"device": make_device()} if make_device is not None else {}
             return await stio.load(path, **device, **fixed, **options)
 
         return load

@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import simdevice
 import torch
 from fake_driver import FakeDriver
+from fakes import MemoryDestination
 
 import stio.sync
 from benchmarks.limits import huge_buffer
 from stio import native
 from stio.runtime.control_groups import num_processors
-from stio.testing import MemoryDestination
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

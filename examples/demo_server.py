@@ -20,7 +20,7 @@ import torch
 from demo_machine import PATIENCE_SECONDS, child, receive
 from safetensors.torch import load_file
 
-import stio.sync  # imports all that a load needs; otherwise its first use would import it on the event loop
+import stio
 
 PACE_SECONDS = 0.004
 """Time between two requests."""
@@ -72,6 +72,7 @@ def run_server(connection: Connection, contestant: str, path: Path, tiny: Path) 
 
 async def serve(connection: Connection, load: Callable[[Path], Awaitable[Tensors]], path: Path, tiny: Path) -> None:
     """Serve at a free port until the other end of the connection is closed."""
+    await stio.preload()  # imports all that a load needs
     loaded = [await load(tiny)]  # a first load starts threads: it is not measured, for no contestant
     gc.collect()
     gc.freeze()  # or a collection visits all objects of torch, and answers wait for it

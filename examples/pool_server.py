@@ -26,7 +26,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException
 from server import Network, Question, fits
 
-import stio.sync  # imports all that a load needs; otherwise its first use would import it on the event loop
+import stio
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -102,8 +102,9 @@ def create_app(root: Path, pool: stio.ModelPool, patience: float) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await stio.preload()  # see `server.py`
         gc.collect()
-        gc.freeze()  # see `server.py`
+        gc.freeze()
         async with pool:
             yield
             await models.aclose()

@@ -26,7 +26,7 @@ from fastapi import FastAPI, HTTPException, Response
 from pydantic import BaseModel, Field
 from torch import nn
 
-import stio.sync  # imports all that a load needs; otherwise its first use would import it on the event loop
+import stio
 
 SWITCH_SECONDS = 0.0005
 """The switch interval during a load. Beside a busy Python thread requests wait for the GIL, by default 5 ms a time."""
@@ -202,6 +202,7 @@ def create_app(root: Path, first: str, load: Load = load) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await stio.preload()  # imports all that a load needs on a thread, and not during a request
         gc.collect()
         gc.freeze()  # otherwise a full collection visits torch's objects: 50 to 200 ms without an answer
         models.start(first)

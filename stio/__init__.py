@@ -2,28 +2,30 @@
 
     tensors = await stio.load("model/", device="cuda")
 
-Names are imported when they are first used, so that `import stio` does not import torch. On a running event loop the
-functions, and the classes that are entered by `async with`, are imported on a thread (`stio.runtime.first_use`). Other
-names are imported at once. Of these, `LazyTensor`, `Checkpoint`, `Stream`, `LoadReport`, `LoadOptions`, `WarmStart`,
-`PendingSave` and `sync` import torch, and so does `stio.distributed`.
+Names are imported when they are first used, so that `import stio` does not import torch. Most of them do, which takes
+seconds. A program with an event loop calls `await stio.preload()` first, which imports all of them on a thread.
 
 Levels, from the base: `errors.py`; `runtime/`; `format/` (pure); `device/` and `storage/`; `loading/` and `saving/`;
-`conversion/`, `distributed/`, `pool/`, `pull.py` (copies from stores) and `state.py` (nested state); this module and
-`sync.py` (blocking twins); `cli/`, `compat/`, `integrations/` and `testing/`. A package imports from lower levels only.
-Start with `loading/` or `saving/`.
+`remote/` (stores, and the hub); `conversion/`, `distributed/`, `serving/` (caches, pools, warm starts) and `state.py`
+(nested state); this module and `sync.py` (blocking twins); `cli/`, `compat/`, `integrations/` and `testing/`. A package
+imports from lower levels only. Start with `loading/` or `saving/`.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from stio import errors
+from stio.storage import schemes
 
 __version__ = "0.1.0.dev0"
+
+schemes.register(("s3", "gs", "az"), reads="stio.remote.source", saves="stio.remote.save")
+schemes.register(("http", "https"), reads="stio.remote.source")
+schemes.register(("hf",), reads="stio.remote.hub")
 
 if TYPE_CHECKING:
     from stio import distributed as distributed
@@ -63,17 +65,12 @@ if TYPE_CHECKING:
     from stio.loading.api import load as load
     from stio.loading.api import load_into as load_into
     from stio.loading.api import open as open
-    from stio.loading.cache.disk_cache import DiskCache as DiskCache
-    from stio.loading.cache.entries import CacheStats as CacheStats
-    from stio.loading.cache.host_cache import HostCache as HostCache
+    from stio.loading.caches import CacheStats as CacheStats
     from stio.loading.latest import latest as latest
     from stio.loading.options import LoadOptions as LoadOptions
     from stio.loading.target import LoadReport as LoadReport
-    from stio.loading.warm_start.api import WarmStart as WarmStart
-    from stio.loading.warm_start.api import warm_start as warm_start
-    from stio.pool.api import ModelPool as ModelPool
-    from stio.pool.status import ModelStatus as ModelStatus
-    from stio.pool.status import PoolStats as PoolStats
+    from stio.remote.disk_cache import DiskCache as DiskCache
+    from stio.remote.source import RemoteRoot as RemoteRoot
     from stio.runtime.limits import Limits as Limits
     from stio.runtime.progress import ProgressEvent as ProgressEvent
     from stio.runtime.spans import Span as Span
@@ -85,24 +82,29 @@ if TYPE_CHECKING:
     from stio.saving.options import SaveOptions as SaveOptions
     from stio.saving.options import SaveResult as SaveResult
     from stio.saving.pending import PendingSave as PendingSave
+    from stio.serving.host_cache import HostCache as HostCache
+    from stio.serving.pool.api import ModelPool as ModelPool
+    from stio.serving.pool.status import ModelStatus as ModelStatus
+    from stio.serving.pool.status import PoolStats as PoolStats
+    from stio.serving.warm_start.api import WarmStart as WarmStart
+    from stio.serving.warm_start.api import warm_start as warm_start
     from stio.state import load_state as load_state
     from stio.state import save_state as save_state
-    from stio.storage.remote.source import RemoteRoot as RemoteRoot
 
 _NAMES = {
     "stio.conversion.api": "convert",
     "stio.device.describe": "LazyTensor",
     "stio.format.header": "TensorInfo",
     "stio.loading.api": "Checkpoint Stream load load_into open",
-    "stio.loading.cache.disk_cache": "DiskCache",
-    "stio.loading.cache.entries": "CacheStats",
-    "stio.loading.cache.host_cache": "HostCache",
+    "stio.remote.disk_cache": "DiskCache",
+    "stio.loading.caches": "CacheStats",
+    "stio.serving.host_cache": "HostCache",
     "stio.loading.latest": "latest",
     "stio.loading.options": "LoadOptions",
     "stio.loading.target": "LoadReport",
-    "stio.loading.warm_start.api": "WarmStart warm_start",
-    "stio.pool.api": "ModelPool",
-    "stio.pool.status": "ModelStatus PoolStats",
+    "stio.serving.warm_start.api": "WarmStart warm_start",
+    "stio.serving.pool.api": "ModelPool",
+    "stio.serving.pool.status": "ModelStatus PoolStats",
     "stio.runtime.limits": "Limits",
     "stio.runtime.progress": "ProgressEvent",
     "stio.runtime.spans": "Span",
@@ -112,25 +114,16 @@ _NAMES = {
     "stio.saving.options": "SaveOptions SaveResult",
     "stio.saving.pending": "PendingSave",
     "stio.state": "load_state save_state",
-    "stio.storage.remote.source": "RemoteRoot",
+    "stio.remote.source": "RemoteRoot",
     "stio.errors": " ".join(errors.__all__),
 }
 """Public names by the module that defines them."""
-
-_COROUTINE_FUNCTIONS = frozenset({"convert", "load", "load_into", "load_state", "save", "save_state"})
-_CONTEXTS = {
-    "HostCache": ("prefetch",),
-    "ModelPool": ("aclose", "evict", "prefetch", "remove", "update"),
-    "Saver": ("aclose", "save", "save_state"),
-    "open": ("aclose", "load", "load_into", "read"),
-    "warm_start": ("aclose", "done"),
-}
-"""Public names that make asynchronous context managers, with the coroutine methods of these."""
 
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [  # noqa: PLE0604  # a test compares the table with the imports above
     "__version__",
+    "preload",
     "sync",
     *sorted(_MODULE_OF),
 ]
@@ -154,27 +147,16 @@ def _resolve(name: str) -> Any:
     return globals()[name]
 
 
-def _is_quick(name: str) -> bool:
-    """Return whether a name may be imported in this thread: no event loop runs, or its module is imported already.
+async def preload() -> None:
+    """Import torch, and all modules behind the names of stio, on a thread.
 
-    In a notebook a cell that imports blocks the loop of its kernel in any case.
+    Otherwise the first call of `stio.load`, or of another function, imports them in the calling thread, which takes
+    seconds. Call this where a server starts, before the first load. The event loop goes on meanwhile, except while the
+    system links torch's libraries (0.25 s if their files are in the page cache). If the modules are imported already,
+    it returns at once. A cancelled call waits until the import has ended.
     """
-    if name not in _COROUTINE_FUNCTIONS and name not in _CONTEXTS:
-        return True
-    module = sys.modules.get(_MODULE_OF[name])
-    if module is not None and not getattr(module.__spec__, "_initializing", False):  # set while a thread imports it
-        return True
-    in_event_loop: bool = import_module("stio.runtime.blocking").in_event_loop()
-    return not in_event_loop or "ipykernel" in sys.modules
-
-
-def _stand_in(name: str) -> Any:
-    """Return what stands for a name until its module, and torch, are imported on a thread."""
-    first_use = import_module("stio.runtime.first_use")
-    resolve = partial(_resolve, name)
-    if name in _COROUTINE_FUNCTIONS:
-        return first_use.coroutine_function(name, resolve)
-    return first_use.Factory(resolve, _CONTEXTS[name])
+    operation = import_module("stio.runtime.operation")
+    await operation.Operation(lambda _: [_resolve(name) for name in _MODULE_OF], name="import").wait()
 
 
 if not TYPE_CHECKING:  # or a checker would take a name that is mistyped for one of ours
@@ -184,7 +166,7 @@ if not TYPE_CHECKING:  # or a checker would take a name that is mistyped for one
             return import_module(f"stio.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'stio' has no attribute {name!r}")
-        return _resolve(name) if _is_quick(name) else _stand_in(name)
+        return _resolve(name)
 
 
 def __dir__() -> list[str]:

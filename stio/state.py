@@ -15,6 +15,7 @@ from torch import nn
 from stio.device.base import LoadedGroup
 from stio.device.tensors import DtypesLike
 from stio.errors import FormatError, printable
+from stio.format.manifest import HashName
 from stio.format.shared import SharedPolicy
 from stio.format.state_tree import HOST_KINDS, Reference, Tree
 from stio.loading.api import load
@@ -23,12 +24,11 @@ from stio.loading.nested import read_nested
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.select import select_tensors
-from stio.runtime.hashing import HashName
-from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused
 from stio.runtime.progress import Progress
+from stio.runtime.text import described_by, keywords_for
 from stio.runtime.trace import Trace
 from stio.saving.api import save
 from stio.saving.nested import flatten

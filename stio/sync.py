@@ -2,7 +2,7 @@
 
     tensors = stio.sync.load("model/")
 
-Each function runs the coroutine of the same name (`stio.runtime.blocking`): there is no second body. The work runs on
+Each function runs the coroutine of the same name (`stio.runtime.notifier`): there is no second body. The work runs on
 threads of stio's own, and this thread waits. So a call works under a running event loop too, for instance in a
 notebook, but it blocks that loop. Outside notebooks the first such call warns.
 """
@@ -22,16 +22,16 @@ import torch
 
 import stio.conversion.api as conversion
 import stio.loading.api as loading
-import stio.loading.cache.host_cache as host_cache
-import stio.loading.warm_start.api as warm
-import stio.pool.api as pools
 import stio.saving.api as saving
+import stio.serving.host_cache as host_cache
+import stio.serving.pool.api as pools
+import stio.serving.warm_start.api as warm
 import stio.state as state
 from stio.loading.plan import Names
 from stio.loading.select import PlacementsLike
-from stio.runtime.blocking import in_event_loop, run_blocking
-from stio.runtime.contexts import contextmanager
 from stio.runtime.locks import new_lock
+from stio.runtime.notifier import in_event_loop, run_blocking
+from stio.runtime.process import contextmanager
 from stio.saving.pending import PendingSave
 
 __all__ = [  # with those of `stio` that do not wait, see below
@@ -46,6 +46,7 @@ __all__ = [  # with those of `stio` that do not wait, see below
     "load_into",
     "load_state",
     "open",
+    "preload",
     "save",
     "save_state",
     "warm_start",
@@ -348,5 +349,6 @@ load_state = _blocking(state.load_state)
 save = _blocking(saving.save)
 save_state = _blocking(state.save_state)
 convert = _blocking(conversion.convert)
+preload = _blocking(_package.preload)
 open = _twin_of(loading.open, Checkpoint)
 warm_start = _twin_of(warm.warm_start, WarmStart)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import simdevice
 import torch
+from fakes import FakeDevice
 from support import eventually, settled
 
 from stio import native
@@ -17,7 +18,6 @@ from stio.device import cuda
 from stio.device.base import Accelerator, resolve_device
 from stio.device.cuda import TorchAccelerator, on_stream
 from stio.runtime.memory import Region
-from stio.testing import FakeDevice
 
 HAVE_GPU = torch.accelerator.is_available()
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from counts import count
+from fakes import write_checkpoint
 from remote.servers import http_server
 from support import module_of
 from torch import nn
@@ -36,7 +37,6 @@ from stio.compat.safetensors import torch as drop_in
 from stio.device.tensors import TORCH_DTYPES
 from stio.distributed import StioStager, StioStorageReader, StioStorageWriter
 from stio.format.dtypes import BITS
-from stio.testing import write_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 
@@ -827,16 +827,6 @@ def _(case: Case) -> Tensors:
         name: torch.from_numpy(array.view(f"u{array.itemsize}")).view(case.tensors[name].dtype)
         for name, array in found.items()
     }
-
-
-@path("stio.testing, write_checkpoint of turned memory", cpu_only=True)
-def _(case: Case) -> Tensors:
-    given = {}
-    for name, one in case.tensors.items():
-        memory = _turned(integers(one))
-        memory.copy_(integers(one))
-        given[name] = memory.view(one.dtype)
-    return read_files(write_checkpoint(case.folder / "out", given))
 
 
 def run(name: str, case: Case) -> None:

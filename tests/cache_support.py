@@ -6,11 +6,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from fakes import FaultyRoot, Read
+
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.storage.local import LocalRoot
-from stio.testing import FaultyRoot
-from stio.testing.faulty_root import Read
 
 
 def size_of(directory: Path) -> int:

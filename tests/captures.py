@@ -21,8 +21,7 @@ from pathlib import Path
 
 import pages
 import support
-
-from stio.testing import FakeDevice
+from fakes import FakeDevice
 
 CAPTURED = "only by make captures: "
 _ELIDED = re.compile(r"(?<!\])\.\.\.")  # but not `[ARGS]...`, which click prints

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import FakeDevice
 from support import eventually
 
 import stio.sync
 from stio import native
 from stio.device.cuda import DeviceRing
 from stio.loading import gds_path, read_paths
-from stio.testing import FakeDevice
 
 _INT, _VOID, _SIZE = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
 _EVENT = ctypes.CFUNCTYPE(_INT, _VOID)

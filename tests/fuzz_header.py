@@ -217,6 +217,8 @@ def stricter_because(raw: bytes) -> str | None:
         if not isinstance(value, Pairs):
             return "A36 an entry as a list"
         fields = dict(value)
+        if _has_a_key_twice(value):
+            return "A39 an unknown key twice"
         if isinstance(fields["dtype"], Pairs):
             return "A37 a dtype as an object"
         strided = 1
@@ -227,6 +229,13 @@ def stricter_because(raw: bytes) -> str | None:
         if len(fields["shape"]) > LIMITS.max_rank:
             return "A52 a rank above the limit"
     return None
+
+
+def _has_a_key_twice(value: object) -> bool:
+    if isinstance(value, Pairs):
+        keys = [key for key, _ in value]
+        return len(set(keys)) != len(keys) or any(_has_a_key_twice(inner) for _, inner in value)
+    return isinstance(value, list) and any(map(_has_a_key_twice, value))
 
 
 @contextmanager

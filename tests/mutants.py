@@ -63,12 +63,12 @@ IMAGES = "tests/loading/test_images.py::"
 EACH_EVENT = ENGINE + "test_a_group_is_complete_behind_each_of_its_events"
 ARRANGED = ENGINE + "test_arranged_groups_are_next_and_none_is_lost"
 
-POLICY_TESTS = "tests/pool/test_policy.py::"
+POLICY_TESTS = "tests/serving/pool/test_policy.py::"
 POOL_ON_DEVICE = "tests/gpu/test_pool.py::"
 
 ENGINE_C = "stio/native/engine.c"
-POLICY = "stio/pool/policy.py"
-POOL = "stio/pool/thread.py"
+POLICY = "stio/serving/pool/policy.py"
+POOL = "stio/serving/pool/thread.py"
 RING = "stio/native/ring.c"
 CUFILE_C = "stio/native/cufile.c"
 PINNED_C = "stio/native/pinned.c"
@@ -77,7 +77,7 @@ UNPINNING = "tests/gpu/test_unpinning.py::"
 CUDA = "stio/device/cuda.py"
 PRIVATE = "stio/device/torch_private.py"
 RINGS = "stio/device/cuda.py"
-WARM = "stio/loading/warm_start/load.py"
+WARM = "stio/serving/warm_start/load.py"
 PINNED = "stio/device/pinned.py"
 COPYING = "stio/device/copy_out.py"
 BASE = "stio/device/base.py"
@@ -521,21 +521,21 @@ MUTANTS = (
     mutant(
         "bytes into memory with gaps",
         "memory that is not contiguous gets the bytes of the tensor one after the other",
-        "stio/device/tensor_memory.py",
+        "stio/device/copy_in.py",
         ("and target.is_contiguous() and traits", "and traits"),
         tests=f"{IMAGES}test_what_has_changed_since_the_load_began_is_copied_by_torch",
     ),
     mutant(
         "bytes of another dtype",
         "memory of another dtype gets the bytes of the tensor as they are",
-        "stio/device/tensor_memory.py",
+        "stio/device/copy_in.py",
         ("target.dtype == dtype and target.shape == shape and target.device == device", "True"),
         tests=f"{REFRESH}test_memory_that_is_another_during_the_load",
     ),
     mutant(
         "bytes into memory that was freed",
         "memory that is freed during a load is written nevertheless",
-        "stio/device/tensor_memory.py",
+        "stio/device/copy_in.py",
         (
             "begin, end, address, _ = require_memory(name, target, path=path, storage=storage)",
             "begin, end, address = 0, target.nbytes, target.data_ptr()",
@@ -552,21 +552,21 @@ MUTANTS = (
     mutant(
         "a copy on the CPU that cannot be cancelled",
         "a copy of the engine on the CPU does not look for a cancel",
-        "stio/device/tensor_memory.py",
+        "stio/device/copy_in.py",
         ("            if is_interrupted():\n                raise Cancelled\n", "            pass\n"),
         tests=f"{IMAGES}test_a_cancel_ends_a_copy_within_a_second",
     ),
     mutant(
         "copies without a thread",
         "where no thread can be started for the copies of a load, nothing is copied",
-        "stio/device/tensor_memory.py",
+        "stio/device/copy_in.py",
         ("if by_torch or not (is_same", "if not (is_same"),
         tests=f"{IMAGES}test_where_no_thread_can_be_started_torch_copies",
     ),
     mutant(
         "copies into memory that is not held",
         "the engine writes to memory that a tensor had when the copies began, and that may be freed meanwhile",
-        "stio/device/tensor_memory.py",
+        "stio/device/copy_in.py",
         ("        held.append(storage)\n", ""),
         tests=f"{IMAGES}test_memory_that_a_tensor_no_longer_has_is_held_during_the_copies",
     ),
@@ -595,21 +595,21 @@ MUTANTS = (
     mutant(
         "bytes are not counted as a change",
         "autograd does not see that a load has written a tensor",
-        "stio/device/tensor_memory.py",
+        "stio/device/copy_in.py",
         ("        torch.autograd.graph.increment_version(target)  #", "        pass  #"),
         tests=f"{REFRESH}test_all_kinds_of_memory_are_filled",
     ),
     mutant(
         "bytes on another stream",
         "the copies into the caller's memory are queued on the default stream",
-        "stio/device/tensor_memory.py",
+        "stio/device/copy_in.py",
         (".current_stream(device)\n        image", ".default_stream(device)\n        image"),
         tests=f"{REFRESH}test_what_is_queued_just_before_the_copies_reads_the_old_values",
     ),
     mutant(
         "the stream that copies the bytes is not recorded",
         "the memory of a group is used again while another stream of the caller still reads it",
-        "stio/device/tensor_memory.py",
+        "stio/device/copy_in.py",
         ("    image.memory.record_stream(stream)", "    # "),
         tests=f"{REFRESH}test_another_stream_is_current_when_the_bytes_are_copied",
     ),
@@ -652,7 +652,7 @@ MUTANTS = (
     mutant(
         "a warm start waits for the caller's work",
         "parameters of a warm start are allocated under the stream that is current where it was called",
-        "stio/loading/warm_start/api.py",
+        "stio/serving/warm_start/api.py",
         ('replace(settings, dtype=None, streams="copy", lost={})', "replace(settings, dtype=None, lost={})"),
         tests=f"{FAULTS}test_fault_5_a_warm_start_waits_for_no_work_of_the_user[plain]",
     ),
@@ -836,27 +836,27 @@ MUTANTS = (
     mutant(
         "a closed cache keeps its pinned memory",
         "memory that a cache keeps for its next files stays pinned when it is closed",
-        "stio/loading/cache/host_cache.py",
+        "stio/serving/host_cache.py",
         ("        self._kept.clear()\n", "        pass\n"),
-        tests="tests/loading/cache/test_host_cache.py::test_pinned_memory_that_is_kept_is_released[close]",
+        tests="tests/serving/cache/test_host_cache.py::test_pinned_memory_that_is_kept_is_released[close]",
     ),
     mutant(
         "a load that outlives its cache keeps the memory",
         "memory of a closed cache is kept for later files if a load used it at the close",
-        "stio/loading/cache/entries.py",
+        "stio/serving/entries.py",
         (
             "entry.image.take_memory()\n                if not self._closed:\n                    self._keep(regions)\n",
             "entry.image.take_memory()\n                self._keep(regions)\n",
         ),
-        tests="tests/loading/cache/test_host_cache.py::"
+        tests="tests/serving/cache/test_host_cache.py::"
         "test_pinned_memory_of_a_closed_cache_is_released_with_its_last_load",
     ),
     mutant(
         "a cache pins all memory anew",
         "memory of an evicted file is not used for the next one",
-        "stio/loading/cache/host_cache.py",
+        "stio/serving/host_cache.py",
         ("        self._kept += [", "        _ = ["),
-        tests="tests/loading/cache/test_host_cache.py::test_pinned_memory_of_an_evicted_file_is_used_again",
+        tests="tests/serving/cache/test_host_cache.py::test_pinned_memory_of_an_evicted_file_is_used_again",
     ),
     mutant(
         "copies of a save are not waited for after an error",
@@ -892,7 +892,7 @@ MUTANTS = (
             "                self._transfer.add(ranges)\n                ranges = native.Ranges()\n",
             "                pass\n",
         ),
-        tests="tests/loading/cache/test_host_cache.py::test_segments_are_filled_while_others_are_pinned",
+        tests="tests/serving/cache/test_host_cache.py::test_segments_are_filled_while_others_are_pinned",
     ),
     mutant(
         "a saver pins whatever a snapshot takes",
@@ -1510,7 +1510,7 @@ MUTANTS = (
     mutant(
         "pool: updates do not wait for their copies",
         "an update ends while its copies are queued on the device",
-        "stio/pool/content.py",
+        "stio/serving/pool/content.py",
         ("        with _own_stream(resolve_device(self.options.device)):\n", "        with nullcontext():\n"),
         tests=POOL_ON_DEVICE + "test_an_update_in_place_keeps_addresses_and_bits",
         delay=0.002,
@@ -1523,7 +1523,7 @@ MUTANTS = (
             "            self.policy.leftover_bytes = sum(one.nbytes for one in self._leftovers)\n",
             "            self.policy.leftover_bytes = 0\n",
         ),
-        tests="tests/pool/test_pool.py::test_a_tensor_that_is_kept_is_named_and_counts",
+        tests="tests/serving/pool/test_pool.py::test_a_tensor_that_is_kept_is_named_and_counts",
     ),
     mutant(
         "pool: a caller that leaves is decided before its error is there",
@@ -1537,7 +1537,7 @@ MUTANTS = (
             "        self._notifier.notify()\n        return True\n",
             "        self._value, self._error = value, error\n        self._notifier.notify()\n        return True\n",
         ),
-        tests="tests/pool/test_pool.py::test_a_caller_that_leaves_while_it_gets_an_error_gives_back_nothing",
+        tests="tests/serving/pool/test_pool.py::test_a_caller_that_leaves_while_it_gets_an_error_gives_back_nothing",
     ),
 )
 

@@ -86,15 +86,15 @@ import types
 
 import huggingface_hub
 import huggingface_hub.constants
+import huggingface_hub.serialization._base
 import huggingface_hub.utils
 import stio.compat.huggingface_hub as stio_hub
 
 serialization = types.ModuleType("huggingface_hub.serialization")
 vars(serialization).update({name: value for name, value in vars(stio_hub).items() if not name.startswith("__")})
-serialization._base = serialization._torch = stio_hub
+serialization._base, serialization._torch = huggingface_hub.serialization._base, stio_hub
 sys.modules["huggingface_hub.serialization"] = huggingface_hub.serialization = serialization
-for part in ("_base", "_torch"):
-    sys.modules[f"huggingface_hub.serialization.{part}"] = stio_hub
+sys.modules["huggingface_hub.serialization._torch"] = stio_hub
 for name in stio_hub.__all__:
     setattr(huggingface_hub, name, getattr(stio_hub, name))
 """,

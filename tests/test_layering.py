@@ -20,18 +20,18 @@ PACKAGE = ROOT / "stio"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 LEVELS: dict[str, int] = {
-    "cli": 7,
-    "compat": 7,
-    "integrations": 7,
-    "testing": 7,
-    "__main__.py": 7,
-    "__init__.py": 6,
-    "sync.py": 6,
-    "conversion": 5,
-    "distributed": 5,
-    "pool": 5,
-    "pull.py": 5,
-    "state.py": 5,
+    "cli": 8,
+    "compat": 8,
+    "integrations": 8,
+    "testing": 8,
+    "__main__.py": 8,
+    "__init__.py": 7,
+    "sync.py": 7,
+    "conversion": 6,
+    "distributed": 6,
+    "serving": 6,
+    "state.py": 6,
+    "remote": 5,
     "loading": 4,
     "saving": 4,
     "device": 3,
@@ -46,13 +46,12 @@ LEVELS: dict[str, int] = {
 SAME_LEVEL = {
     ("__main__.py", "cli"): "it runs the command",
     ("__init__.py", "sync.py"): "`stio.sync` is a public name",
-    ("testing", "__init__.py"): "fakes are written against the public names",
     ("integrations", "compat"): "the plugin of SGLang is a call of `stio.compat.install`",
     ("runtime", "native"): "`stats.py` names the engine",
 }
 """Imports between parts of one level that are meant, with the reason."""
 
-PURE = ("format/", "loading/plan.py", "pool/policy.py", "saving/plan.py", "saving/plan_parts.py")
+PURE = ("format/", "loading/plan.py", "serving/pool/policy.py", "saving/plan.py", "saving/plan_parts.py")
 IMPURE = {
     *("torch", "numpy", "anyio", "asyncio", "trio", "aiofiles"),
     *("os", "io", "mmap", "ctypes", "pathlib", "shutil", "tempfile", "socket", "subprocess"),
@@ -71,24 +70,19 @@ DYNAMIC_IMPORTS = {
     "compat/replacement.py": "`install` imports safetensors and torch, `import stio.compat` neither",
     "compat/safetensors/_open.py": "torch is needed with framework='pt' only, loading with another device only",
     "compat/safetensors/_serialize.py": "saving a file needs torch, `serialize` does not",
+    "format/manifest.py": "xxhash is an extra, needed with hash='xxh3' only",
     "integrations/lightning.py": "torch.distributed is needed with modules that are sharded only",
     "integrations/transformers.py": "torch.distributed is needed with models that are sharded only",
     "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",
-    "runtime/hashing.py": "xxhash is an extra, needed with hash='xxh3' only",
     "runtime/progress.py": "tqdm is an extra, needed with progress=True only",
-    "storage/hub.py": "huggingface_hub is an extra, needed with hf:// only",
-    "storage/open.py": "what reads URLs, and numpy with it, is needed with a URL only",
-    "storage/remote/settings.py": "obstore is an extra, needed with URLs only",
-    "storage/remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with some profiles of AWS only",
+    "remote/hub.py": "huggingface_hub is an extra, needed with hf:// only",
+    "storage/schemes.py": "what reads URLs, and numpy with it, is needed with a URL only",
+    "remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with profiles of AWS only",
     "sync.py": "torch.distributed is needed with stio.distributed only",
 }
 """Files that call `import_module`, with the reason."""
 
 CIRCLES: dict[tuple[str, ...], str] = {
-    (
-        "storage/hub.py",
-        "storage/open.py",
-    ): "`open.py` reads every kind of URL, and the hub's files are opened as local ones",
     (
         "compat/safetensors/_serialize.py",
         "compat/safetensors/torch.py",
@@ -225,20 +219,20 @@ def test_imports_lead_to_lower_levels(file: str) -> None:
 PUBLIC_MODULES = {
     *("__init__.py", "sync.py", "errors.py", "compat/__init__.py"),
     *("loading/options.py", "loading/plan.py", "runtime/trace.py"),  # types of arguments, in the reference
-    *("loading/cache/disk_cache.py", "runtime/limits.py"),  # public classes
+    *("remote/disk_cache.py", "runtime/limits.py"),  # public classes
 }
 
 
 INTEGRATION_INTERNALS = {
     # What waits, runs and reports.
-    *("runtime/blocking.py", "runtime/operation.py", "runtime/log.py", "runtime/hashing.py", "runtime/limits.py"),
+    *("runtime/notifier.py", "runtime/operation.py", "runtime/text.py", "format/manifest.py", "runtime/limits.py"),
     "runtime/spans.py",
     # What is saved, kept and removed.
     *("saving/nested.py", "saving/pending.py", "saving/retention.py", "storage/commit/retention.py"),
     *("storage/commit/destination.py", "storage/commit/transaction.py"),
     # What a source is.
     *("conversion/torch_files.py", "format/directory.py", "format/naming.py", "format/other_sources.py"),
-    *("format/state_tree.py", "runtime/urls.py", "storage/base.py", "storage/open.py"),
+    *("format/state_tree.py", "storage/base.py", "storage/open.py"),
     # The part of a rank; names of weights in files of transformers.
     *("device/tensor_memory.py", "distributed/parts.py"),
     *("device/names_in_files.py", "loading/module_tree.py", "saving/tensors.py"),
@@ -356,7 +350,7 @@ def test_the_files_that_architecture_names_exist() -> None:
     assert sorted(name for name in named if name not in FILES and not (ROOT / name).exists()) == []
 
 
-_TWINS = ("sync.py", "compat/safetensors/_installed.py", "compat/safetensors/_errors.py")
+_TWINS = ("sync.py", "compat/safetensors/_installed.py", "compat/safetensors/_file.py")
 """Files whose classes have the names of those that they stand for."""
 
 _SAME_CLASS_NAME = {"Saver": "`stio.Saver` and `stio.distributed.Saver` are public names"}

@@ -40,7 +40,7 @@ def test_the_lazy_table_is_what_type_checkers_see() -> None:
                     seen[alias.name] = line.module
     assert seen.pop("distributed") == seen.pop("sync") == "stio"
     assert seen == stio._MODULE_OF
-    assert set(stio.__all__) == {"__version__", "sync", *seen}
+    assert set(stio.__all__) == {"__version__", "preload", "sync", *seen}
     assert set(dir(stio)) >= set(stio.__all__)
 
 

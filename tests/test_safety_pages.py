@@ -130,7 +130,7 @@ NETWORK = {
 
 def test_stio_opens_no_connection() -> None:
     remote = ROOT / "stio" / "storage" / "remote"
-    for path in sorted({*(ROOT / "stio").rglob("*.py")} - {remote / "requests.py"}):
+    for path in sorted({*(ROOT / "stio").rglob("*.py")} - {remote / "save.py"}):
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):

@@ -15,9 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -26,6 +25,7 @@ from typing import Any
 import click
 
 from stio.cli.output import (
+    ERROR,
     JSON_OPTION,
     NO_PROGRESS_OPTION,
     PATH,
@@ -33,19 +33,17 @@ from stio.cli.output import (
     CommandError,
     joined,
     print_result,
-    rate_text,
     table,
     wrong_arguments,
 )
 from stio.errors import one_line
 from stio.format.header import build_header
 from stio.loading.open import open_checkpoint
-from stio.runtime.contexts import contextmanager
 from stio.runtime.control_groups import room_in_memory
 from stio.runtime.limits import parse_size
 from stio.runtime.memory import fits
-from stio.runtime.text import counted, show_bytes
-from stio.runtime.urls import is_url, without_secrets
+from stio.runtime.process import contextmanager
+from stio.runtime.text import counted, is_url, show_bytes, without_secrets
 
 LIMIT = "limit"
 PEER = "safetensors"
@@ -59,31 +57,10 @@ _MAX_RUN_SECONDS = 900
 _COLD_FRACTION = 0.02
 """Part of a file that may still be in the page cache when the file counts as evicted."""
 
+_LABELS = {LIMIT: "disk's limit"}
 
-@dataclass(slots=True)
-class Contestant:
-    """Measurements of one contestant."""
-
-    name: str
-    """Name of its package, or `limit`."""
-    version: str = ""
-    """Version of its package."""
-    seconds: list[float] = field(default_factory=list)
-    """Time of each run."""
-    checksum: int | None = None
-    """That of the tensors of its last run."""
-    failure: str | None = None
-    """Reason why a run failed."""
-
-    @property
-    def label(self) -> str:
-        """Name in the table."""
-        return "disk's limit" if self.name == LIMIT else self.name
-
-    @property
-    def median(self) -> float | None:
-        """Median time of the runs, None if one failed or there are none."""
-        return median(self.seconds) if self.seconds and self.failure is None else None
+Runs = dict[str, list[dict[str, Any]]]
+"""For each contestant (`limit`, or the name of its package) what its processes reported."""
 
 
 @click.command()
@@ -95,7 +72,7 @@ class Contestant:
 @click.option("--size", metavar="SIZE", default="1GB", show_default=True, help="Size of the file to make without PATH.")
 @JSON_OPTION
 @NO_PROGRESS_OPTION
-def bench(path: str | None, device: str, rounds: int, size: str, as_json: bool, no_progress: bool) -> int:
+def bench(path: str | None, device: str, rounds: int, size: str) -> int:
     """Measure stio on this machine.
 
     It compares stio with the limit of the disk, and with safetensors if that is installed. PATH is a checkpoint on the
@@ -110,23 +87,21 @@ def bench(path: str | None, device: str, rounds: int, size: str, as_json: bool, 
         raise CommandError("only Linux can evict files and read them without the page cache; run it there")
     with _file_to_read(path, size) as source:
         with closing(open_checkpoint(source, strict=False)) as opened:
-            paths, total_bytes = [one.path for one in opened.files], sum(one.identity.nbytes for one in opened.files)
+            paths, total_bytes = [file.path for file in opened.files], sum(f.identity.nbytes for f in opened.files)
         if not fits(total_bytes + _MARGIN_BYTES):
             text = f"{one_line(source)}: {show_bytes(total_bytes)} do not fit into memory"
             raise CommandError(f"{text}; measure with one shard of it, or with a smaller --size")
-        contestants = [Contestant(name) for name in (LIMIT, "stio", *([PEER] if find_spec(PEER) is not None else []))]
-        task = {
-            "source": source,
-            "paths": paths,
-            "device": device,
-            "memory_bytes": min(2 * total_bytes, room_in_memory() // 2),
-        }
-        with Bar("measuring", is_wanted=not no_progress) as bar:
-            notes = _run_all(contestants, task, rounds, total_bytes, bar)
-    notes = verdict(contestants) + notes
-    found = _as_json(contestants, notes, path, device, total_bytes)
-    print_result(found, [*_table(contestants, total_bytes), *notes], as_json=as_json)
-    return 0 if contestants[1].median is not None else 2
+        names = [LIMIT, "stio", *([PEER] if find_spec(PEER) is not None else [])]
+        memory_bytes = min(2 * total_bytes, room_in_memory() // 2)
+        task = {"source": source, "paths": paths, "device": device, "memory_bytes": memory_bytes}
+        with Bar("measuring") as bar:
+            runs = _run_all(names, task, rounds, lambda: bar.advance(total_bytes, total_bytes * rounds * len(names)))
+    results = [_result(name, runs, total_bytes) for name in names]
+    sentences = verdict({one["name"]: one["seconds"] for one in results if one["failure"] is None}, len(names))
+    sentences += _notes(runs)
+    result = {"path": path, "device": device, "total_bytes": total_bytes, "contestants": results, "verdict": sentences}
+    print_result(result, lambda: [*_table(results), *sentences])
+    return 0 if results[1]["failure"] is None else ERROR
 
 
 @contextmanager
@@ -140,56 +115,32 @@ def _file_to_read(path: str | None, size: str) -> Iterator[str]:
     if nbytes > shutil.disk_usage(".").free:
         raise CommandError(f"there is no space for {show_bytes(nbytes)} here; use another disk, or a smaller --size")
     with tempfile.TemporaryDirectory(prefix="stio-bench-", dir=".") as directory:
-        made = os.path.join(directory, "model.safetensors")
-        _make(made, nbytes)
-        yield made
+        rows = max(1, min(nbytes, _TENSOR_BYTES) // 8192)
+        count = max(1, nbytes // (rows * 8192))
+        with open(os.path.join(directory, "model.safetensors"), "wb") as file:
+            file.write(build_header((f"layers.{k}.weight", "BF16", (rows, 4096)) for k in range(count))[0])
+            for _ in range(count):
+                file.write(os.urandom(rows * 8192))  # random: some disks store equal blocks only once
+            file.flush()
+            os.fsync(file.fileno())
+        yield file.name
 
 
-def _make(path: str, nbytes: int) -> None:
-    rows = max(1, min(nbytes, _TENSOR_BYTES) // 8192)
-    count = max(1, nbytes // (rows * 8192))
-    header, _ = build_header((f"layers.{k}.weight", "BF16", (rows, 4096)) for k in range(count))
-    with open(path, "wb") as file:
-        file.write(header)
-        for _ in range(count):
-            file.write(os.urandom(rows * 8192))  # random: some disks store equal blocks only once
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _run_all(contestants: list[Contestant], task: dict[str, Any], rounds: int, total_bytes: int, bar: Bar) -> list[str]:
-    """Run every contestant once in each round; return notes about the conditions of the measurement."""
-    draw, warm, is_direct = random.Random(1), False, True
+def _run_all(names: list[str], task: dict[str, Any], rounds: int, progress: Callable[[], object]) -> Runs:
+    """Run every contestant once in each round, in a random order, until it fails."""
+    draw, runs = random.Random(1), Runs((name, []) for name in names)
     for _ in range(rounds):
-        for one in draw.sample(contestants, len(contestants)):
-            if one.failure is None:
-                record = _run(task | {"contestant": one.name})
-                one.failure = record.get("error")
-                if one.failure is None:
-                    one.version = record["version"]
-                    one.seconds.append(record["seconds"])
-                    one.checksum = record["checksum"]
-                    warm |= (record["resident_fraction"] or 0.0) > _COLD_FRACTION
-                    is_direct &= record["is_direct"]
-            bar.advance(total_bytes, total_bytes * rounds * len(contestants))
-    notes = []
-    for one in contestants:
-        if one.checksum not in (None, contestants[1].checksum):
-            one.failure = "its tensors are not those that stio loads"
-    if warm:
-        notes.append(
-            "The file could not be evicted, since something maps it: these are rates of memory, not of the disk."
-        )
-    if not is_direct:
-        notes.append("This filesystem has no direct reads: the limit was read through the page cache.")
-    return notes
+        for name in draw.sample(names, len(names)):
+            if not any("error" in run for run in runs[name]):
+                runs[name].append(_run(task | {"contestant": name}))
+            progress()
+    return runs
 
 
 def _run(spec: dict[str, Any]) -> dict[str, Any]:
     """Run one process; return its record, or a record with its error."""
     root = str(Path(__file__).resolve().parents[2])
-    known = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(known)}
+    search_path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         done = subprocess.run(  # -P: import no modules from the working directory
             [sys.executable, "-P", "-m", "stio.cli.bench_child", json.dumps(spec)],
@@ -197,7 +148,7 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
             text=True,
             errors="replace",
             timeout=_MAX_RUN_SECONDS,
-            env=environment,
+            env=os.environ | {"PYTHONPATH": search_path},
             check=False,
         )
         record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -209,63 +160,63 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _table(contestants: list[Contestant], total_bytes: int) -> Iterator[str]:
-    rows = [["", "median", "rate", "fastest", "slowest"]]
-    for one in contestants:
-        if one.median is not None:
-            times = [f"{seconds:.3f} s" for seconds in (one.median, min(one.seconds), max(one.seconds))]
-            rows.append(
-                [f"{one.label} {one.version}".rstrip(), times[0], rate_text(total_bytes, one.median), *times[1:]]
-            )
+def _result(name: str, runs: Runs, total_bytes: int) -> dict[str, Any]:
+    """Return the measurements of a contestant."""
+    last, done = runs[name][-1], [run for run in runs[name] if "error" not in run]
+    failure, seconds = last.get("error"), [run["seconds"] for run in done]
+    if failure is None and last["checksum"] not in (None, runs["stio"][-1].get("checksum")):
+        failure = "its tensors are not those that stio loads"
+    middle = median(seconds) if failure is None else None
+    return {
+        "name": name,
+        "version": done[0]["version"] if done else "",
+        "median_seconds": middle,
+        "bytes_per_second": middle and total_bytes / middle,
+        "seconds": seconds,
+        "failure": failure,
+    }
+
+
+def _table(results: list[dict[str, Any]]) -> Iterator[str]:
+    rows, failures = [["", "median", "rate", "fastest", "slowest"]], []
+    for one in results:
+        label, seconds = _LABELS.get(one["name"], one["name"]), one["seconds"]
+        if one["failure"] is not None:
+            failures.append(f"{label}: failed: {one['failure']}")
+            continue
+        times = [f"{time:.3f} s" for time in (one["median_seconds"], min(seconds), max(seconds))]
+        rate = f"{show_bytes(one['bytes_per_second'])}/s"
+        rows.append([f"{label} {one['version']}".rstrip(), times[0], rate, *times[1:]])
     yield from map(joined, table(rows, right={1, 2, 3, 4}))
-    for one in contestants:
-        if one.failure is not None:
-            yield f"{one.label}: failed: {one.failure}"
+    yield from failures
 
 
-def verdict(contestants: list[Contestant]) -> list[str]:
+def verdict(seconds: Mapping[str, list[float]], num_contestants: int) -> list[str]:
     """Return the meaning of the runs as sentences. Only runs of the same round are compared."""
-    ours = contestants[1]
-    if ours.median is None:
+    if "stio" not in seconds:
         return ["stio could not load this; there is nothing to compare."]
     sentences = []
-    for other in contestants:
-        if other is ours or other.median is None:
-            continue
-        ratios = [theirs / own for own, theirs in zip(ours.seconds, other.seconds, strict=True)]
+    for name, theirs in seconds.items():
+        ratios = [their / own for own, their in zip(seconds["stio"], theirs, strict=True)]
         low, high, rounds = min(ratios), max(ratios), counted(len(ratios), "round")
-        if other.name == LIMIT:
-            span = f"{low:.0%} to {high:.0%} in {rounds}" if len(ratios) > 1 else rounds
+        if name == LIMIT:
+            span = f"{low:.0%} to {high:.0%} in {rounds}"
             sentences.append(f"stio reaches {median(ratios):.0%} of the disk's limit ({span}).")
-            continue
-        span = f"{low:.2f} to {high:.2f} in {rounds}" if len(ratios) > 1 else rounds
-        text = f"It is {median(ratios):.2f} times as fast as {other.label} ({span})."
-        if low < 1 < high or len(ratios) == 1:
-            text += " The rounds do not show which is faster: run more of them, when nothing else uses the machine."
-        sentences.append(text)
-    if len(contestants) == 2:
+        elif name != "stio":
+            span = f"{low:.2f} to {high:.2f} in {rounds}"
+            sentences.append(f"It is {median(ratios):.2f} times as fast as {name} ({span}).")
+            if low < 1 < high or len(ratios) == 1:
+                text = "The rounds do not show which is faster: run more of them, when nothing else uses the machine."
+                sentences[-1] += f" {text}"
+    if num_contestants == 2:
         sentences.append(f"{PEER}, with which stio is compared, is not installed.")
     return sentences
 
 
-def _as_json(
-    contestants: list[Contestant], notes: list[str], path: str | None, device: str, total_bytes: int
-) -> dict[str, object]:
-    return {
-        "path": path,
-        "device": device,
-        "total_bytes": total_bytes,
-        "contestants": [
-            {
-                "name": one.name,
-                "label": one.label,
-                "version": one.version,
-                "median_seconds": one.median,
-                "bytes_per_second": None if one.median is None else total_bytes / one.median,
-                "seconds": one.seconds,
-                "failure": one.failure,
-            }
-            for one in contestants
-        ],
-        "verdict": notes,
-    }
+def _notes(runs: Runs) -> Iterator[str]:
+    """Yield sentences about the conditions of the measurement."""
+    records = [run for records in runs.values() for run in records if "error" not in run]
+    if any((run["resident_fraction"] or 0.0) > _COLD_FRACTION for run in records):
+        yield "The file could not be evicted, since something maps it: these are rates of memory, not of the disk."
+    if not all(run["is_direct"] for run in records):
+        yield "This filesystem has no direct reads: the limit was read through the page cache."

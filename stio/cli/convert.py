@@ -14,9 +14,7 @@ import stio
 from stio.cli.interrupts import starting
 from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, print_result, wrong_arguments
 from stio.errors import one_line
-from stio.runtime.hashing import HashName
-from stio.runtime.text import counted, show_bytes
-from stio.runtime.urls import without_secrets
+from stio.runtime.text import counted, show_bytes, without_secrets
 
 
 @click.command()
@@ -36,20 +34,10 @@ from stio.runtime.urls import without_secrets
 @click.option(
     "--trust-pickle", is_flag=True, help="Unpickle any object: executes code that the author of the file chose."
 )
-@click.option("--hash", "hash_name", type=click.Choice(["sha256", "xxh3"]), help="Write a manifest with hashes.")
+@click.option("--hash", type=click.Choice(["sha256", "xxh3"]), help="Write a manifest with hashes.")
 @JSON_OPTION
 @NO_PROGRESS_OPTION
-def convert(
-    source: str,
-    destination: str,
-    max_shard_size: str | None,
-    dtype: str | None,
-    key: str | None,
-    trust_pickle: bool,
-    hash_name: HashName | None,
-    as_json: bool,
-    no_progress: bool,
-) -> None:
+def convert(source: str, destination: str, **options: Any) -> None:
     """Convert a checkpoint to safetensors.
 
     It converts files of torch.save, and changes shards or dtype. SOURCE is a .safetensors file, an index, a directory,
@@ -58,17 +46,11 @@ def convert(
     """
     with starting():
         run = stio.sync.convert
-    with wrong_arguments(), Bar("converting", is_wanted=not no_progress) as bar:
-        options: dict[str, Any] = {
-            "max_shard_size": max_shard_size,
-            "dtype": dtype,
-            "key": key,
-            "trust_pickle": trust_pickle,
-        }
-        result = run(source, destination, **options, hash=hash_name, progress=bar)
+    with wrong_arguments(), Bar("converting") as bar:
+        result = run(source, destination, **options, progress=bar)
     size = f"{counted(len(result.files), 'file')}, {show_bytes(result.total_bytes)}"
     text = f"{one_line(without_secrets(destination))}: {size} in {result.committed_seconds:.3f} s"
     if result.out_of_range:
-        number = sum(result.out_of_range.values())
-        text += f"; {counted(number, 'value')} out of the range of {one_line(str(dtype))}"
-    print_result(dataclasses.asdict(result), [text], as_json=as_json)
+        number = counted(sum(result.out_of_range.values()), "value")
+        text += f"; {number} out of the range of {one_line(str(options['dtype']))}"
+    print_result(dataclasses.asdict(result), lambda: [text])

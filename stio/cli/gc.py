@@ -10,14 +10,9 @@ import click
 
 from stio.cli.output import JSON_OPTION, NO, PATH, ZERO_OR_MORE, print_result, wrong_arguments
 from stio.errors import one_line
-from stio.runtime.urls import is_url, without_secrets
+from stio.runtime.text import is_url, without_secrets
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport, collect_garbage
 from stio.storage.open import open_destination
-
-_KEPT = "left alone, its process runs or may run, or it cannot be removed"
-_FAILED = "left alone, the system does not let this process remove it"
-_NEWER = "left alone, another version of stio made it; run `stio gc` of that version"
-_KEPT_IN_STORE = "left alone, no index names it, but it is younger than --max-age, and its save may be under way"
 
 _NO_DESTINATION = "there is no such destination, and no save to it was interrupted; check the path"
 
@@ -35,7 +30,7 @@ _NO_DESTINATION = "there is no such destination, and no save to it was interrupt
     help="On NFS, FUSE and stores: skip what is younger than this.",
 )
 @JSON_OPTION
-def gc(path: str, dry_run: bool, max_age_hours: float, as_json: bool) -> int:
+def gc(path: str, dry_run: bool, max_age_hours: float) -> int:
     """Clean up after saves whose process died.
 
     PATH is the destination of those saves: a path, or a URL of s3, gs or az. A save that had published its checkpoint
@@ -51,27 +46,35 @@ def gc(path: str, dry_run: bool, max_age_hours: float, as_json: bool) -> int:
     else:
         report = collect_garbage(path, max_age_seconds=max_age_seconds, dry_run=dry_run)
     path = without_secrets(path)
-    found = {"path": path, "dry_run": dry_run, **dataclasses.asdict(report)}
-    print_result(found, _lines(path, report, dry_run), as_json=as_json)
+    result = {"path": path, "dry_run": dry_run, **dataclasses.asdict(report)}
+    print_result(result, lambda: _lines(path, report, dry_run))
     return NO if report.failed else 0
+
+
+_DONE = {
+    "finished": "completed, its checkpoint is published",
+    "undone": "rolled back, its checkpoint was not published",
+    "removed": "removed, an earlier cleanup was interrupted",
+    "unused": "deleted, no index names it",
+    "aborted": "aborted, its upload was not completed",
+}
+"""What is done to the directories and files of a field of `GarbageReport`."""
+
+_LEFT = {
+    "newer": "another version of stio made it; run `stio gc` of that version",
+    "failed": "the system does not let this process remove it",
+    "kept": "its process runs or may run, or it cannot be removed",
+}
+_KEPT_IN_STORE = "no index names it, but it is younger than --max-age, and its save may be under way"
 
 
 def _lines(path: str, report: GarbageReport, dry_run: bool) -> Iterator[str]:
     would = "would be " if dry_run else ""
-    for directories, text in (
-        (report.finished, f"{would}completed, its checkpoint is published"),
-        (report.undone, f"{would}rolled back, its checkpoint was not published"),
-        (report.removed, f"{would}removed, an earlier cleanup was interrupted"),
-        (report.unused, f"{would}deleted, no index names it"),
-        (report.aborted, f"{would}aborted, its upload was not completed"),
-        (report.newer, _NEWER),
-        (report.failed, _FAILED),
-        (
-            [one for one in report.kept if one not in (*report.newer, *report.failed)],
-            _KEPT_IN_STORE if is_url(path) else _KEPT,
-        ),
-    ):
-        yield from (f"{one_line(directory)}: {text}" for directory in directories)
+    left = _LEFT | ({"kept": _KEPT_IN_STORE} if is_url(path) else {})
+    texts = {**{k: would + text for k, text in _DONE.items()}, **{k: f"left alone, {why}" for k, why in left.items()}}
+    for k, text in texts.items():
+        told = {*report.newer, *report.failed} if k == "kept" else ()
+        yield from (f"{one_line(name)}: {text}" for name in getattr(report, k) if name not in told)
     if report == GarbageReport():
         exists = is_url(path) or os.path.lexists(path)
         yield f"{one_line(path)}: {'no save was interrupted here' if exists else _NO_DESTINATION}"

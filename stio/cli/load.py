@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -31,9 +31,8 @@ from stio.cli.output import (
     wrong_arguments,
 )
 from stio.errors import one_line
-from stio.runtime.text import counted, show_bytes
+from stio.runtime.text import counted, show_bytes, without_secrets
 from stio.runtime.trace import Trace
-from stio.runtime.urls import without_secrets
 
 _TIMELINES = {".json": "save_chrome", ".svg": "save_svg"}
 """Suffix of a timeline, and the method of a trace that writes it."""
@@ -56,16 +55,7 @@ _TIMELINES = {".json": "save_chrome", ".svg": "save_svg"}
 @click.option("--timeline", metavar="FILE", type=PATH, help="Draw what happened when: .svg, or .json for Perfetto.")
 @JSON_OPTION
 @NO_PROGRESS_OPTION
-def load(
-    path: str,
-    device: str,
-    memory: Literal["auto", "map", "lazy", "copy", "gds"],
-    pattern: str | None,
-    verify: bool,
-    timeline: str | None,
-    as_json: bool,
-    no_progress: bool,
-) -> None:
+def load(path: str, pattern: str | None, timeline: str | None, **options: Any) -> None:
     """Load a checkpoint to a device.
 
     It prints the rate. PATH is a .safetensors file, a directory with a checkpoint, its index, or a URL of one of these.
@@ -81,13 +71,13 @@ def load(
             raise CommandError(f"{one_line(timeline)}: its directory is not writable; choose another place")
     with starting():
         run, torch = stio.sync.load, import_module("torch")
-        if device != "cpu" and torch.accelerator.is_available():
+        if options["device"] != "cpu" and torch.accelerator.is_available():
             with suppress(RuntimeError):  # a device that is full or broken: the load says so in a sentence
                 torch.zeros(1, device=torch.accelerator.current_accelerator())  # starts its runtime before the load
-    with Bar("loading", is_wanted=not no_progress) as bar:
+    with Bar("loading") as bar:
         began = perf_counter()
         with wrong_arguments():
-            tensors = run(path, names=names, device=device, memory=memory, verify=verify, trace=trace, progress=bar)
+            tensors = run(path, names=names, trace=trace, progress=bar, **options)
         if pattern is not None and not tensors:
             raise no_match(without_secrets(path), pattern)
         devices = sorted({str(tensor.device) for tensor in tensors.values()})
@@ -97,32 +87,26 @@ def load(
         seconds = perf_counter() - began
     if timeline is not None:
         getattr(trace, _TIMELINES[Path(timeline).suffix.lower()])(timeline)
+    reads = {span.name for span in trace.spans} & {"map", "populate", "read"}
     total_bytes = sum({id(tensor): tensor.nbytes for tensor in tensors.values()}.values())  # an alias counts once
     result = {
         "path": without_secrets(path),
         "device": devices,
-        "memory": memory,
-        "mapped": _is_mapped(trace),
+        "memory": options["memory"],
+        "mapped": bool(reads) and "read" not in reads,  # the tensors are mapped files, and not copies
         "num_tensors": len(tensors),
         "total_bytes": total_bytes,
         "seconds": seconds,
-        "bytes_per_second": None if memory == "lazy" else total_bytes / max(seconds, 1e-9),
+        "bytes_per_second": None if options["memory"] == "lazy" else total_bytes / max(seconds, 1e-9),
         "timeline": timeline,
     }
-    print_result(result, _lines(result), as_json=as_json)
-
-
-def _is_mapped(trace: Trace) -> bool:
-    """Return whether the tensors are mapped files, and not copies."""
-    reads = {span.name for span in trace.spans} & {"map", "populate", "read"}
-    return bool(reads) and reads <= {"map", "populate"}
+    print_result(result, lambda: _lines(result))
 
 
 def _lines(result: dict[str, Any]) -> Iterator[str]:
     tensors, nbytes = counted(result["num_tensors"], "tensor"), result["total_bytes"]
-    device = ", ".join(result["device"]) or "no device"
     rate = rate_text(nbytes, result["seconds"]) if result["memory"] != "lazy" else "read when they are used"
-    where = f"mapped on {device}" if result["mapped"] else f"on {device}"
+    where = f"{'mapped ' if result['mapped'] else ''}on {', '.join(result['device']) or 'no device'}"
     yield f"{one_line(result['path'])}: {tensors}, {show_bytes(nbytes)} {where} in {result['seconds']:.3f} s, {rate}"
     if result["timeline"] is not None:
         yield f"timeline: {one_line(result['timeline'])}"

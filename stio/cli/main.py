@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -28,7 +28,7 @@ from stio.cli.output import BROKEN_PIPE, ERROR, INTERRUPTED, CommandError, expla
 from stio.cli.pull import pull
 from stio.cli.verify import verify
 from stio.errors import StioError, one_line
-from stio.runtime.contexts import contextmanager
+from stio.runtime.process import contextmanager
 
 
 class _Program(click.Group):
@@ -45,19 +45,12 @@ class _Program(click.Group):
                 sys.stdout.flush()  # a full disk or a closed pipe must be noticed here
             return result
 
-    def main(self, *arguments: Any, standalone_mode: bool = True, **keywords: Any) -> Any:
-        keywords |= {
-            "prog_name": "stio",
-            "standalone_mode": False,
-        }  # for `python -m` help and completion show this name
+    def main(self, *arguments: Any, **keywords: Any) -> NoReturn:
+        keywords |= {"prog_name": "stio", "standalone_mode": False}  # the name is for `python -m`
         try:
             status: Any = super().main(*arguments, **keywords)
         except (click.Abort, click.ClickException) as error:
-            if not standalone_mode:
-                raise
             status = _explain(error)
-        if not standalone_mode:
-            return status
         _discard_output()
         sys.exit(status if isinstance(status, int) else 0)
 
@@ -85,21 +78,22 @@ def _explained_errors() -> Iterator[None]:
 def _explain(error: click.Abort | click.ClickException) -> int:
     """Print an error; for a wrong call, name the help of the command too."""
     if isinstance(error, click.Abort):
-        return _print("Interrupted.", INTERRUPTED)
+        _print("Interrupted.")
+        return INTERRUPTED
     if isinstance(error, CommandError):
-        return _print(f"Error: {one_line(error.format_message()).rstrip('.')}", error.exit_code)
-    if type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 shows the help by raising an error
+        _print(f"Error: {one_line(error.format_message()).rstrip('.')}")
+    elif type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 shows the help by raising an error
         error.show()
-        return ERROR
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    text = one_line(" ".join(error.format_message().split())).rstrip(".")  # click's texts have several lines
-    return _print(f"Error: {text} (see `{context.command_path if context is not None else 'stio'} --help`)", ERROR)
+    else:
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        text = one_line(" ".join(error.format_message().split())).rstrip(".")  # click's texts have several lines
+        _print(f"Error: {text} (see `{context.command_path if context is not None else 'stio'} --help`)")
+    return error.exit_code if isinstance(error, CommandError) else ERROR
 
 
-def _print(text: str, status: int) -> int:
+def _print(text: str) -> None:
     with suppress(OSError):  # standard error is closed
         say(text, to_stderr=True)
-    return status
 
 
 def _discard_output() -> None:
@@ -115,7 +109,7 @@ def _discard_output() -> None:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    _print(f"warning: {spelled(one_line(str(message)))}", 0)
+    _print(f"warning: {spelled(one_line(str(message)))}")
 
 
 class _LogWarnings(logging.Handler):

@@ -14,7 +14,6 @@ import re
 import shlex
 import shutil
 import sys
-import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -24,6 +23,7 @@ from typing import Any, Self
 
 import click
 from tqdm import tqdm
+from tqdm.utils import disp_len
 
 from stio.errors import (
     AmbiguousCheckpointError,
@@ -47,7 +47,7 @@ from stio.errors import (
     one_line,
     printable,
 )
-from stio.runtime.contexts import contextmanager
+from stio.runtime.process import contextmanager
 from stio.runtime.progress import ProgressEvent
 from stio.runtime.text import show_bytes
 
@@ -161,10 +161,24 @@ FILTER_OPTION = click.option(
     metavar="PATTERN",
     help="Only names that match a glob such as 'layers.*', or '/a regular expression/'.",
 )
-JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-NO_PROGRESS_OPTION = click.option(
-    "--no-progress", is_flag=True, help="Show no progress bar. Only a terminal shows one."
-)
+
+
+def _flag(name: str, text: str) -> Callable[[Any], Any]:
+    """Return an option that `is_given` reads; the function of the command does not get it."""
+
+    def remember(context: click.Context, option: click.Parameter, value: bool) -> None:
+        context.meta[name] = value
+
+    return click.option(name, is_flag=True, expose_value=False, callback=remember, help=text)
+
+
+JSON_OPTION = _flag("--json", "Write JSON.")
+NO_PROGRESS_OPTION = _flag("--no-progress", "Show no progress bar. Only a terminal shows one.")
+
+
+def is_given(name: str) -> bool:
+    """Return whether the current command has a flag: `--json` or `--no-progress`."""
+    return bool(click.get_current_context().meta.get(name))
 
 
 @contextmanager
@@ -174,16 +188,16 @@ def wrong_arguments() -> Iterator[None]:
         yield
     except StioError:
         raise  # the group of commands explains it
-    except (ImportError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise CommandError(spelled(one_line(str(error)))) from error
 
 
-def print_result(found: dict[str, Any], text: Iterable[str], *, as_json: bool) -> None:
-    """Print the result of a command as JSON, or as lines."""
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-    else:
-        say("\n".join(text))
+def print_result(result: dict[str, Any], show: Callable[[], Iterable[str]]) -> None:
+    """Print the result of a command as JSON, or the lines that `show` returns."""
+    if is_given("--json"):
+        click.echo(json.dumps(result, indent=2))
+    elif lines := list(show()):
+        say("\n".join(lines))
 
 
 def matcher(pattern: str | None) -> Callable[[str], bool]:
@@ -197,14 +211,14 @@ def matcher(pattern: str | None) -> Callable[[str], bool]:
     if len(pattern) < 2 or not (pattern.startswith("/") and pattern.endswith("/")):
         return lambda name: fnmatchcase(name, pattern)
     try:
-        found = re.compile(pattern[1:-1]).search
+        search = re.compile(pattern[1:-1]).search
     except (re.error, OverflowError, RecursionError) as error:  # a huge count, and groups in a thousand groups
         text = f"{pattern!r} is no regular expression: {error}; without the slashes it is a glob"
         raise CommandError(text) from error
-    return lambda name: found(name) is not None
+    return lambda name: search(name) is not None
 
 
-def no_match(path: str, pattern: str) -> NoMatchError:
+def no_match(path: str, pattern: str) -> CommandError:
     """Return the error for a `--filter` that matches no name."""
     text = f"{one_line(path)}: nothing matches --filter {one_line(repr(pattern))}"
     return NoMatchError(f"{text}; a glob is for the whole name, and `stio inspect` lists the names")
@@ -260,20 +274,14 @@ def _broken(line: str, width: int) -> str:
 
 def cells(text: str) -> int:
     """Return the columns that a terminal needs for some text."""
-    return len(text) if text.isascii() else sum(map(_columns_of, text))
-
-
-def _columns_of(character: str) -> int:
-    return 2 if unicodedata.east_asian_width(character) in ("F", "W") else 1
+    return len(text) if text.isascii() else disp_len(text)
 
 
 def _pieces(text: str, width: int) -> list[str]:
     """Return text in pieces of at most `width` columns."""
-    if cells(text) <= width:
-        return [text]
     pieces, room = [""], width
     for character in text:
-        needed = _columns_of(character)
+        needed = cells(character)
         if needed > room:
             pieces.append("")
             room = width
@@ -303,15 +311,14 @@ def table(
     if width is not None:
         rows = [[printable(cell) if k == names else cell for k, cell in enumerate(row)] for row in rows]
     widest = [max(map(cells, column)) for column in zip(*rows, strict=True)]
-    widths = [*(min(most, _MAX_PADDED) for most in widest[:-1]), widest[-1]]
+    widths = [*(min(wide, _MAX_PADDED) for wide in widest[:-1]), widest[-1]]
     others = sum(widths) - widths[names] + len(_GAP) * (len(widths) - 1)
     widths[names] = min(widest[names], _MAX_PADDED_NAME if width is None else max(_SHORTEST_NAME, width - others))
     for row in rows:
-        first, *rest = [row[names]] if width is None else _pieces(row[names], widths[names])
-        lines = [[*row[:names], first, *row[names + 1 :]]]
-        lines += [["" if k != names else piece for k in range(len(row))] for piece in rest]
-        for line in lines:
-            spaces = [" " * (most - cells(text)) for text, most in zip(line, widths, strict=True)]
+        pieces = [row[names]] if width is None else _pieces(row[names], widths[names])
+        for number, piece in enumerate(pieces):
+            line = [piece if k == names else cell if number == 0 else "" for k, cell in enumerate(row)]
+            spaces = [" " * (wide - cells(text)) for text, wide in zip(line, widths, strict=True)]
             yield [spaces[k] + text if k in right else text + spaces[k] for k, text in enumerate(line)]
 
 
@@ -321,15 +328,11 @@ def joined(line: Sequence[str]) -> str:
 
 
 class Bar:
-    """A progress bar on standard error if that is a terminal. It disappears after the work.
+    """A progress bar on standard error if that is a terminal. It disappears after the work."""
 
-    Args:
-        label: Name of the work.
-        is_wanted: False shows no bar.
-    """
-
-    def __init__(self, label: str, *, is_wanted: bool = True) -> None:
-        is_drawn = is_wanted and sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    def __init__(self, label: str) -> None:
+        is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        is_drawn = is_terminal and not is_given("--no-progress")
         self._bar = tqdm(desc=label, unit="B", unit_scale=True, leave=False, disable=not is_drawn)
 
     def __enter__(self) -> Self:

@@ -20,11 +20,10 @@ from stio.cli.output import (
     wrong_arguments,
 )
 from stio.errors import one_line
-from stio.pull import PullResult
-from stio.pull import pull as copy
+from stio.remote.pull import PullResult
+from stio.remote.pull import pull as copy
 from stio.runtime.operation import Operation
-from stio.runtime.text import counted, show_bytes
-from stio.runtime.urls import without_secrets
+from stio.runtime.text import counted, show_bytes, without_secrets
 
 
 @click.command()
@@ -39,7 +38,7 @@ from stio.runtime.urls import without_secrets
 )
 @JSON_OPTION
 @NO_PROGRESS_OPTION
-def pull(url: str, directory: str, also: tuple[str, ...], as_json: bool, no_progress: bool) -> None:
+def pull(url: str, directory: str, also: tuple[str, ...]) -> None:
     """Copy a checkpoint from a URL to a directory.
 
     URL is one of a .safetensors file, of an index, or of a directory; of a directory in s3, gs, az or hf, the files
@@ -47,7 +46,7 @@ def pull(url: str, directory: str, also: tuple[str, ...], as_json: bool, no_prog
     interrupted is continued by the next one. If DIR is complete already, nothing is fetched.
     """
     began = perf_counter()
-    with wrong_arguments(), Bar("pulling", is_wanted=not no_progress) as bar:
+    with wrong_arguments(), Bar("pulling") as bar:
         operation: Operation[PullResult] = Operation(
             lambda _: copy(url, directory, also=also, progress=bar.advance), name="pull", about=without_secrets(url)
         )
@@ -59,5 +58,5 @@ def pull(url: str, directory: str, also: tuple[str, ...], as_json: bool, no_prog
     if result.fetched_bytes:
         rate = rate_text(result.fetched_bytes, seconds)
         fetched = f"{show_bytes(result.fetched_bytes)} fetched in {seconds:.3f} s, {rate}"
-    found = asdict(result) | {"total_bytes": result.total_bytes, "seconds": seconds}
-    print_result(found, [f"{one_line(result.path)}: {size}, {checked}; {fetched}"], as_json=as_json)
+    facts = asdict(result) | {"total_bytes": result.total_bytes, "seconds": seconds}
+    print_result(facts, lambda: [f"{one_line(result.path)}: {size}, {checked}; {fetched}"])

@@ -26,13 +26,12 @@ from stio.errors import (
     without_path,
 )
 from stio.format.header import Header
-from stio.format.naming import INDEX_SUFFIX, is_step_directory
+from stio.format.naming import FILE_SUFFIXES, INDEX_SUFFIX, is_step_directory
 from stio.loading.integrity import judge_files, no_manifest, read_manifest
 from stio.loading.open import open_checkpoint
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
-from stio.runtime.text import counted, show_bytes
-from stio.runtime.urls import without_secrets
+from stio.runtime.text import counted, show_bytes, without_secrets
 from stio.storage.base import Source
 
 PIECE_BYTES = 4 << 20
@@ -44,24 +43,25 @@ PIECE_BYTES = 4 << 20
 @click.option("--hash-required", is_flag=True, help="Fail if there is no manifest with hashes.")
 @JSON_OPTION
 @NO_PROGRESS_OPTION
-def verify(path: str, hash_required: bool, as_json: bool, no_progress: bool) -> int:
+def verify(path: str, hash_required: bool) -> int:
     """Check a checkpoint for damage.
 
     Checks headers, index, gaps between tensors, and hashes if there is a manifest. PATH is a .safetensors file, a
     directory with a checkpoint, its index, or a URL of one of these. With a manifest, and in the hub's cache, all files
     are read. Otherwise only headers and tensors of dtype BOOL are read. Exit status 1: there is damage.
     """
-    problem: StioError | None = None
     try:
-        with Bar("verifying", is_wanted=not no_progress) as bar:
+        with Bar("verifying") as bar:
             report = examine(path, hash_required=hash_required, progress=bar.advance)
     except (FormatError, IndexFormatError, IntegrityError, UnsafePathError) as error:  # of the whole checkpoint
-        problem = error
-        report = Report(path=without_secrets(path), files=(), algorithm=None, warnings=())
-    path = without_secrets(path)
-    lines = _lines(report) if problem is None else [f"{one_line(path)}: wrong: {_below(path, problem)}"]
-    print_result(_as_json(report, problem), lines, as_json=as_json)
-    return 0 if report.ok and problem is None else NO
+        path, problem = without_secrets(path), error
+        result = {"path": path, "ok": False, "problem": str(error), "algorithm": None, "files": [], "warnings": []}
+        print_result(result, lambda: [f"{one_line(path)}: wrong: {_below(path, problem)}"])
+        return NO
+    files = [{**asdict(file), "ok": file.problem is None} for file in report.files]
+    result = {**asdict(report), "ok": report.ok, "problem": None, "files": files}
+    print_result(result, lambda: _lines(report))
+    return 0 if report.ok else NO
 
 
 # The examination.
@@ -123,8 +123,17 @@ def examine(
 
     def body(operation: Operation[Report]) -> Report:
         warnings: list[str] = []
+        # A file alone may be one rank's part of a checkpoint, which is no damage: without `strict` that is a warning.
+        strict = os.path.isdir(path) or not path.partition("?")[0].endswith(FILE_SUFFIXES)
         with closing(
-            open_checkpoint(path, with_manifest=True, examine_others=True, check=operation.check, warn=warnings.append)
+            open_checkpoint(
+                path,
+                strict=strict,
+                with_manifest=True,
+                examine_others=True,
+                check=operation.check,
+                warn=warnings.append,
+            )
         ) as opened:
             manifest = read_manifest(opened, in_part=not hash_required)
             if manifest is None and hash_required:
@@ -237,14 +246,3 @@ def _finding(file: FileReport, report: Report) -> str:
         return one_line(file.problem)
     fits = f"header, sizes and {report.algorithm} fit" if file.is_compared else "header and sizes fit"
     return f"{fits} ({counted(file.num_tensors, 'tensor')}, {show_bytes(file.data_bytes)})"
-
-
-def _as_json(report: Report, problem: StioError | None) -> dict[str, object]:
-    return {
-        "path": report.path,
-        "ok": report.ok and problem is None,
-        "problem": None if problem is None else str(problem),
-        "algorithm": report.algorithm,
-        "files": [{**asdict(file), "ok": file.problem is None} for file in report.files],
-        "warnings": list(report.warnings),
-    }

@@ -5,11 +5,11 @@ A program changes one import, or calls `install` once; the rest of its code stay
 phrases, same files. Exceptions are defects of the original (a save that is not atomic, a check that misses a case);
 they are described in the docstrings. `tests/compat` compares the modules with the originals.
 
-The drop-ins import no original at run time. `install` (`replacement.py`) does: it puts the safetensors drop-in in the
-place of the original, for all code of the process. The drop-ins add no rules of their own about the format: headers,
-shard names, overlapping memory and commits are those of `stio.format` and `stio.storage`. They add the original's
-split into files, its names, its conversions and its error texts. Start with the `__init__.py` of the library that you
-replace.
+The drop-in for huggingface_hub calls functions of the original, which must be installed; the others import no original.
+`install` (`replacement.py`) puts the safetensors drop-in in the place of the original, for all code of the process. The
+drop-ins add no rules of their own about the format: headers, shard names, overlapping memory and commits are those of
+`stio.format` and `stio.storage`. They add the original's names, conversions and error texts. Start with the
+`__init__.py` of the library that you replace.
 
 `replacement.py` replaces attributes and globals of modules and records each place. One function changes names: it makes
 them equal to the list of installations, and can be repeated after an interruption at any point. While stio is

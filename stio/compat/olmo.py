@@ -47,7 +47,7 @@ from stio.loading.body import collect, reading_operation
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.saving.api import save
 from stio.saving.nested import flatten

@@ -240,7 +240,7 @@ def _restore_all() -> None:
 
 
 def _set_error_base(original: type | None) -> None:
-    errors = import_module("stio.compat.safetensors._errors")
+    errors = import_module("stio.compat.safetensors._file")
     errors.SafetensorError.__bases__ = (original or errors.ErrorBase,)
 
 

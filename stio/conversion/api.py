@@ -17,17 +17,16 @@ from stio.conversion.sources import OpenSource, open_source
 from stio.conversion.torch_files import Key, check_key
 from stio.device.tensors import TORCH_DTYPES, DtypeLike, Lost, checked_dtype
 from stio.errors import ClosedError, printable
+from stio.format.manifest import HashName
 from stio.format.naming import FILE_SUFFIX
 from stio.format.sharding import TensorSource
 from stio.loading.casts import report_lost
-from stio.runtime.hashing import HashName
-from stio.runtime.keywords import described_by
 from stio.runtime.limits import checked_size
 from stio.runtime.memory import default_budget_bytes
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress, progress_callback
+from stio.runtime.text import described_by, is_url
 from stio.runtime.trace import shown
-from stio.runtime.urls import is_url
 from stio.saving.api import save
 from stio.saving.options import Durability, SaveOptions, SaveResult, absolute_destination
 from stio.saving.pending import PendingSave

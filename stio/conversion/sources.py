@@ -56,9 +56,8 @@ from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
 from stio.runtime.limits import Limits
-from stio.runtime.log import log
 from stio.runtime.operation import Operation
-from stio.runtime.urls import is_url
+from stio.runtime.text import is_url, log
 from stio.saving.tensors import tied_names
 from stio.storage.checks import broken_link, refusals
 from stio.storage.open import open_directory
@@ -241,7 +240,7 @@ def open_source(
         ValueError: There is a key, and the source is not a pickle.
     """
     try:
-        found = _pickle_files(path)
+        found = pickle_files(path)
         if found is None:
             if key is not None and (os.path.lexists(path) or is_url(path)):
                 raise ValueError("key= is for files of torch.save; a safetensors checkpoint is flat")
@@ -318,7 +317,7 @@ class _Pickles:
             log(logging.WARNING, message, printable(self.index), listed(left_out))
 
 
-def _pickle_files(path: str) -> _Pickles | None:
+def pickle_files(path: str) -> _Pickles | None:
     """Return the files of `torch.save` that a path means, None if it means safetensors or nothing."""
     if os.path.isdir(path):
         return _pickles_in(path)

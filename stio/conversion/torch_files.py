@@ -34,9 +34,9 @@ from stio.errors import (
     printable,
 )
 from stio.format.naming import FILE_SUFFIX
-from stio.format.other_sources import HEAD_BYTES, FileKind, kind_of, starts_like_safetensors
-from stio.runtime.contexts import contextmanager
+from stio.format.other_sources import HEAD_BYTES, TORCH_SAVE, FileKind, kind_of, starts_like_safetensors
 from stio.runtime.memory import reporting_shortage
+from stio.runtime.process import contextmanager
 from stio.runtime.text import counted
 from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
 from stio.storage.local import log_unmapped
@@ -102,7 +102,7 @@ def read_pickle(
     kind = kind_of_file(path)
     if kind is None:
         raise FormatError("not a file of torch.save, by its first bytes; fetch it again", path=path)
-    if not kind.is_torch_save:
+    if kind != TORCH_SAVE:
         raise FormatError(kind.refusal(path), path=path)
     in_zip = read_start(path, len(_ZIP_START)) == _ZIP_START
     if trust_pickle:

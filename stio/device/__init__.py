@@ -4,9 +4,10 @@ Start with `base.py`: `Accelerator` is the interface that loads need from a devi
 consumer of a load, and a `DeviceMap` finds the device of each tensor. `cuda.py` implements the interface by torch, and
 has the engine's rings of pinned memory. Loads use `tensors.py` (tensors over memory, the memory of a group on the
 device, dtypes, casts). Saves use `describe.py` (what can be saved of a tensor) and `copy_out.py` (its bytes into host
-memory). `tensor_memory.py` checks that the data of a tensor is there. `names_in_files.py` has the names that
-transformers gives to tensors in files. `pinned.py` allocates pinned memory, and finds the drivers that the engine
-calls. `torch_private.py` has torch's private names that loads and saves use.
+memory). `tensor_memory.py` checks that the data of a tensor is there. `copy_in.py` copies loaded tensors into memory
+of the caller. `names_in_files.py` has the names that transformers gives to tensors in files. `pinned.py` allocates
+pinned memory, and finds the drivers that the engine calls. `torch_private.py` has torch's private names that loads and
+saves use.
 
 Streams and events are torch's generic ones, so any device type with them is supported; a device whose driver the engine
 does not know is loaded by the plain executor. CUDA uses its own events, since those can sleep while a thread waits.

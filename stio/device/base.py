@@ -43,7 +43,7 @@ class Event(Protocol):
 
 @runtime_checkable
 class Accelerator(Protocol):
-    """What loads need from a device. `stio.device.cuda` implements it by torch, `stio.testing.FakeDevice` for tests."""
+    """What loads need from a device. `stio.device.cuda` implements it by torch."""
 
     @property
     def device(self) -> torch.device:

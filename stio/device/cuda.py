@@ -30,10 +30,9 @@ from stio.device.pinned import PinnedAllocator, driver_of, drivers, node_of
 from stio.device.torch_private import copy_each, new_tensors
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.runtime import stats
-from stio.runtime.contexts import contextmanager
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
-from stio.runtime.process import after_fork_in_child
+from stio.runtime.process import after_fork_in_child, contextmanager
 
 STREAM_API = ("current_stream", "device", "stream")
 """What torch's module of a kind of device must have for copies beside other work; streams and events are generic."""

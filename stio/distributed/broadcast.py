@@ -1,12 +1,11 @@
 """The broadcast load: of tensors that several ranks need, each rank reads a part, and sends it to all others.
 
 Without it each rank reads all that it needs, so a slow store sends the same bytes once for each rank. Here the ranks
-first agree on what they need in common (`agree`), then each reads its share of that, chunk by chunk, and sends each
-chunk by a broadcast when it is read (`format/placements.py` makes the plan). What a rank needs alone it reads
+first agree on what they need in common (`SharedFill`). Then each reads its share of that, chunk by chunk, and sends
+each chunk by a broadcast when it is read (`format/placements.py` makes the plan). What a rank needs alone it reads
 itself after that.
 
-The broadcasts are sent in steps (`steps.py`): the ranks exchange which chunks each has read, and a few of these are
-sent.
+The chunks are sent in one order, a chunk of each rank in turn, in steps of a few (`transfer.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import islice, zip_longest
 from time import perf_counter
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from stio.device.base import LoadedGroup
 from stio.device.tensors import TORCH_DTYPES, require_dtypes
 from stio.distributed.ranks import Ranks
-from stio.distributed.steps import SteppedTransfer
+from stio.distributed.transfer import RankTransfer
 from stio.errors import ChangedDuringReadError, FormatError, RankError
 from stio.format.gil_slices import row_slices
 from stio.format.header import Header
@@ -50,9 +49,8 @@ from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import select_tensors
 from stio.loading.target import LoadTarget
-from stio.runtime.blocking import run_blocking
 from stio.runtime.memory import default_budget_bytes
-from stio.runtime.notifier import Notifier
+from stio.runtime.notifier import Notifier, run_blocking
 from stio.runtime.operation import Cancelled, Operation
 from stio.runtime.trace import traced
 from stio.storage.base import RequestedSource
@@ -63,15 +61,15 @@ Broadcast: TypeAlias = bool | Literal["auto"]
 CHUNK_BYTES = 8 << 20
 """Largest chunk: one request to a store. At 1 Gbit/s it takes 70 ms to another host."""
 
-_LEAST_CHUNK_BYTES = 64 << 10
+_MIN_CHUNK_BYTES = 64 << 10
 _CHUNKS_IN_BUDGET = 16
 """The budget holds the chunk that is received, and those that are read ahead."""
 
-_LEAST_SHARED_BYTES = 4 << 20
+_MIN_SHARED_BYTES = 4 << 20
 """With `"auto"`, fewer bytes are read by each rank: the agreement takes longer."""
 
-_CHUNKS_IN_STEP = 4
-"""Most chunks that are sent between two looks at failures."""
+_MAX_CHUNKS_IN_STEP = 4
+"""Chunks that are sent between two looks at failures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,96 +115,79 @@ class _Agreement(msgspec.Struct, array_like=True):
     """Of each tensor, the rows that are sent."""
 
 
-def fill_shared(
-    operation: Operation[Any],
-    opened: OpenCheckpoint,
-    target: LoadTarget,
-    names: list[str],
-    *,
-    ranks: Ranks,
-    options: LoadOptions,
-    broadcast: Broadcast,
-) -> list[str]:
-    """Fill the tensors that several ranks need; return the names that remain. A `FillSome` for `fill_from`.
-
-    All ranks call it. When it returns or raises, no thread uses memory of the module or of the broadcast.
+class SharedFill:
+    """Fills the tensors that several ranks need, before each rank reads the rest.
 
     Args:
-        operation: The operation of the load, on whose thread this runs.
-        opened: The checkpoint.
-        target: The module, compared with the checkpoint. Of another target nothing is filled.
-        names: Names to load.
         ranks: The ranks.
         options: Options of the load.
         broadcast: See `load_into`. All ranks must give the same.
-
-    Raises:
-        RankError: A rank has failed, or the connection to it broke.
-        ValueError: `broadcast` differs between ranks.
-        ChangedDuringReadError: Ranks have opened different checkpoints.
     """
-    operation.on_cancel(ranks.wake)
-    with traced(options.trace, "agree"):
-        plan = agree(operation, opened, target, names, ranks=ranks, options=options, broadcast=broadcast)
-    if plan is None or not isinstance(target, ModuleTarget):
-        return names
-    sent = {plan.tensors[piece.tensor].name for chunk in plan.chunks for piece in chunk.pieces}
-    _Broadcast(operation, opened, plan, target, ranks, options).fill()
-    return [name for name in names if name not in sent]
 
+    def __init__(self, ranks: Ranks, options: LoadOptions, broadcast: Broadcast) -> None:
+        self._ranks, self._options, self._broadcast = ranks, options, broadcast
 
-# Agreement.
+    def fill(
+        self, operation: Operation[Any], opened: OpenCheckpoint, target: LoadTarget, names: list[str]
+    ) -> list[str]:
+        """Fill what is sent, and return the names that remain. A `FillSome` for `fill_from`.
 
+        All ranks call it. When it returns or raises, no thread uses memory of the module or of the broadcast.
 
-def agree(
-    operation: Operation[Any],
-    opened: OpenCheckpoint,
-    target: LoadTarget,
-    names: Sequence[str],
-    *,
-    ranks: Ranks,
-    options: LoadOptions,
-    broadcast: Broadcast,
-) -> _Plan | None:
-    """Return what is sent, which the first rank decides; None if each rank reads what it needs.
+        Args:
+            operation: The operation of the load, on whose thread this runs.
+            opened: The checkpoint.
+            target: The module, compared with the checkpoint. Of another target nothing is filled.
+            names: Names to load.
 
-    Raises:
-        Cancelled: The operation was cancelled.
-        ValueError: `broadcast` differs between ranks.
-        ChangedDuringReadError: Ranks have opened different checkpoints.
-        RankError: A rank has failed.
-    """
-    if broadcast is True and not dist.is_gloo_available():
-        raise ValueError("broadcast=True needs a torch with Gloo, and this one has none; pass broadcast=False")
-    takes_part = broadcast is True or (broadcast == "auto" and _may_pay(opened, options))
-    if ranks.num_ranks == 1 or not takes_part or not isinstance(target, ModuleTarget):
-        ranks.share("need", None)
+        Raises:
+            Cancelled: The operation was cancelled.
+            RankError: A rank has failed, or the connection to it broke.
+            ValueError: `broadcast` differs between ranks.
+            ChangedDuringReadError: Ranks have opened different checkpoints.
+        """
+        operation.on_cancel(self._ranks.interrupt)
+        with traced(self._options.trace, "agree"):
+            plan = self._agree(opened, target, names)
+        if plan is None or not isinstance(target, ModuleTarget):
+            return names
+        sent = {plan.tensors[piece.tensor].name for chunk in plan.chunks for piece in chunk.pieces}
+        _Broadcast(operation, opened, plan, target, self._ranks, self._options).fill()
+        return [name for name in names if name not in sent]
+
+    def _agree(self, opened: OpenCheckpoint, target: LoadTarget, names: Sequence[str]) -> _Plan | None:
+        """Return what is sent, which the first rank decides; None if each rank reads what it needs."""
+        ranks, options, required = self._ranks, self._options, self._broadcast is True
+        if required and not dist.is_gloo_available():
+            raise ValueError("broadcast=True needs a torch with Gloo, and this one has none; pass broadcast=False")
+        takes_part = required or (self._broadcast == "auto" and _may_pay(opened, options))
+        if ranks.num_ranks == 1 or not takes_part or not isinstance(target, ModuleTarget) or target.keeps:
+            ranks.share("need", None)
+            if ranks.rank == 0:
+                ranks.share("decision", None)
+            return None
+        tensors = _tensors(opened)
+        need = _Need(
+            checkpoint=_digest(opened),
+            required=required,
+            budget_bytes=options.budget or default_budget_bytes(),
+            rows=_needs(tensors, target, names, path=opened.path),
+        )
+        ranks.share("need", need)
         if ranks.rank == 0:
-            ranks.share("decision", None)
-        return None
-    tensors = _tensors(opened)
-    need = _Need(
-        checkpoint=_digest(opened),
-        required=broadcast is True,
-        budget_bytes=options.budget or default_budget_bytes(),
-        rows=_needs(tensors, target, names, path=opened.path),
-    )
-    ranks.share("need", need)
-    fetch = partial(ranks.fetch, ended=lambda: operation.cancelled)
-    if ranks.rank == 0:
-        found = [run_blocking(fetch("need", of=rank, kind=_Need | None)) for rank in range(ranks.num_ranks)]
-        ranks.share("decision", _decide(tensors, found, required=need.required, path=opened.path))
-    decision: _Agreement | None = run_blocking(fetch("decision", kind=_Agreement | None))
-    if decision is None:
-        _require_agreement(need.required, 0)
-        return None
-    _require_rows(decision.rows, tensors)
-    shared = [
-        SharedRows(k, one.file, one.offset + rows[0] * one.rows.nbytes, one.rows.nbytes, rows)
-        for k, (one, rows) in enumerate(zip(tensors, decision.rows, strict=True))
-        if rows != NO_ROWS
-    ]
-    return _Plan(tensors, cut_chunks(shared, ranks.num_ranks, decision.chunk_bytes)) if shared else None
+            needs = [run_blocking(ranks.fetch("need", of=rank, kind=_Need | None)) for rank in range(ranks.num_ranks)]
+            ranks.share("decision", _decide(tensors, needs, required=required, path=opened.path))
+        decision: _Agreement | None = run_blocking(ranks.fetch("decision", kind=_Agreement | None))
+        if decision is None:
+            _require_agreement(required, 0)
+            return None
+        _require_rows(decision.rows, tensors)
+        shared = [
+            SharedRows(k, one.file, one.offset + rows[0] * one.rows.nbytes, one.rows.nbytes, rows)
+            for k, (one, rows) in enumerate(zip(tensors, decision.rows, strict=True))
+            if rows != NO_ROWS
+        ]
+        return _Plan(tensors, cut_chunks(shared, ranks.num_ranks, decision.chunk_bytes)) if shared else None
 
 
 def _may_pay(opened: OpenCheckpoint, options: LoadOptions) -> bool:
@@ -250,10 +231,10 @@ def _decide(
             for one, (begin, end), common in zip(tensors, of_rank, rows, strict=True)
             if common != NO_ROWS
         )
-        if sent < _LEAST_SHARED_BYTES or 2 * needed < sent * len(needs):
+        if sent < _MIN_SHARED_BYTES or 2 * needed < sent * len(needs):
             return None
     chunk_bytes = min(need.budget_bytes for need in needs) // _CHUNKS_IN_BUDGET
-    chunk_bytes = max(_LEAST_CHUNK_BYTES, min(CHUNK_BYTES, chunk_bytes))
+    chunk_bytes = max(_MIN_CHUNK_BYTES, min(CHUNK_BYTES, chunk_bytes))
     return _Agreement(chunk_bytes, rows)
 
 
@@ -275,12 +256,11 @@ def _needs(tensors: Sequence[_Tensor], target: ModuleTarget, names: Sequence[str
     """Return the rows of each tensor that this rank needs."""
     wanted, slices = set(names), target.slices
     require_dtypes([one.dtype for one in tensors if one.name in wanted], path=path)
-    kept = target.kept_names or ()
     needs = []
     for one in tensors:
         if one.name not in wanted:
             needs.append(NO_ROWS)
-        elif one.name in slices and one.name not in kept:
+        elif one.name in slices:
             needs.append(needed_rows(one.rows, slices[one.name]))
         else:
             needs.append((0, one.rows.num))
@@ -309,7 +289,7 @@ def _digest(opened: OpenCheckpoint) -> bytes:
     return digest.digest()
 
 
-class _Broadcast(SteppedTransfer):
+class _Broadcast(RankTransfer):
     """The broadcast of all chunks. Threads read those of this rank, within the budget, ahead of their broadcast.
 
     For the load that does it, the checkpoint consists of chunks: tensors of bytes.
@@ -332,9 +312,12 @@ class _Broadcast(SteppedTransfer):
         ranks: Ranks,
         options: LoadOptions,
     ) -> None:
-        super().__init__(ranks, "broadcast")
-        self._operation, self._plan, self._target, self._trace = operation, plan, target, options.trace
-        self._num_left, self._num_sent = len(plan.chunks), [0] * ranks.num_ranks
+        of_ranks: list[list[int]] = [[] for _ in range(ranks.num_ranks)]
+        for number, chunk in enumerate(plan.chunks):
+            of_ranks[chunk.owner].append(number)
+        in_turn = (number for turn in zip_longest(*of_ranks) for number in turn if number is not None)
+        super().__init__(ranks, operation, "broadcast", in_turn)
+        self._plan, self._target, self._trace = plan, target, options.trace
         own = [(number, chunk) for number, chunk in enumerate(plan.chunks) if chunk.owner == ranks.rank]
         self._own_names = [str(number) for number, _ in own]
         self._in_chunks = replace(
@@ -401,35 +384,21 @@ class _Broadcast(SteppedTransfer):
         return self._reading.failure
 
     def _wait(self, seconds: float) -> None:
-        self._notifier.block_until(lambda: bool(self._read) or self._reading.done, seconds)
+        self._notifier.block_until(lambda: self._num_ready() > 0 or self._failure() is not None, seconds)
 
-    def _numbers(self) -> list[int]:
-        """Return of each rank the first chunk that it has read, and how many that follow each other fit into one."""
-        first = min(self._read.copy(), default=-1)
-        num = nbytes = 0
-        while (number := first + num) in self._read:
-            nbytes += self._plan.chunks[number].nbytes
-            if num and nbytes > CHUNK_BYTES:
+    def _num_ready(self) -> int:
+        num_ready = 0
+        for number in islice(self._left, _MAX_CHUNKS_IN_STEP):
+            if self._plan.chunks[number].owner == self._ranks.rank and number not in self._read:
                 break
-            num += 1
-        rank, numbers = self._ranks.rank, [0] * (2 * self._ranks.num_ranks)
-        numbers[2 * rank : 2 * rank + 2] = first, num
-        return numbers
+            num_ready += 1
+        return num_ready
 
-    def _is_complete(self) -> bool:
-        return not self._num_left
+    def _send(self, items: Sequence[int]) -> None:
+        for number in items:
+            self._send_chunk(number)
 
-    def _step(self, sums: Sequence[int]) -> bool:
-        sent, firsts, nums = self._num_sent, sums[::2], sums[1::2]
-        owners = sorted((rank for rank, num in enumerate(nums) if num), key=lambda rank: sent[rank])
-        for owner in owners[:_CHUNKS_IN_STEP]:
-            for number in range(firsts[owner], firsts[owner] + nums[owner]):
-                self._send(number)
-            self._num_left -= nums[owner]
-            sent[owner] += nums[owner]
-        return bool(owners)
-
-    def _send(self, number: int) -> None:
+    def _send_chunk(self, number: int) -> None:
         """Send a chunk, or receive it; and copy what this rank needs of it, unless it was received in its place."""
         chunk = self._plan.chunks[number]
         is_own = chunk.owner == self._ranks.rank

@@ -45,13 +45,12 @@ from stio.loading.nested import read_nested
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
 from stio.loading.target import Casting, LocalPart, PartsTarget, checked_casting
-from stio.runtime.blocking import run_blocking
-from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
+from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation, copy_of
 from stio.runtime.progress import Progress
+from stio.runtime.text import described_by, is_url, keywords_for
 from stio.runtime.trace import Trace, shown
-from stio.runtime.urls import is_url
 
 
 @described_by(load)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from stio.distributed.broadcast import Broadcast, fill_shared
+from stio.distributed.broadcast import Broadcast, SharedFill
 from stio.distributed.parts import part_of
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.errors import ChangedDuringReadError
@@ -26,12 +26,11 @@ from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
 from stio.loading.target import Casting, LoadReport, LoadTarget, checked_casting
-from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
+from stio.runtime.text import described_by, is_url, keywords_for
 from stio.runtime.trace import Trace
-from stio.runtime.urls import is_url
 from stio.storage.commit.directory_lock import boot_id
 
 
@@ -113,7 +112,7 @@ async def load_into(
         ) -> list[str]:
             nonlocal opened_as
             opened_as = describe_opened(opened, source)
-            return fill_shared(operation, opened, target, names, ranks=ranks, options=options, broadcast=broadcast)
+            return SharedFill(ranks, options, broadcast).fill(operation, opened, target, names)
 
         report = await fill_from(
             source,

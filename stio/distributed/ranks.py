@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from math import isfinite
 from threading import TIMEOUT_MAX
@@ -43,11 +44,10 @@ from stio import errors
 from stio.distributed.torch_private import store_of
 from stio.errors import ClosedError, LimitError, RankError, StioError, printable
 from stio.runtime import clock
-from stio.runtime.blocking import runs_blocking
 from stio.runtime.locks import Condition, new_lock
-from stio.runtime.log import log
-from stio.runtime.notifier import Notifier
+from stio.runtime.notifier import Notifier, runs_blocking
 from stio.runtime.operation import Cancelled, Operation, copy_of, start_thread
+from stio.runtime.text import log
 
 RANK_TIMEOUT_SECONDS = 120.0
 """Default of `rank_timeout=`."""
@@ -55,21 +55,18 @@ RANK_TIMEOUT_SECONDS = 120.0
 _LEAVE_SECONDS = 1.0
 """Longest time that the first rank waits until the others have read the last values: its end may close the store."""
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
+_MIN_PAUSE, _MAX_PAUSE = 0.001, 0.1
 """Seconds between two looks into the store: while a value is waited for, and otherwise."""
-
-_MOST_IDLE_SECONDS = 60.0
-"""After which a connection is not used again: a firewall may have ended it, and the first request would wait."""
 
 _KEPT_ROUNDS = 8
 """Number of objects whose keys are kept: a rank that is late still finds the failure of an older one."""
 
-MOST_VALUE_BYTES = 4 << 20
+MAX_VALUE_BYTES = 4 << 20
 """Longest value to share: torch's store closes a connection over which a value of more than 8 MiB comes."""
 
-_MOST_CHARACTERS = 4096
+_MAX_CHARACTERS = 4096
 """What is sent of a text of an error."""
-_MOST_ERROR_BYTES = 1 << 20
+_MAX_ERROR_BYTES = 1 << 20
 """Longest error that is sent with its arguments and fields; of a longer one only the text is."""
 
 _Plain: TypeAlias = bool | int | float | str | None
@@ -111,7 +108,7 @@ class _SentError(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True)
                 if all(map(_is_plain, arguments)):
                     made.arguments = [_plain(one) for one in arguments]
             data = msgspec.json.encode(made)  # raises for what has no text, such as a number of 5,000 digits
-            if len(data) <= _MOST_ERROR_BYTES:
+            if len(data) <= _MAX_ERROR_BYTES:
                 return msgspec.json.decode(data, type=cls)  # it is what a receiver accepts
         return sent
 
@@ -166,9 +163,8 @@ class _GroupState:
     """Held while `start` is made."""
     old_keys: deque[list[str]] = field(default_factory=deque)
     """The keys that this rank has set for each object that has ended."""
-    idle: list[tuple[float, Store]] = field(default_factory=list)
-    """Connections to the store that are not in use, and when their last use ended. They are used again: torch looks up
-    the name of a host for each, which may take seconds."""
+    groups: dict[float, list[tuple[str, Any]]] = field(default_factory=dict)
+    """Gloo groups of `RankTransfer` that are connected and not in use, with their names, by their time limits."""
 
 
 _groups: MutableMapping[dist.ProcessGroup, _GroupState] = WeakKeyDictionary()
@@ -209,6 +205,8 @@ class Ranks:
         self.timeout = RANK_TIMEOUT_SECONDS if self._refused else timeout
         """See above."""
         self.rank, self.num_ranks = 0, 1
+        self.groups: list[tuple[str, Any]] = []
+        """Connected groups that no transfer uses, with their names; see `connect`."""
         self._store: Store | None = None
         self._prefix = ""
         self.key = key or ""
@@ -229,6 +227,7 @@ class Ranks:
             self._store, group = store_of(process_group)
             self._group = _groups.setdefault(group, _GroupState())
             self.key = key or str(next(self._group.numbers))
+            self.groups = self._group.groups.setdefault(self.timeout, [])
         self.failure: RankError | None = None
         """The first failure of another rank, once it is known."""
         self.has_begun = False
@@ -251,7 +250,6 @@ class Ranks:
         """Seconds between two signs of life of a rank, which are its values of the name "sign"."""
         self._next_sign, self._num_signs = 0.0, 0
         self._looked = clock.monotonic()  # when the store has answered last
-        self._is_connected = False
         self._served = False  # whether the thread of the requests has ended
 
     def on_failure(self, cancel: Callable[[], None]) -> None:
@@ -270,41 +268,32 @@ class Ranks:
             LimitError: The value is too long for a store.
         """
         data = msgspec.msgpack.encode(value)
-        if len(data) > MOST_VALUE_BYTES:
+        if len(data) > MAX_VALUE_BYTES:
             raise LimitError(
                 f"ranks cannot tell each other so much about a {self._about}: too many tensors, or too long names",
-                expected=f"at most {MOST_VALUE_BYTES:,} bytes",
+                expected=f"at most {MAX_VALUE_BYTES:,} bytes",
                 found=f"{len(data):,}",
             )
-        self.put(f"{name}/{self.rank}", data)
-
-    def put(self, key: str, value: bytes) -> None:
-        """Set a small value under a key that no other rank sets; returns at once. Get it by `values`."""
         if self._store is not None:
-            self._to_set.append((key, value))
+            self._to_set.append((f"{name}/{self.rank}", data))
             self._changed.wake()
 
-    async def fetch(
-        self, name: str, of: int = 0, *, kind: Any = bytes, ended: Callable[[], bool] = lambda: False
-    ) -> Any:
+    async def fetch(self, name: str, of: int = 0, *, kind: Any = bytes) -> Any:
         """Wait for a value that a rank shares.
 
         Args:
             name: The name of the value.
             of: The rank.
             kind: The type that the value must have.
-            ended: See `wait_until`.
 
         Raises:
             RankError: A rank has failed, or has shared something else.
-            Cancelled: `ended()` came first, or this rank was interrupted.
+            Cancelled: This rank was interrupted.
         """
-        (value,) = await self.values([f"{name}/{of}"], ended=ended)
+        (value,) = await self._values([f"{name}/{of}"])
         return decoded(value, kind, rank=of)
 
-    async def arrive(
-        self, name: str, value: object = b"", *, kind: Any = bytes, ended: Callable[[], bool] = lambda: False
-    ) -> list[Any]:
+    async def arrive(self, name: str, value: object = b"", *, kind: Any = bytes) -> list[Any]:
         """Share a value, and wait until all ranks have; return the values, the first rank's first.
 
         After an error other ranks may have seen the value.
@@ -313,54 +302,39 @@ class Ranks:
             name: The name of the value.
             value: The value of this rank.
             kind: The type that the values must have.
-            ended: See `wait_until`.
 
         Raises:
             RankError: A rank has failed, or has shared something else.
             LimitError: The value is too long for a store.
-            Cancelled: `ended()` came first, or this rank was interrupted.
+            Cancelled: This rank was interrupted.
         """
         if self._store is None:
             return [value]
         self.share(name, value)
-        found = await self.values([f"{name}/{rank}" for rank in range(self.num_ranks)], ended=ended)
-        return [decoded(one, kind, rank=rank) for rank, one in enumerate(found)]
+        values = await self._values([f"{name}/{rank}" for rank in range(self.num_ranks)])
+        return [decoded(data, kind, rank=rank) for rank, data in enumerate(values)]
 
-    async def values(self, keys: Sequence[str], *, ended: Callable[[], bool] = lambda: False) -> list[bytes]:
-        """Wait until values are there under all of some keys; return them.
-
-        Args:
-            keys: Those of `put`.
-            ended: See `wait_until`.
-
-        Raises:
-            RankError: A rank has failed.
-            Cancelled: `ended()` came first, or this rank was interrupted.
-        """
-        request = _Request(list(keys))
+    async def _values(self, keys: list[str]) -> list[bytes]:
+        request = _Request(keys)
         self._requests.append(request)
         self._changed.wake()
         try:
-            await self.wait_until(lambda: request.values is not None, ended=ended)
+            await self.wait_until(lambda: request.values is not None)
         finally:
             with suppress(ValueError):  # it was answered
                 self._requests.remove(request)
         return request.values or []
 
-    async def wait_until(self, ready: Callable[[], bool], *, ended: Callable[[], bool] = lambda: False) -> None:
-        """Wait until `ready()`.
-
-        Args:
-            ready: It is looked at after `wake`, and once a second.
-            ended: Ends the wait when it is true. It is looked at then too.
+    async def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait until `ready()`, which is looked at once a second.
 
         Raises:
             RankError: A rank has failed. This comes before `ready()`: a rank that is late finds the values of ranks
                 that have given up.
-            Cancelled: `ended()` came first, or this rank was interrupted.
+            Cancelled: This rank was interrupted.
             ClosedError: The block of this object was left.
         """
-        await self._watcher.wait_until(lambda: ready() or self.failure is not None or self._interrupted or ended())
+        await self._watcher.wait_until(lambda: ready() or self.failure is not None or self._interrupted)
         if self.failure is not None:
             raise copy_of(self.failure)
         if ready():
@@ -370,19 +344,21 @@ class Ranks:
         self._watcher.outcome()  # raises why the watcher ended
         raise ClosedError(f"the {self._about} has ended")
 
+    def connect(self) -> tuple[str, Any]:
+        """Return a new `ProcessGroupGloo` of these ranks, connected to all of them, and its name; blocks.
+
+        It is none of the groups of the program: those are made in one order on all ranks, and this one on any thread.
+        A call in it waits `timeout` for the others. Its connections are closed with the last reference to it.
+        """
+        assert self._store is not None
+        store = PrefixStore(f"{self._prefix}/gloo", _own_connection(self._store))
+        limit = timedelta(seconds=self.timeout)
+        return self._prefix, dist.ProcessGroupGloo(store, self.rank, self.num_ranks, limit)
+
     def interrupt(self) -> None:
         """End all waits of this rank, which was cancelled. Takes no lock; callable from any thread."""
         self._interrupted = True
         self._notifier.notify()
-
-    def wake(self) -> None:
-        """Make all waits look at their conditions again. Callable from any thread; takes no lock."""
-        self._notifier.notify()
-
-    def report_failure(self, ranks: Sequence[int], text: str) -> None:
-        """Report to all ranks that some of them have failed, which cannot report it themselves; returns at once."""
-        self._to_tell.append(_RankFailure(self.rank, tuple(ranks), text))
-        self._changed.wake()
 
     def report_error(self, error: BaseException) -> None:
         """Report an error of this rank to all, before it leaves the block; returns at once."""
@@ -435,7 +411,7 @@ class Ranks:
         operation.on_cancel(self._changed.wake)
         start_thread(partial(self._serve, operation), name="ranks")
         with self._changed:
-            while not (self._served or (self.failure is not None and not self._is_connected)):
+            while not self._served:
                 left = self._looked + self.timeout - clock.monotonic()
                 if left <= 0:
                     break
@@ -448,58 +424,28 @@ class Ranks:
     def _serve(self, operation: Operation[None]) -> None:
         assert self._store is not None
         try:
-            connection = self._connect()
-            self._is_connected = True
+            connection = _own_connection(self._store)
             self._prefix = f"stio/{self._group_start(connection)}/{self.key}"
             store = PrefixStore(self._prefix, connection)
-            pause = _SHORTEST_PAUSE
+            pause = _MIN_PAUSE
             while not self._leaving and not operation.cancelled:
                 found = self._look(store)
                 self._looked = clock.monotonic()
-                pause = _SHORTEST_PAUSE if found or not self._requests else min(2 * pause, _LONGEST_PAUSE)
+                pause = _MIN_PAUSE if found or not self._requests else min(2 * pause, _MAX_PAUSE)
                 with self._changed:
                     if not (self._leaving or self._to_set or self._to_tell or operation.cancelled):
-                        self._changed.wait(pause if self._requests else _LONGEST_PAUSE)
+                        self._changed.wait(pause if self._requests else _MAX_PAUSE)
             self._leave(store)
             self._forget_old_keys(connection)
-            self._group.idle.append((clock.monotonic(), connection))
         except RankError as error:
             self._fail(error)
         except Exception as error:  # DistError and its subclasses; nothing may be raised on this thread
-            self._fail_without_store(error)
+            reason = printable(str(error).partition("\n")[0])
+            text = f"the store of the process group does not answer: the rank that holds it may have ended ({reason})"
+            self._fail(RankError(text), error)
         finally:
             self._served = True
             self._changed.wake()
-
-    def _connect(self) -> Store:
-        """Return a connection that no other object of this process uses."""
-        assert self._store is not None
-        with suppress(IndexError, RuntimeError):  # none is there, or it is broken
-            since, connection = self._group.idle.pop()
-            if clock.monotonic() - since < _MOST_IDLE_SECONDS:
-                connection.check([self._prefix])
-                return connection
-        start_thread(self._try_old_connection, name="ranks")
-        return _own_connection(self._store)
-
-    def _try_old_connection(self) -> None:
-        """Find out by the connection of the group, which breaks when the store ends, whether there is a store.
-
-        torch tries for minutes to connect to one that has ended. Not on the thread of the requests: a call on that
-        connection waits for calls of other threads.
-        """
-        assert self._store is not None
-        try:
-            self._store.check(["failed"])
-        except RuntimeError as error:
-            if not self._is_connected:
-                self._fail_without_store(error)
-                self._changed.wake()
-
-    def _fail_without_store(self, error: Exception) -> None:
-        reason = printable(str(error).partition("\n")[0])
-        text = f"the store of the process group does not answer: the rank that holds it may have ended ({reason})"
-        self._fail(RankError(text), error)
 
     def _look(self, store: Store) -> bool:
         """Make the requests that are due; return whether a value was set or found."""
@@ -599,7 +545,7 @@ class Ranks:
             ]
             while others and not store.check(others) and clock.monotonic() < end:
                 self._looked = clock.monotonic()
-                clock.sleep(_SHORTEST_PAUSE)
+                clock.sleep(_MIN_PAUSE)
 
     def _group_start(self, connection: Store) -> int:
         """Return how many groups of these ranks and of this name have begun in the store."""
@@ -659,7 +605,7 @@ def decoded(
         RankError: It is something else.
     """
     sender, ranks = ("a rank", ()) if rank is None else (f"rank {rank}", (rank,))
-    if len(data) > MOST_VALUE_BYTES:
+    if len(data) > MAX_VALUE_BYTES:
         raise RankError(f"{sender} has sent {len(data):,} bytes at once; do all ranks run the same stio?", ranks=ranks)
     try:
         return decode(data, type=kind)
@@ -690,8 +636,8 @@ def _text_of(error: Exception) -> str:
 
 
 def _cut(text: str) -> str:
-    if len(text) > _MOST_CHARACTERS:
-        text = f"{text[:_MOST_CHARACTERS]}... ({len(text):,} characters)"
+    if len(text) > _MAX_CHARACTERS:
+        text = f"{text[:_MAX_CHARACTERS]}... ({len(text):,} characters)"
     return text.encode(errors="backslashreplace").decode()  # paths may have surrogates
 
 

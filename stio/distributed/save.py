@@ -18,16 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from stio.device.describe import LazyTensor
+from stio.distributed.agreement import Share
 from stio.distributed.parts import identify, part_of, replica_of
-from stio.distributed.rank_state import Share
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
-from stio.distributed.shared_objects import SaveToStore, is_store
-from stio.distributed.shared_save import SaveToFiles, ShardedSave
+from stio.distributed.sharded_save import SaveToFiles, ShardedSave
+from stio.distributed.sharded_upload import SaveToStore, is_store
 from stio.errors import RankError
+from stio.format.manifest import HashName
 from stio.format.shared import UNDECLARED, SharedPolicy
-from stio.runtime.hashing import HashName
-from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.progress import Progress
+from stio.runtime.text import described_by, keywords_for
 from stio.runtime.trace import Trace
 from stio.saving import api
 from stio.saving.api import MakeOptions, WhenFull

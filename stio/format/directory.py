@@ -24,7 +24,7 @@ from stio.format.naming import (
     shard_number,
     whole_name,
 )
-from stio.format.other_sources import TORCH_SAVE, WHOLE_BY_TORCH, FileKind, advice_for_names
+from stio.format.other_sources import WHOLE_BY_TORCH, FileKind, advice_for_names
 
 _MODEL_NAME = "model.safetensors"
 INDEX_NAME = f"{_MODEL_NAME}.index.json"
@@ -79,7 +79,6 @@ def choose(
     *,
     path: str,
     kind_of: Callable[[str], FileKind | None] = lambda name: None,
-    is_folder: Callable[[str], bool] = lambda name: True,
 ) -> NamedCheckpoint:
     """Return the checkpoint of a directory.
 
@@ -87,7 +86,6 @@ def choose(
         names: Names of the files in it.
         path: The directory, to name in errors.
         kind_of: Returns the kind of a file by its content, for the error if there is no checkpoint.
-        is_folder: Returns whether a name without a dot is that of a folder, for the same.
 
     Raises:
         CheckpointNotFoundError: There is none, or shards are missing.
@@ -118,7 +116,7 @@ def choose(
         return found[0]
     if not found:  # what is left are files of other kinds, of saves that did not commit, or with a dot
         raise CheckpointNotFoundError(
-            why_none(names) + advice_for_names(names, path, kind_of, is_folder),
+            why_none(names) + advice_for_names(names, path, kind_of),
             path=path,
             expected=f"{INDEX_NAME} or one *{FILE_SUFFIX}",
             found=_few(names, len(names)) or "an empty directory",
@@ -252,30 +250,6 @@ def warning_of_others(path: str, loaded: str, files: Sequence[str]) -> str:
     return (
         f"{printable(path)}: {decides} loaded, and {_few(files[:1], len(files))} in the same directory is not read; if "
         f"that is the newer checkpoint, load it by its path, or delete {instead}"
-    )
-
-
-def of_other_suffix(loaded: NamedCheckpoint, names: Iterable[str]) -> str | None:
-    """Return an `.sft` file beside `.safetensors` that decide without an index; None: there is none."""
-    if loaded.index is not None or not loaded.whole.endswith(FILE_SUFFIX):
-        return None
-    others = (name for name in names if name.endswith(FILE_SUFFIXES) and not name.endswith(FILE_SUFFIX))
-    return next((name for name in others if not is_hidden(name)), None)
-
-
-def warning_of_other_suffix(path: str, loaded: NamedCheckpoint, other: str) -> str:
-    """Return a warning of what `of_other_suffix` found."""
-    return (
-        f"{printable(path)}: {loaded} is what is loaded, and {printable(other)} in the same directory is not read; "
-        "load it by its path if it is the one you mean"
-    )
-
-
-def warning_of_pickle(path: str, loaded: NamedCheckpoint, pickle: str) -> str:
-    """Return a warning of a model in a file of torch.save beside a checkpoint that is not the same model."""
-    return (
-        f"{printable(path)}: {loaded} is what is loaded, and {printable(pickle)} in the same directory, a file of "
-        f"torch.save, is not read; if that is the model you mean: {TORCH_SAVE.advice_at(path)} if SOURCE is its path"
     )
 
 

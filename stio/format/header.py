@@ -4,8 +4,8 @@ The caller does the reading. It passes the first eight bytes to `header_nbytes`,
 to `parse_header`. There the JSON becomes columns, the columns are put in file order, and their layout is checked. A
 reader that follows the resulting `Header` stays inside the file and reads no byte twice.
 
-The JSON is decoded by msgspec in slices. A slice that msgspec refuses, or decodes more leniently than the format
-allows, is read again by the strict scanner, member by member; that path also makes the errors.
+The JSON is decoded by msgspec, many members at once. Members that msgspec refuses, or decodes more leniently than the
+format allows, are decoded one by one (`json_scanner`).
 
 `build_header` makes the same bytes as the format's reference writer, and the same bytes for equal input. Data are
 ordered by dtype, wide ones first, so that each tensor stays aligned to its own width; inside a dtype by name. The
@@ -24,7 +24,7 @@ from itertools import accumulate
 from json.encoder import encode_basestring
 from math import prod
 from operator import mul
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -40,7 +40,6 @@ PREFIX_BYTES = 8
 METADATA_KEY = "__metadata__"
 """Member of the JSON that holds a map of text instead of a tensor."""
 
-_METADATA_START = b'"__metadata__"'
 _MINUS_BEFORE_NUMBER = re.compile(rb"[\[,\s]-")
 _TENSOR_QUOTES = 10
 _CUT = "its download or copy may be incomplete: fetch it again"
@@ -74,12 +73,12 @@ def header_nbytes(prefix: bytes, *, file_bytes: int, limits: Limits = _DEFAULT_L
     nbytes = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     left = max(0, file_bytes - PREFIX_BYTES)  # subtracted, so that no number here can overflow
     if nbytes > limits.header_bytes:
-        most = f"{limits.header_bytes}"
+        what = "the header's length exceeds"
+        refused = limit_error(what, "header_bytes", limits.header_bytes, path=path, offset=0, found=nbytes)
         if nbytes <= left:
-            what = "the header's length exceeds"
-            raise limit_error(what, "header_bytes", most, path=path, offset=0, found=nbytes)
+            raise refused
         message = "this is no safetensors file: its first 8 bytes are not the length of a header; fetch it again"
-        raise LimitError(message, path=path, offset=0, expected=f"at most {most}", found=nbytes)
+        raise LimitError(message, path=path, offset=0, expected=refused.expected, found=nbytes)
     if nbytes > left:
         message = f"the header's length leads past the end of the file; {_CUT}"
         raise FormatError(message, path=path, offset=0, expected=f"at most {left}", found=nbytes)
@@ -99,7 +98,7 @@ def parse_header(
 ) -> Header:
     """Parse and check the JSON of a header.
 
-    Other threads run every millisecond or two, whatever the size (`gil_slices.py`).
+    Other threads run every millisecond or two (`gil_slices.py`), unless a single member is longer than a window.
 
     Args:
         raw: The JSON, exactly the bytes that the prefix counts.
@@ -156,7 +155,19 @@ class _HeaderEntry(msgspec.Struct, gc=False):
     data_offsets: tuple[int, int]
 
 
-_decode_entries = msgspec.json.Decoder(dict[str, _HeaderEntry]).decode
+_decode = msgspec.json.Decoder(dict[str, _HeaderEntry]).decode
+
+
+def _decode_entries(text: bytes) -> dict[str, _HeaderEntry]:
+    """Decode entries of tensors.
+
+    Raises:
+        ValueError: msgspec refuses them, or accepts what the format does not: -0, and the metadata's key.
+    """
+    entries = _decode(text)
+    if METADATA_KEY in entries or (b"-" in text and _MINUS_BEFORE_NUMBER.search(text)):
+        raise ValueError
+    return entries
 
 
 class _Columns:
@@ -172,7 +183,6 @@ class _Columns:
         self._limits = limits
         self._path = scanner.path
         self._distinct_names: set[str] = set()
-        self._has_metadata_key = False
         self.names: list[str] = []
         self.dtypes: list[str] = []
         self.shapes: list[tuple[int, ...]] = []
@@ -188,45 +198,37 @@ class _Columns:
 
         Raises:
             FormatError: It breaks the format.
-            LimitError: Too many tensors, or dimensions of one; raised as soon as that is known.
+            LimitError: Too many tensors; raised as soon as that is known.
         """
-        scanner, limits = self._scanner, self._limits
-        scanner.trim()
-        slow_until = 0
-        has_members = scanner.open_object()
-        while has_members:
-            start = scanner.pos
-            if start < slow_until or scanner.raw.startswith(_METADATA_START, start):
-                self._add_member()
-            else:
-                stop = self._slice_end()
-                if stop <= start or not self._add_slice(stop):
-                    slow_until = stop if stop > start else start + WINDOW_BYTES
-                    self._add_member()
-            if len(self.names) > limits.max_tensors:
-                most, found = f"{limits.max_tensors:,}", f"{len(self.names):,} or more"
-                raise limit_error("more tensors than", "max_tensors", most, path=self._path, found=found)
-            has_members = scanner.next_member()
+        scanner, max_tensors = self._scanner, self._limits.max_tensors
+        has_metadata = False
+        for start in scanner.members():
+            if scanner.accept_key(METADATA_KEY):
+                if has_metadata:
+                    scanner.fail("__metadata__ occurs twice", at=start)
+                has_metadata = True
+                self.metadata = None if scanner.accept(b"null") else scanner.string_map()
+                continue
+            entries = scanner.batch(_decode_entries, self._end_of_entries(), _TENSOR_QUOTES) or self._next_entry()
+            if not self._distinct_names.isdisjoint(entries):
+                twice = next(filter(self._distinct_names.__contains__, entries))
+                scanner.fail("a tensor name occurs twice", at=start, expected="distinct names", found=twice)
+            self._add(entries)
+            if len(self.names) > max_tensors:
+                count = f"{len(self.names):,} or more"
+                raise limit_error("more tensors than", "max_tensors", max_tensors, path=self._path, found=count)
         scanner.finish()
 
-    def _slice_end(self) -> int:
-        """Return where a slice that starts at the position may end. This is a guess; decoding checks it."""
+    def _end_of_entries(self) -> int:
+        """Return where members that start at the position may end. This is a guess; decoding checks it."""
         # The last byte is the header's closing brace, or an error.
         pos, last = self._scanner.pos, self._scanner.end - 1
         if last - pos <= WINDOW_BYTES:
             return last
         return self._scanner.raw.rfind(b"},", pos, pos + WINDOW_BYTES) + 1
 
-    def _add_slice(self, stop: int) -> bool:
-        """Decode the members up to `stop` at once; return whether that was possible, and change nothing if not."""
-        scanner = self._scanner
-        text = scanner.raw[scanner.pos : stop]
-        entries = scanner.decode_members(_decode_entries, text, _TENSOR_QUOTES)
-        if not entries or METADATA_KEY in entries or (b"-" in text and _MINUS_BEFORE_NUMBER.search(text)):
-            return False
+    def _add(self, entries: dict[str, _HeaderEntry]) -> None:
         self._distinct_names.update(entries)
-        if len(self._distinct_names) != len(self.names) + len(entries):
-            self._fail_twice(next(filter(set(self.names).__contains__, entries)))
         self.names += entries
         # Comprehensions are faster than `map(attrgetter(...))` by half: attributes in slots are specialised bytecode.
         rows = entries.values()
@@ -234,62 +236,15 @@ class _Columns:
         self.shapes += [entry.shape for entry in rows]
         self.begins += [entry.data_offsets[0] for entry in rows]
         self.ends += [entry.data_offsets[1] for entry in rows]
-        scanner.pos = stop
-        return True
 
-    def _add_member(self) -> None:
-        """Read one member, a tensor or the metadata, by the scanner."""
-        scanner = self._scanner
-        start = scanner.pos
-        name = scanner.key()
-        if name == METADATA_KEY:
-            if self._has_metadata_key:
-                scanner.fail("__metadata__ occurs twice", at=start)
-            self._has_metadata_key = True
-            self.metadata = None if scanner.null() else scanner.string_map()
-            return
-        if name in self._distinct_names:
-            self._fail_twice(name, at=start)
-        dtype, shape, begin, end = self._read_entry(name)
-        self._distinct_names.add(name)
-        self.names.append(name)
-        self.dtypes.append(dtype)
-        self.shapes.append(shape)
-        self.begins.append(begin)
-        self.ends.append(end)
-
-    def _read_entry(self, name: str) -> tuple[str, tuple[int, ...], int, int]:
-        """Read one tensor's entry. Unknown keys are skipped, as the reference reader does."""
-        scanner, max_rank = self._scanner, self._limits.max_rank
-        start = scanner.pos
-        values: dict[str, Any] = {}
-        for at, key in scanner.members():
-            if key in values:
-                scanner.fail("a key occurs twice in a tensor's entry", at=at, found=key)
-            value_at = scanner.pos
-            if key == "dtype":
-                values[key] = dtype = scanner.string()
-                if dtype not in BITS:
-                    expected = "a dtype of the format, such as 'F32'"
-                    scanner.fail("unknown dtype", at=value_at, expected=expected, found=dtype)
-            elif key == "shape":
-                values[key] = shape = scanner.integers(at_most=max_rank)
-                if len(shape) > max_rank:
-                    raise self._rank_error(name, len(shape))
-            elif key == "data_offsets":
-                values[key] = offsets = scanner.integers(at_most=2)
-                if len(offsets) != 2:
-                    found = "more" if len(offsets) > 2 else len(offsets)
-                    scanner.fail("data_offsets has a wrong length", at=value_at, expected="2 integers", found=found)
-            else:
-                scanner.skip_value(depth=2)
-        if len(values) < 3:
-            expected = "dtype, shape and data_offsets"
-            scanner.fail("a tensor's entry is incomplete", at=start, expected=expected, found=name)
-        return values["dtype"], tuple(values["shape"]), *values["data_offsets"]
-
-    def _fail_twice(self, name: str, *, at: int | None = None) -> NoReturn:
-        self._scanner.fail("a tensor name occurs twice", at=at, expected="distinct names", found=name)
+    def _next_entry(self) -> dict[str, _HeaderEntry]:
+        """Read one entry by Python's decoder. Unknown keys are skipped, as the reference reader does."""
+        start = self._scanner.pos
+        name, value = self._scanner.member()
+        try:
+            return {name: msgspec.convert(value, _HeaderEntry)}
+        except msgspec.ValidationError as error:
+            self._scanner.fail(f"tensor {printable(name)!r}: {printable(str(error))}", at=start, found=value)
 
     def _rank_error(self, name: str, rank: int) -> LimitError:
         # More than the default is more than a tensor can have.
@@ -544,10 +499,9 @@ def build_header(
     num_tensors = 0
     for name, dtype, shape in tensors:
         kind = dtype, tuple(shape)
-        found = known.get(kind)
-        if found is None:
-            found = known[kind] = _entry(name, *kind)
-        entries[name] = found
+        if kind not in known:
+            known[kind] = _entry(name, *kind)
+        entries[name] = known[kind]
         names_of[dtype].append(name)
         num_tensors += 1
     for name in entries:

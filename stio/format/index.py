@@ -7,7 +7,6 @@ The index is untrusted text that names files to open. `parse_index` therefore ch
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,6 @@ from stio.format.json_scanner import Scanner
 from stio.format.naming import FILE_SUFFIX, check_shard_name, rank_of_part
 from stio.format.other_sources import WHOLE_BY_TORCH
 from stio.runtime.limits import Limits, advice_on_limit
-
-_MAX_METADATA_BYTES = 10 * 1024 * 1024
-"""Longest `metadata` of an index, since it is decoded in one call; real ones have a hundred bytes."""
 
 _SHOWN_NAMES = 3
 _LENIENT = "`stio.load(..., strict=False)`"
@@ -79,53 +75,29 @@ def parse_index(raw: bytes, *, path: str, limits: Limits = _DEFAULT_LIMITS, suff
         message = "the index is longer than the limit `header_bytes`" + advice_on_limit("header_bytes")
         raise IndexFormatError(message, path=path, expected=f"at most {limits.header_bytes} bytes", found=len(raw))
     scanner = Scanner(raw, path=path, base=0, error=IndexFormatError, what="index")
-    metadata: dict[str, object] = {}
+    metadata: dict[str, object] | None = None
     weight_map: dict[str, str] | None = None
-    shards: dict[str, str] = {}
     keys: set[str] = set()
-    scanner.trim()
-    for start, key in scanner.members():
+    for start in scanner.members():
+        if scanner.accept_key("weight_map"):
+            key, weight_map = "weight_map", scanner.string_map()
+        else:
+            key, value = scanner.member()
+            if key == "metadata":
+                metadata = value
         if key in ("metadata", "weight_map") and key in keys:
             scanner.fail("a key occurs twice", at=start, found=key)
         keys.add(key)
-        if key == "weight_map":
-            weight_map = scanner.string_map(shared_values=shards)
-        elif key == "metadata":
-            metadata = {} if scanner.null() else _read_metadata(scanner)
-        else:
-            scanner.skip_value(depth=1)
     scanner.finish()
+    if not isinstance(metadata, dict | None):
+        scanner.fail("metadata must be an object", at=0, found=metadata)
     if weight_map is None:
         scanner.fail("there is no weight_map", at=0, expected="a map from tensor to shard", found="none")
+    shards: dict[str, str] = {}
+    weight_map = {name: shards.setdefault(shard, shard) for name, shard in weight_map.items()}
     for shard in shards:
         check_shard_name(shard, path=path, suffix=suffix)
-    return ShardIndex(metadata, weight_map, _total_size(metadata), tuple(shards))
-
-
-def _read_metadata(scanner: Scanner) -> dict[str, object]:
-    """Read an object of any values. The scanner checks the text and its depth; `json` makes the values."""
-    start = scanner.pos
-    if scanner.peek() != ord("{"):
-        scanner.fail("metadata must be an object")
-    scanner.skip_value(depth=1)
-    if scanner.pos - start > _MAX_METADATA_BYTES:
-        scanner.fail("the metadata are too long", at=start, expected=f"at most {_MAX_METADATA_BYTES} bytes")
-
-    def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        values = dict(pairs)
-        if len(values) != len(pairs):
-            scanner.fail("a key occurs twice in the metadata", at=start)
-        return values
-
-    def integer(digits: str) -> int:
-        if len(digits) > 40:
-            scanner.fail("an integer in the metadata is too long", at=start, found=f"{len(digits)} digits")
-        return int(digits)
-
-    decoded: dict[str, object] = json.loads(
-        scanner.raw[start : scanner.pos], object_pairs_hook=distinct, parse_int=integer
-    )
-    return decoded
+    return ShardIndex(metadata or {}, weight_map, _total_size(metadata or {}), tuple(shards))
 
 
 def _total_size(metadata: Mapping[str, object]) -> int | None:
@@ -214,9 +186,9 @@ def require_one_set(headers: Sequence[Header], *, path: str) -> None:
         return
     (first, _, count), numbers = marks[0], {number for _, number, _ in marks}
     if any((name, total) != (first, count) for name, _, total in marks):
-        found = " and ".join(dict.fromkeys(printable(name) for name, _, _ in marks))
+        sets = " and ".join(dict.fromkeys(printable(name) for name, _, _ in marks))
         message = "the shards are of several saves, as fastsafetensors has marked them; keep those of one save"
-        raise IndexFormatError(message, path=path, expected="one fst.shard.set", found=found)
+        raise IndexFormatError(message, path=path, expected="one fst.shard.set", found=sets)
     if count != str(len(headers)) or numbers != set(map(str, range(len(headers)))):
         message = "shards are missing, as fastsafetensors has marked them; get the others, or load a shard by its path"
         raise IndexFormatError(message, path=path, expected=f"{printable(count)} shards", found=len(headers))
@@ -282,11 +254,11 @@ def _missing(
 
 def _stale(index: ShardIndex, rows_of: Mapping[str, dict[str, int]]) -> dict[str, list[str]]:
     """Return by shard the tensors that it holds, and that the index gives to another shard."""
-    found = {
+    stale = {
         shard: [name for name in rows if index.weight_map.get(name, shard) != shard or name in index.names_elsewhere]
         for shard, rows in rows_of.items()
     }
-    return {shard: names for shard, names in found.items() if names}
+    return {shard: names for shard, names in stale.items() if names}
 
 
 def _conflict(index: ShardIndex, stale: Mapping[str, list[str]], *, decides: bool, path: str) -> str:

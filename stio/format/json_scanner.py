@@ -1,72 +1,75 @@
-"""A strict JSON scanner over bytes: the slow path behind the fast decoders.
+"""Strict JSON over bytes in windows: msgspec decodes many members at once, Python's decoder what msgspec refuses.
 
-It accepts what RFC 8259 and the format's reference reader accept, and nothing more. Python's `json` is not enough
-for untrusted text: it recurses, accepts lone surrogates and NaN, fails on integers of more than 4300 digits with
-an error of its own, and decodes a document in one call (`gil_slices.py`). Here the depth is bounded, no C call gets
-more than `WINDOW_BYTES` of the text, and every error has the offset of its byte.
+Both get at most a window of text in one call (`gil_slices.py`), unless a single member is longer. Where a window ends
+is a guess, and the number of quotes shows whether it was right: msgspec accepts repeated keys, which stio refuses, and
+skips unknown ones. If the guess was wrong, `Scanner` finds the end of one member and decodes it alone.
 
-The fast path is `decode_members`: msgspec decodes many members in one call. It accepts repeated keys, which
-this module refuses; the number of quotes shows them.
+Python's `json` decides about a member that msgspec refuses, and makes the errors. It is made strict here: it accepts
+NaN, repeated keys and lone surrogates, recurses, and fails on integers of more than 4300 digits.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import msgspec
 
-from stio.errors import FormatError, IndexFormatError
-from stio.format.dtypes import U64_MAX
+from stio.errors import FormatError, IndexFormatError, printable
 from stio.format.gil_slices import WINDOW_BYTES
 
 MAX_DEPTH = 127
 """Most containers open at once, the root included (serde_json's limit, which the reference reader has)."""
 
+MAX_MEMBER_BYTES = 10 << 20
+"""Longest member that Python's decoder gets: one with a key that the format does not define, or an error."""
+
+MAX_PARTS = 1 << 17
+"""Most strings, brackets and commas in a member that is read alone."""
+
 MAX_NUMBER_BYTES = 4096
-"""Longest number in a skipped value. Stricter than the reference reader, which takes a longer fraction."""
+"""Longest number. Stricter than the reference reader, which takes a longer fraction."""
 
+_WHITE = b" \t\n\r"
 _SPACE = re.compile(rb"[ \t\n\r]*+")
-_SHORT_STRING = re.compile(rb'"([^"\\\x00-\x1f]*+)"')
-_STRING_RUN = re.compile(rb'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
-_HIGH_SURROGATE_END = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
-_INTEGER = re.compile(rb"0|[1-9][0-9]*+")
-_NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?")
-_LITERAL = re.compile(rb"true|false|null")
-_NUMBER_BYTES = frozenset(b"+-.0123456789eE")
-
-_QUOTE, _COMMA, _COLON = b'",:'
-_OPEN_OBJECT, _CLOSE_OBJECT, _OPEN_ARRAY, _CLOSE_ARRAY = b"{}[]"
+_SHORT_STRING = re.compile(rb'"(?:[^"\\]|\\.){0,100}+"', re.DOTALL)
+_IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_OUTSIDE_STRINGS = re.compile(rb'[^"{}\[\],]*+')
+_QUOTE, _COMMA = b'",'
+_OPEN, _CLOSE = b"{[", b"}]"
 
 _STRING_QUOTES = 4
 _decode_strings = msgspec.json.Decoder(dict[str, str]).decode
 
 
 class Scanner:
-    """A position in JSON text, with strict steps over it.
+    """A position in a JSON object, and strict steps over its members.
 
     Args:
-        raw: The text.
+        raw: The text; white space at both ends is ignored.
         path: File to name in errors.
         base: Offset of `raw` in that file, added to positions in errors.
         error: Class of the errors raised.
         what: What the text is, for messages.
     """
 
-    __slots__ = ("_base", "_error", "_what", "end", "path", "pos", "raw")
+    __slots__ = ("_base", "_error", "_slow_until", "_what", "end", "path", "pos", "raw")
 
     def __init__(
         self, raw: bytes, *, path: str, base: int, error: type[FormatError | IndexFormatError], what: str
     ) -> None:
-        self.raw = raw
-        self.pos = 0
-        self.end = len(raw)
-        self.path = path
-        self._base = base
-        self._error = error
-        self._what = what
+        self.raw, self.path = raw, path
+        self._base, self._error, self._what = base, error, what
+        self._slow_until = 0
+        self.pos, self.end = 0, len(raw)
+        self.skip_space()
+        while self.end > self.pos and raw[self.end - 1] in _WHITE:
+            start = max(self.pos, self.end - WINDOW_BYTES)
+            self.end = start + len(raw[start : self.end].rstrip(_WHITE))
 
     def fail(self, message: str, *, at: int | None = None, expected: object = None, found: object = None) -> NoReturn:
         """Raise the scanner's error, by default at the current position, with the text there as what was found."""
@@ -77,266 +80,228 @@ class Scanner:
             f"{self._what}: {message}", path=self.path, offset=self._base + at, expected=expected, found=found
         )
 
-    def trim(self) -> None:
-        """Exclude white space at both ends."""
-        self.skip_space()
-        while self.end > self.pos:
-            start = max(self.pos, self.end - WINDOW_BYTES)
-            num_left = len(self.raw[start : self.end].rstrip(b" \t\n\r"))
-            self.end = start + num_left
-            if num_left:
-                return
+    # Single steps.
 
     def skip_space(self) -> None:
         """Go to the next byte that is not white space."""
         raw, pos, end = self.raw, self.pos, self.end
-        while pos < end and raw[pos] <= 0x20:
-            match = _SPACE.match(raw, pos, min(pos + WINDOW_BYTES, end))
-            if match is None or match.end() == pos:
-                break  # a control character: the next read refuses it
-            pos = match.end()
+        while pos < end and raw[pos] in _WHITE:
+            pos = _SPACE.match(raw, pos, min(pos + WINDOW_BYTES, end)).end()  # type: ignore[union-attr]
         self.pos = pos
 
-    def peek(self) -> int:
-        """Return the byte at the position, -1 at the end."""
-        return self.raw[self.pos] if self.pos < self.end else -1
-
-    def take(self, byte: int) -> None:
-        """Step over one expected byte, and the white space around it."""
-        self.skip_space()
-        if self.peek() != byte:
-            self.fail("malformed JSON", expected=repr(chr(byte)))
-        self.pos += 1
-        self.skip_space()
-
-    def open_object(self) -> bool:
-        """Step into an object; return whether it has members. It steps over an empty one."""
-        self.take(_OPEN_OBJECT)
-        if self.peek() == _CLOSE_OBJECT:
-            self.pos += 1
+    def accept(self, text: bytes) -> bool:
+        """Step over a text, and white space behind it, if it is at the position."""
+        if not self.raw.startswith(text, self.pos, self.end):
             return False
-        return True
-
-    def next_member(self) -> bool:
-        """Step over the comma before a further member and return True, or over the object's end and return False."""
-        self.skip_space()
-        byte = self.peek()
-        if byte not in (_COMMA, _CLOSE_OBJECT):
-            self.fail("malformed JSON", expected="',' or '}'")
-        self.pos += 1
-        if byte == _CLOSE_OBJECT:
-            return False
+        self.pos += len(text)
         self.skip_space()
         return True
 
-    def members(self) -> Iterator[tuple[int, str]]:
-        """Yield the position and the key of each member of an object; the caller reads the value before the next."""
-        has_members = self.open_object()
+    def expect(self, text: bytes) -> None:
+        """Step over a text, and white space behind it.
+
+        Raises:
+            FormatError: It is not at the position.
+        """
+        if not self.accept(text):
+            self.fail("malformed JSON", expected=repr(text.decode()))
+
+    def accept_key(self, key: str) -> bool:
+        """Step over a key and its colon, if the key is this one, with or without escapes."""
+        match = _SHORT_STRING.match(self.raw, self.pos, self.end)
+        if match is None:
+            return False
+        try:
+            name = json.loads(match[0].decode()) if b"\\" in match[0] else match[0][1:-1].decode()
+        except ValueError:
+            return False
+        if name != key:
+            return False
+        self.pos = match.end()
+        self.skip_space()
+        self.expect(b":")
+        return True
+
+    def members(self) -> Iterator[int]:
+        """Yield the position of each member of an object; before the next, the caller steps over one or more."""
+        self.expect(b"{")
+        has_members = not self.accept(b"}")
         while has_members:
-            start = self.pos
-            yield start, self.key()
-            has_members = self.next_member()
-
-    def elements(self) -> Iterator[None]:
-        """Yield before each element of an array; the caller reads it before the next."""
-        self.take(_OPEN_ARRAY)
-        has_elements = self.peek() != _CLOSE_ARRAY
-        while has_elements:
-            yield
+            yield self.pos
             self.skip_space()
-            has_elements = self.peek() != _CLOSE_ARRAY
-            if has_elements:
-                self.take(_COMMA)
-        self.pos += 1
+            has_members = not self.accept(b"}")
+            if has_members:
+                self.expect(b",")
 
     def finish(self) -> None:
         """Require that the text ends here."""
-        self.skip_space()
         if self.pos != self.end:
             self.fail("text after the end of the JSON object", expected="nothing but white space")
 
-    def key(self) -> str:
-        """Read a member's key and its colon."""
-        key = self.string()
-        self.take(_COLON)
-        return key
+    # Members.
 
-    def string(self) -> str:
-        """Read a string.
-
-        A short one costs one match. A long one is read window by window and appended in place: CPython grows a string
-        with a single reference by `realloc`, so 90 MB are not copied again for each window.
-        """
-        start = self.pos
-        match = _SHORT_STRING.match(self.raw, start, min(start + WINDOW_BYTES, self.end))
-        if match is not None:
-            self.pos = match.end()
-            return self._decode_text(match[1], start + 1, escaped=False)
-        if self.peek() != _QUOTE:
-            self.fail("malformed JSON", expected="a string")
-        self.pos += 1
-        text = ""
-        while self.peek() != _QUOTE:
-            text += self._string_run()
-        self.pos += 1
-        return text
-
-    def _string_run(self) -> str:
-        """Read a part of a string, at most a window; neither a character nor a surrogate pair is split."""
-        raw, pos = self.raw, self.pos
-        match = _STRING_RUN.match(raw, pos, min(pos + WINDOW_BYTES, self.end))
-        stop = match.end() if match is not None else pos
-        if stop == pos:
-            self.fail("malformed string" if pos < self.end else "a string does not end", at=min(pos, self.end))
-        if stop < self.end and raw[stop] != _QUOTE:
-            if stop - 6 > pos and _HIGH_SURROGATE_END.match(raw, stop - 6, stop):
-                before = raw[pos : stop - 6]
-                if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:  # else that backslash is itself escaped
-                    stop -= 6
-            for _ in range(3):  # a UTF-8 character has at most three bytes after its first
-                if stop - 1 > pos and raw[stop] & 0xC0 == 0x80 and raw[stop - 1] >= 0x80:  # not into an escape
-                    stop -= 1
-        self.pos = stop
-        return self._decode_text(raw[pos:stop], pos, escaped=True)
-
-    def _decode_text(self, text: bytes, at: int, *, escaped: bool) -> str:
-        try:
-            decoded = text.decode()
-            if escaped and "\\" in decoded:
-                decoded = json.loads(f'"{decoded}"')
-                decoded.encode()  # `json` accepts lone surrogates; encoding them raises
-        except UnicodeDecodeError as problem:
-            self.fail("a string is not UTF-8", at=at + problem.start)
-        except UnicodeEncodeError:
-            self.fail("a string holds half of a surrogate pair", at=at)
-        return str(decoded)
-
-    def integer(self) -> int:
-        """Read an integer of 0 to 2**64 - 1, spelled as the reference reader requires: no sign, point or exponent."""
-        match = _INTEGER.match(self.raw, self.pos, min(self.pos + 21, self.end))
-        stop = match.end() if match is not None else self.pos
-        value = int(match[0]) if match is not None else -1
-        if not 0 <= value <= U64_MAX or (stop < self.end and self.raw[stop] in _NUMBER_BYTES):
-            self.fail("not a number of the format", expected="an integer from 0 to 2**64 - 1")
-        self.pos = stop
-        return value
-
-    def integers(self, *, at_most: int) -> list[int]:
-        """Read an array of integers.
-
-        Returns:
-            The integers; where there are more than `at_most`, the first `at_most + 1` of them, and the position
-            stays inside the array. So no list grows beyond what the caller accepts.
-        """
-        if self.peek() != _OPEN_ARRAY:
-            self.fail("malformed JSON", expected="an array of integers")
-        values: list[int] = []
-        for _ in self.elements():
-            values.append(self.integer())
-            if len(values) > at_most:
-                break
-        return values
-
-    def string_map(self, *, shared_values: dict[str, str] | None = None) -> dict[str, str]:
-        """Read an object of strings.
+    def batch(self, decode: Callable[[bytes], dict[str, Any]], stop: int, num_quotes: int) -> dict[str, Any] | None:
+        """Decode members by msgspec, and step over them: those before `stop`, or the next one alone.
 
         Args:
-            shared_values: Where given, equal values become one object, and this dict collects them in order of first
-                appearance.
+            decode: A decoder of msgspec.
+            stop: A guess where members end.
+            num_quotes: How many quotes a member has.
+
+        Returns:
+            The members; None, at the same position, if the next one is no such member.
         """
+        start, members = self.pos, None
+        if start >= self._slow_until:
+            text = b"{" + self.raw[start:stop] + b"}"
+            members = self.decode_members(decode, text, num_quotes) if stop > start else None
+            if not members:
+                self._slow_until = start + WINDOW_BYTES  # or each member in it would cost one more guess
+        if not members:
+            text, stop = self._next_member()
+            members = self.decode_members(decode, text, num_quotes)
+        if not members:
+            return None
+        self.pos = stop
+        return members
+
+    def member(self) -> tuple[str, Any]:
+        """Decode the next member by Python's decoder, and step over it."""
+        text, stop = self._next_member()
+        if len(text) > MAX_MEMBER_BYTES:
+            self.fail("a member is too long", expected=f"at most {MAX_MEMBER_BYTES} bytes")
+        members = self.decode(text, at=self.pos - 1)
+        if not members:
+            self.fail("malformed JSON", expected="a member")
+        self.pos = stop
+        ((key, value),) = members.items()
+        return key, value
+
+    def string_map(self) -> dict[str, str]:
+        """Read an object of strings, and step over it."""
         strings: dict[str, str] = {}
-        slow_until = 0
-        has_members = self.open_object()
-        while has_members:
-            start = stop = self.pos
-            if start >= slow_until:
-                stop = self._end_of_strings()
-                slow_until = stop if stop > start else start + WINDOW_BYTES
-            if stop <= start or not self._add_strings(strings, stop, shared_values):
-                key = self.key()
-                if key in strings:
-                    self.fail("a key occurs twice", at=start, expected="distinct keys", found=key)
-                value = self.string()
-                strings[key] = value if shared_values is None else shared_values.setdefault(value, value)
-            has_members = self.next_member()
+        for start in self.members():
+            members = self.batch(_decode_strings, self._end_of_strings(), _STRING_QUOTES)
+            if members is None:
+                key, value = self.member()
+                if not isinstance(value, str):
+                    self.fail(f"the value of {printable(key)!r} is no text", at=start, found=value)
+                members = {key: value}
+            if not strings.keys().isdisjoint(members):
+                twice = next(filter(strings.__contains__, members))
+                self.fail("a key occurs twice", at=start, expected="distinct keys", found=twice)
+            strings.update(members)
         return strings
 
     def _end_of_strings(self) -> int:
-        """Return where a slice of members may end: before a brace, else after the last string that a comma follows."""
+        """Return where members may end: before a brace, else after the last string that a comma follows."""
         stop = min(self.pos + WINDOW_BYTES, self.end)
         brace = self.raw.find(b"}", self.pos, stop)
         return brace if brace >= 0 else self.raw.rfind(b'",', self.pos, stop) + 1
-
-    def _add_strings(self, strings: dict[str, str], stop: int, shared_values: dict[str, str] | None) -> bool:
-        """Decode the members up to `stop` at once; return whether that was possible, and change nothing if not."""
-        members = self.decode_members(_decode_strings, self.raw[self.pos : stop], _STRING_QUOTES)
-        if not members or not strings.keys().isdisjoint(members):
-            return False
-        if shared_values is None:
-            strings.update(members)
-        else:
-            for value in dict.fromkeys(members.values()):
-                shared_values.setdefault(value, value)
-            strings.update(zip(members, map(shared_values.__getitem__, members.values()), strict=True))
-        self.pos = stop
-        return True
 
     @staticmethod
     def decode_members(
         decode: Callable[[bytes], dict[str, Any]], text: bytes, num_quotes: int
     ) -> dict[str, Any] | None:
-        """Decode members of an object in one call.
-
-        Args:
-            decode: A decoder of msgspec.
-            text: The members, without braces around them.
-            num_quotes: How many quotes one member has.
+        """Decode an object of members, in one call of msgspec.
 
         Returns:
-            The members; None where msgspec refuses them or the number of quotes is another: then a key is repeated
-            or unknown, and the caller reads them one by one.
+            The members; None where msgspec refuses them, or the number of quotes shows that a key is repeated or
+            unknown.
         """
         try:
-            members = decode(b"{" + text + b"}")
+            members = decode(text)
         except (msgspec.MsgspecError, ValueError, RecursionError):  # before 0.21 the first was no ValueError
             return None
         if b"\\" in text:
             text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
         return members if text.count(b'"') == num_quotes * len(members) else None
 
-    def null(self) -> bool:
-        """Step over a `null`, if there is one at the position."""
-        if not self.raw.startswith(b"null", self.pos, self.end):
-            return False
-        self.pos += 4
-        return True
+    def _next_member(self) -> tuple[bytes, int]:
+        """Return the next member in braces, and where it ends, by its strings and brackets alone.
 
-    def skip_value(self, depth: int) -> None:
-        """Step over a value of any kind, and check it to the last byte.
+        Long white space is left out. The text is one copy, made by a call: before and behind it other threads may run.
+
+        Raises:
+            FormatError: The text ends before; or the member is nested too deeply, or has too many values.
+        """
+        raw, start, pos, end = self.raw, self.pos, self.pos, self.end
+        pieces: list[bytes | memoryview] = [b"{"]
+        depth = num_parts = 0
+        in_string = False
+        while pos < end:
+            before, run = pos, _IN_STRING if in_string else _OUTSIDE_STRINGS
+            pos = run.match(raw, pos, min(pos + WINDOW_BYTES, end)).end()  # type: ignore[union-attr]
+            byte = raw[pos] if pos < end else 0
+            if byte == _QUOTE:
+                in_string = not in_string
+            elif in_string or byte not in b"{}[],":  # the window ended
+                if pos == before:
+                    break  # at a backslash before the end
+                if not in_string and not raw[before:pos].strip(_WHITE):
+                    pieces += memoryview(raw)[start:before], b" "
+                    start = pos
+                continue
+            elif depth == 0 and (byte == _COMMA or byte in _CLOSE):
+                pieces += memoryview(raw)[start:pos], b"}"
+                return b"".join(pieces), pos
+            else:
+                depth += (byte in _OPEN) - (byte in _CLOSE)
+            pos += 1
+            num_parts += 1
+            if depth >= MAX_DEPTH or num_parts > MAX_PARTS:
+                what = "nested too deeply" if depth >= MAX_DEPTH else "a member has too many values"
+                self.fail(what, at=pos - 1, expected=f"at most {MAX_DEPTH} levels and {MAX_PARTS} values")
+        return self.fail("the text ends inside a member", at=end)
+
+    def decode(self, text: bytes, *, at: int = 0) -> Any:
+        """Decode text by Python's decoder, made strict.
 
         Args:
-            depth: Containers that are open around it.
+            text: The text.
+            at: Its position, for errors.
         """
-        byte = self.peek()
-        if byte == _QUOTE:
-            self.string()
-        elif byte not in (_OPEN_OBJECT, _OPEN_ARRAY):
-            self._skip_scalar()
-        elif depth >= MAX_DEPTH:
-            self.fail("nested too deeply", expected=f"at most {MAX_DEPTH} levels")
-        else:
-            for _ in self.members() if byte == _OPEN_OBJECT else self.elements():
-                self.skip_value(depth + 1)
+        document = ""
+        try:
+            document = text.decode()
+            value = _strict.decode(document)
+            if b"\\u" in text:
+                json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates
+            return value
+        except UnicodeDecodeError as error:
+            at, problem = at + error.start, "a string is not UTF-8"
+        except UnicodeEncodeError:
+            problem = "a string holds half of a surrogate pair"
+        except json.JSONDecodeError as error:
+            at, problem = at + len(document[: error.pos].encode()), f"malformed JSON: {error.msg}"
+        except RecursionError:
+            problem = "nested too deeply"
+        except ValueError as error:
+            problem = str(error)
+        return self.fail(problem, at=max(0, at))
 
-    def _skip_scalar(self) -> None:
-        limit = min(self.pos + MAX_NUMBER_BYTES, self.end)
-        match = _LITERAL.match(self.raw, self.pos, limit) or _NUMBER.match(self.raw, self.pos, limit)
-        if match is None:
-            self.fail("malformed JSON", expected="a value")
-        stop = match.end()
-        if stop < self.end and self.raw[stop] in _NUMBER_BYTES:
-            self.fail("malformed number")
-        # `float` has no limit on digits, as `int` has; the reference reader refuses what overflows it.
-        if self.raw[stop - 1] <= 0x39 and float(match[0]) in (float("inf"), float("-inf")):
-            self.fail("number out of range")
-        self.pos = stop
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {printable(twice)!r} occurs twice")
+    return values
+
+
+def _number(digits: str) -> float:
+    if len(digits) > MAX_NUMBER_BYTES or math.isinf(value := float(digits)):
+        raise ValueError("a number is out of range")
+    return value
+
+
+def _integer(digits: str) -> int | float:
+    value = _number(digits)
+    return value if digits == "-0" else int(digits)  # as in the reference reader, -0 is no integer
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_strict = json.JSONDecoder(object_pairs_hook=_distinct, parse_int=_integer, parse_float=_number, parse_constant=_refuse)

@@ -3,36 +3,83 @@
 `stio.loading.integrity` compares them with the files. A digest covers a whole file, as that of `sha256sum` does. Each
 name has a list of acceptable states, because a file and the manifest are replaced by two renames: shortly before a
 commit the manifest has the old and the new state, and after it the new one only. Names are compared and never opened.
+
+SHA-256 comes from the standard library. XXH3 comes from the package xxhash (extra `hash`), imported at its first use.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from importlib import import_module
+from typing import Annotated, Literal, Protocol, cast
 
-from stio.errors import FormatError, LimitError, printable
+import msgspec
+
+from stio.errors import FormatError, LimitError, install_command, printable
 from stio.format.json_scanner import Scanner
-from stio.runtime.hashing import ALGORITHMS, HashName
+
+# Hashes.
+
+HashName = Literal["sha256", "xxh3"]
+"""Values of `hash=`: SHA-256, or XXH3 with 128 bits (faster, but no protection against forgery)."""
+
+ALGORITHMS: Mapping[str, int] = {"sha256": 64, "xxh3": 32}
+"""Number of hexadecimal digits in a digest of each algorithm."""
+
+
+class Hasher(Protocol):
+    """The interface that `hashlib` and `xxhash` share."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Add bytes; releases the GIL if there are many."""
+
+    def hexdigest(self) -> str:
+        """Return the digest of all bytes so far."""
+
+
+def new_hasher(algorithm: str) -> Hasher:
+    """Return a new hasher; also the check of a `hash=` argument.
+
+    Raises:
+        ValueError: There is no such algorithm.
+        ImportError: The algorithm is `xxh3`, and xxhash is not installed.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"hash= takes one of {', '.join(map(repr, ALGORITHMS))}, not {algorithm!r}")
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    try:
+        return cast(Hasher, import_module("xxhash").xxh3_128())
+    except ImportError as error:
+        raise ImportError(f"the hash xxh3 comes from the package xxhash: {install_command('hash')}") from error
+
+
+# The file.
 
 VERSION = 1
 
-MAX_MANIFEST_BYTES = 64 << 20
-"""Longest manifest: about 500,000 files; real ones name a few hundred."""
-
-_DIGEST = re.compile("[0-9a-f]+")
+MAX_MANIFEST_BYTES = 10 << 20
+"""Longest manifest: about 60,000 files; real ones name a few hundred. It is decoded in one call."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileState:
+class FileState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One acceptable state of one file."""
 
-    nbytes: int
+    nbytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     """Size of the file."""
-    digest: str
+    digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]+\Z")]
     """Digest of all its bytes, in lower-case hexadecimal."""
+
+
+class _Document(msgspec.Struct, forbid_unknown_fields=True):
+    """The content of the file."""
+
+    version: int
+    algorithm: HashName
+    files: dict[str, Annotated[tuple[FileState, ...], msgspec.Meta(min_length=1)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,61 +110,21 @@ def parse_manifest(raw: bytes, *, path: str) -> Manifest:
             "the manifest is too long", path=path, expected=f"at most {MAX_MANIFEST_BYTES} bytes", found=len(raw)
         )
     scanner = Scanner(raw, path=path, base=0, error=FormatError, what="manifest")
-    scanner.trim()
-    algorithm = ""
-    files: dict[str, tuple[FileState, ...]] = {}
-    for key, start in _fields(scanner, "version", "algorithm", "files"):
-        if key == "version":
-            version = scanner.integer()
-            if version != VERSION:
-                scanner.fail("unknown version; a newer stio may read it", at=start, expected=VERSION, found=version)
-        elif key == "algorithm":
-            algorithm = scanner.string()
-            if algorithm not in ALGORITHMS:
-                scanner.fail("unknown algorithm", at=start, expected=" or ".join(ALGORITHMS), found=algorithm)
-        else:
-            for at, name in scanner.members():
-                if name in files:
-                    scanner.fail("a file's name occurs twice", at=at, expected="distinct names", found=name)
-                files[name] = tuple(_read_states(scanner))
-    scanner.finish()
-    digits = ALGORITHMS[algorithm]
-    for name, states in files.items():
+    try:
+        document = msgspec.convert(scanner.decode(raw), _Document)
+    except msgspec.ValidationError as error:
+        message = f"manifest: {printable(str(error))}; it is incomplete, or a newer stio has written it"
+        raise FormatError(message, path=path) from None
+    if document.version != VERSION:
+        message = "manifest: unknown version; a newer stio may read it"
+        raise FormatError(message, path=path, expected=VERSION, found=document.version)
+    digits = ALGORITHMS[document.algorithm]
+    for name, states in document.files.items():
         for state in states:
-            if len(state.digest) != digits or not _DIGEST.fullmatch(state.digest):
-                expected = f"{digits} hexadecimal digits in lower case"
-                message = f"manifest: the digest of {printable(name)!r} is not one of {algorithm}"
-                raise FormatError(message, path=path, expected=expected, found=state.digest)
-    return Manifest(cast(HashName, algorithm), files)
-
-
-def _fields(scanner: Scanner, *keys: str) -> Iterator[tuple[str, int]]:
-    """Yield each key of an object and its position; the caller reads the value. Each of `keys` must occur once."""
-    begin = scanner.pos
-    seen: list[str] = []
-    for start, key in scanner.members():
-        if key in seen or key not in keys:
-            problem = "a key occurs twice" if key in seen else "unknown key"
-            scanner.fail(problem, at=start, expected=", ".join(keys), found=key)
-        seen.append(key)
-        yield key, start
-    if len(seen) != len(keys):
-        scanner.fail("an object is incomplete", at=begin, expected=", ".join(keys), found=", ".join(seen) or "nothing")
-
-
-def _read_states(scanner: Scanner) -> list[FileState]:
-    scanner.take(ord("["))
-    states = []
-    while True:
-        values: dict[str, Any] = {}
-        for key, _ in _fields(scanner, "nbytes", "digest"):
-            values[key] = scanner.integer() if key == "nbytes" else scanner.string()
-        states.append(FileState(**values))
-        scanner.skip_space()
-        if scanner.peek() == ord("]"):
-            scanner.pos += 1
-            return states
-        scanner.take(ord(","))
+            if len(state.digest) != digits:
+                message = f"manifest: the digest of {printable(name)!r} is not one of {document.algorithm}"
+                raise FormatError(message, path=path, expected=f"{digits} hexadecimal digits", found=state.digest)
+    return Manifest(document.algorithm, document.files)
 
 
 def build_manifest(manifest: Manifest) -> bytes:

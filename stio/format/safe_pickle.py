@@ -369,16 +369,16 @@ def nest(leaves: Iterable[tuple[KeyPath, Any]]) -> dict[Any, Any]:
         PickleRefused: A path leads through a leaf.
     """
     result: dict[Any, Any] = {}
-    made = {id(result)}  # a leaf may be a dict too, and no other leaf is put into it
+    new_dicts = {id(result)}  # a leaf may be a dict too, and no other leaf is put into it
     for path, leaf in leaves:
         target = result
         for key in path[:-1]:
             if key not in target:
                 fresh: dict[Any, Any] = {}
-                made.add(id(fresh))
+                new_dicts.add(id(fresh))
                 target[key] = fresh
             target = target[key]
-            if id(target) not in made:
+            if id(target) not in new_dicts:
                 raise PickleRefused(f"{shown(path)} leads through a value that is not a dict")
         if path[-1] in target:
             raise PickleRefused(f"{shown(path)} is there twice, or has others below it")
@@ -417,8 +417,8 @@ class _Stable:
             raise ValueError(f"containers are nested more than {MAX_DEPTH} deep")
         self._open.add(id(value))
         if kind is dict:
-            made: Any = {self.copy(key): self.copy(item) for key, item in value.items()}
+            copied: Any = {self.copy(key): self.copy(item) for key, item in value.items()}
         else:
-            made = kind(map(self.copy, value))
+            copied = kind(map(self.copy, value))
         self._open.discard(id(value))
-        return self._copies.setdefault(id(value), made)
+        return self._copies.setdefault(id(value), copied)

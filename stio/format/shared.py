@@ -181,12 +181,11 @@ def parse_aliases(text: str, *, path: str, max_aliases: int) -> dict[str, str]:
     """
     scanner = Scanner(text.encode(errors="surrogatepass"), path=path, base=0, error=FormatError, what=ALIASES_KEY)
     try:
-        scanner.trim()
         aliases = scanner.string_map()
         scanner.finish()
     except FormatError as error:  # its offset is one in the text, and none in the file
         raise FormatError(error.message, path=path, expected=error.expected, found=error.found) from None
     if len(aliases) > max_aliases:
-        what, most = f"{ALIASES_KEY}: more names than", f"{max_aliases:,}"
-        raise limit_error(what, "max_tensors", most, path=path, found=f"{len(aliases):,}")
+        what = f"{ALIASES_KEY}: more names than"
+        raise limit_error(what, "max_tensors", max_aliases, path=path, found=f"{len(aliases):,}")
     return aliases

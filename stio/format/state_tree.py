@@ -156,7 +156,7 @@ def check_keys(keys: Collection[object]) -> None:
     if len(typed) > _MAX_TYPED_KEYS:
         raise ValueError(f"a mapping has more than {_MAX_TYPED_KEYS:,} keys that are not text")
     hashes = sorted(map(hash, typed))  # not counted in a dict, which would be as slow as the mapping
-    if any(one == other for one, other in zip(hashes, hashes[_MAX_EQUAL_HASHES:], strict=False)):
+    if any(low == high for low, high in zip(hashes, hashes[_MAX_EQUAL_HASHES:], strict=False)):
         raise ValueError("the keys of a mapping have too many equal hashes")
 
 
@@ -214,7 +214,7 @@ def sorted_tree(raw: bytes) -> bytes:
 def tree_entries(raw: bytes) -> dict[str, str]:
     """Return a text for each value of a tree that `encode_tree` has made, by its path in Python's syntax."""
     nodes = _all_nodes(raw)
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
 
     def key() -> object:
         node = next(nodes)
@@ -225,18 +225,18 @@ def tree_entries(raw: bytes) -> dict[str, str]:
     def walk(path: list[object]) -> None:
         node, here = next(nodes), python_path(path)
         if type(node) is not tuple:
-            found[here] = repr(node)
+            entries[here] = repr(node)
             return
         tag, value = node
         if not isinstance(value, int):
-            found[here] = tag if tag in _REFERENCES else f"{tag} {value}"
+            entries[here] = tag if tag in _REFERENCES else f"{tag} {value}"
             return
-        found[here] = tag if tag in _MAPPINGS else f"{tag} of {value}"
+        entries[here] = tag if tag in _MAPPINGS else f"{tag} of {value}"
         for number in range(value):
             walk([*path, key() if tag in _MAPPINGS else number])
 
     walk([])
-    return found
+    return entries
 
 
 def _all_nodes(raw: bytes) -> Iterator[Node]:
@@ -279,8 +279,8 @@ class Tree:
 def check_tree_bytes(nbytes: int, limits: Limits, *, path: str) -> None:
     """Raise `LimitError` for a text of so many bytes that exceeds the limit; to be called before it is read."""
     if nbytes > limits.state_bytes:
-        what, most = "the tree of the state is longer than", f"{limits.state_bytes:,} bytes"
-        raise limit_error(what, "state_bytes", most, path=path, found=f"{nbytes:,}")
+        what = "the tree of the state is longer than"
+        raise limit_error(what, "state_bytes", limits.state_bytes, path=path, found=f"{nbytes:,}")
 
 
 def parse_tree(
@@ -368,9 +368,9 @@ class _Parser:
     def _all_nodes(self) -> Iterator[Node]:
         for line in _lines(self._raw, self._path):
             self._num_nodes += len(line)
-            if self._num_nodes > self._limits.max_state_nodes:
-                what, most = "the state has more values than", f"{self._limits.max_state_nodes:,}"
-                raise limit_error(what, "max_state_nodes", most, path=self._path)
+            max_nodes = self._limits.max_state_nodes
+            if self._num_nodes > max_nodes:
+                raise limit_error("the state has more values than", "max_state_nodes", max_nodes, path=self._path)
             yield from line
             self._check()
 
@@ -437,9 +437,9 @@ class _Parser:
         items, late = self._items(2 * size if is_mapping else size, in_key=in_key, is_mapping=is_mapping)
         self._depth -= 1
         if is_mapping:
-            made = self._mapping(tag, items[0::2], items[1::2])
-            self._places += [(made, items[index - 1], what) for index, what in late]
-            return made, None
+            mapping = self._mapping(tag, items[0::2], items[1::2])
+            self._places += [(mapping, items[index - 1], what) for index, what in late]
+            return mapping, None
         self._places += [(items, index, what) for index, what in late]
         if tag == "tuple":  # it cannot be changed later, so it is made later
             return (items, items) if late else (tuple(items), None)
@@ -476,7 +476,7 @@ class _Parser:
             check_keys(keys)
         except ValueError as error:
             self._fail(str(error))
-        made = _MAPPINGS[tag](dict(zip(keys, values, strict=True)))
-        if len(made) != len(keys):
+        mapping = _MAPPINGS[tag](dict(zip(keys, values, strict=True)))
+        if len(mapping) != len(keys):
             self._fail("a key occurs twice in a mapping")
-        return made
+        return mapping

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from stio.device.tensor_memory import copy_all
 from stio.distributed.parts import part_of
 from stio.errors import MismatchError
 
@@ -45,5 +44,5 @@ def _part(what: str, whole: Any, parameter: DTensor) -> Any:
     made = torch.empty_like(parameter.detach(), dtype=whole.dtype)
     part = part_of(what, made)
     assert part is not None  # it is a DTensor
-    copy_all([part.local], [whole[part.index]], [what], path=None)
+    part.local.copy_(whole[part.index])
     return made

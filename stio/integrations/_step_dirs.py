@@ -12,13 +12,12 @@ import os
 import re
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 from stio.errors import StioError
-from stio.runtime.blocking import run_blocking
-from stio.runtime.log import log
+from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
+from stio.runtime.text import log
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.storage.commit.retention import read_list, remove_checkpoint, write_list
 from stio.storage.commit.transaction import begin_directory
@@ -103,10 +102,8 @@ class JoinedSave:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None:
             self._roll_back()
 
 

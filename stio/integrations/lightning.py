@@ -47,10 +47,9 @@ from stio.conversion.torch_files import kind_of_file
 from stio.errors import FormatError, StioError, install_command
 from stio.format.other_sources import TORCH_SAVE
 from stio.format.state_tree import STATE_KEY
-from stio.integrations._processes import exchange, on_all
-from stio.integrations._random import random_states, set_random_states
+from stio.integrations._processes import exchange, gather, on_all, random_states, set_random_states
 from stio.integrations._tagged import from_plain, to_plain
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.saving.nested import flatten
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
@@ -147,7 +146,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         self._new_saver().close()  # raises for wrong keywords
         self._under_way: _Save | None = None  # one at a time: the saver waits for the one before
         self.trains = False
-        """Whether a training has begun and not ended."""
+        """Whether a training has begun and not ended. Else saves in `beside_training` return when they are durable."""
         self._beside: str | None = None
         """The file that may be saved or removed while the training goes on."""
         self._warned = False
@@ -203,15 +202,6 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         if save is None or file not in (save.file, *save.removed):
             return None
         return file not in save.removed
-
-    def begin_training(self) -> None:
-        """Let saves in `beside_training` return before they are durable."""
-        self.trains = True
-
-    def end_training(self) -> None:
-        """Wait until all saves are durable; from now on each save waits for that. See `collect`."""
-        self.trains = False
-        self.collect()
 
     def _save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], *, on_ranks: bool) -> None:
         file = _local(path)
@@ -312,9 +302,8 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
                 saver.close()
 
     def _new_saver(self) -> sync.Saver:
-        saver = sync.distributed.Saver if self._on_ranks else sync.Saver
-        made: sync.Saver = saver(budget_bytes=self._budget_bytes, **self._keywords)
-        return made
+        kind: type[sync.Saver] = sync.distributed.Saver if self._on_ranks else sync.Saver
+        return kind(budget_bytes=self._budget_bytes, **self._keywords)
 
     def _failure(self, *, wait: bool) -> list[Exception]:
         """Collect a save that has ended: remove the files that it replaces, return its error, if it has one.
@@ -491,11 +480,8 @@ class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed
         """Add the states of all ranks."""
         if _unwrapped(trainer.strategy.checkpoint_io) is None or _RANDOM in checkpoint:
             return
-        states = [random_states()]
-        if trainer.world_size > 1 and torch.distributed.is_initialized():
-            own, states = states[0], [{}] * trainer.world_size
-            torch.distributed.all_gather_object(states, own)
-        checkpoint[_RANDOM] = states
+        is_alone = trainer.world_size == 1 or not torch.distributed.is_initialized()
+        checkpoint[_RANDOM] = gather(1 if is_alone else trainer.world_size, random_states())
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restore this rank's states if a training resumes."""
@@ -541,11 +527,12 @@ class _TrainingEnds(Callback):  # type: ignore[misc]  # lightning is not followe
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (plugin := _plugin_of(trainer)) is not None:
-            plugin.begin_training()
+            plugin.trains = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if (plugin := _plugin_of(trainer)) is not None:
-            plugin.end_training()
+            plugin.trains = False
+            plugin.collect()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         try:
@@ -610,13 +597,15 @@ def _with_saves_under_way(original: Callable[..., bool]) -> Callable[..., bool]:
     return file_exists
 
 
-_SAVES, _REMOVES, _LOOKS = "_save_checkpoint", "_remove_checkpoint", "file_exists"
-"""Methods of `ModelCheckpoint`. Without one of them each save is durable when it returns."""
+_METHODS: dict[str, Callable[[Any], Any]] = {
+    "_save_checkpoint": _beside_training,
+    "_remove_checkpoint": _beside_training,
+    "file_exists": _with_saves_under_way,
+}
+"""Methods of `ModelCheckpoint`, with what replaces them. Without one of them each save is durable when it returns."""
 
-if all(hasattr(ModelCheckpoint, name) for name in (_SAVES, _REMOVES, _LOOKS)):
-    setattr(ModelCheckpoint, _SAVES, _beside_training(getattr(ModelCheckpoint, _SAVES)))
-    setattr(ModelCheckpoint, _REMOVES, _beside_training(getattr(ModelCheckpoint, _REMOVES)))
-    setattr(ModelCheckpoint, _LOOKS, _with_saves_under_way(getattr(ModelCheckpoint, _LOOKS)))
+for _name, _replacing in _METHODS.items() if all(hasattr(ModelCheckpoint, name) for name in _METHODS) else ():
+    setattr(ModelCheckpoint, _name, _replacing(getattr(ModelCheckpoint, _name)))
 
 
 def _unwrapped(plugin: Any) -> StioCheckpointIO | None:

@@ -45,9 +45,9 @@ from torch import nn
 from stio import PendingSave, sync
 from stio.device.names_in_files import names_in_files
 from stio.errors import CheckpointNotFoundError, MismatchError, install_command, listed
+from stio.format.manifest import HashName
 from stio.integrations._hub_pushes import HubPushes
-from stio.integrations._processes import exchange, on_all
-from stio.integrations._random import random_states, set_random_states
+from stio.integrations._processes import exchange, on_all, random_states, set_random_states
 from stio.integrations._step_dirs import (
     STATE_NAME,
     TRAINER_STATE,
@@ -58,7 +58,6 @@ from stio.integrations._step_dirs import (
 )
 from stio.integrations._tagged import from_plain, to_plain
 from stio.loading.module_tree import memory_keys, views_in_files
-from stio.runtime.hashing import HashName
 from stio.saving.retention import warn_of_higher_steps
 from stio.saving.tensors import tied_names
 from stio.sync import load_state
@@ -268,9 +267,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     # Events of Trainer, in their order.
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> TrainerControl:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> Any:
         """Check for unsupported features; restore the optimizer if Trainer restored the model from our checkpoint."""
         self._due, self._random = False, None
         event = _TrainerEvent(args, state, _plain(control), now)
@@ -295,21 +292,15 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             self._restore(event, saved)
         return self._has_observers()
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> TrainerControl:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> Any:
         """Save if a save is due, or set the random generators."""
         return self._save_or_restore(_TrainerEvent(args, state, self._take_request(control), now), at_epoch=True)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> TrainerControl:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> Any:
         """Save if a save is due, or set the random generators."""
         return self._save_or_restore(_TrainerEvent(args, state, self._take_request(control), now), at_epoch=False)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> TrainerControl:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> Any:
         """Take over a requested save."""
         control = self._take_request(control)
         if control.should_save:
@@ -319,9 +310,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
 
     on_epoch_end = on_step_end
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> TrainerControl:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> Any:
         """Take over the request that Trainer makes right after this event if the model is the best one."""
         if self._training and args.save_strategy == "best" and not isinstance(control, _RequestControl):
             return _RequestControl(**vars(control))
@@ -331,17 +320,13 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Save nothing: it is saved, or another callback made Trainer save itself."""
         self._due = False
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> TrainerControl:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> Any:
         """At the summary of the training: save if a save is due, and wait until it is durable."""
         if self._training and _SUMMARY in (now.get("logs") or {}):
             control = self._finish(_TrainerEvent(args, state, self._take_request(control), now))
         return control
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
-    ) -> TrainerControl:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any) -> Any:
         """Wait for pushes under way."""
         control = self._take_request(control)
         if self._training:  # a subclass of Trainer logs no summary
@@ -512,7 +497,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
                 pushes.push(path, step=step, epoch=epoch)
 
         def protected() -> Collection[str]:
-            return [*(pushes.under_way() if pushes is not None else ()), *([best] if best else ())]
+            return [path for path in (*(pushes.under_way() if pushes is not None else ()), best) if path]
 
         limit = self._keep_last if self._keep_last is not None else args.save_total_limit
         keep_last = limit if limit is not None and limit > 0 else None  # Trainer: -1 and 0 keep all

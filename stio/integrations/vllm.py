@@ -32,11 +32,11 @@ from stio import sync
 from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, MismatchError, StioError, listed, printable
 from stio.format.directory import INDEX_NAME, require_complete, why_none, without_index
 from stio.format.naming import FILE_SUFFIX, is_hidden, is_index
-from stio.loading.cache.disk_cache import DiskCache
 from stio.loading.options import LoadOptions, SourceLike
+from stio.remote.disk_cache import DiskCache
 from stio.runtime.limits import Limits
+from stio.runtime.text import is_url
 from stio.runtime.trace import Trace
-from stio.runtime.urls import is_url
 from stio.storage.base import Root
 from stio.storage.open import SingleFileRoot, open_directory
 
@@ -127,8 +127,7 @@ class _Loading:
             TypeError: A value has the wrong type.
         """
         super().__init__(load_config)  # type: ignore[call-arg]  # the next class is BaseModelLoader of vLLM
-        strategy = getattr(load_config, "safetensors_load_strategy", None)
-        if strategy not in (None, "lazy"):  # "lazy" is the default of older releases
+        if (strategy := load_config.safetensors_load_strategy) not in (None, "lazy"):
             raise ValueError(
                 f"load format {LOAD_FORMAT!r} does not take safetensors_load_strategy={strategy!r}; memory='copy' or "
                 "memory='map' in the extra configuration chooses how files are read"
@@ -198,7 +197,8 @@ class _Loading:
         return pairs
 
     def _all_weights(self, model_config: Any, model: nn.Module, device: torch.device) -> Generator[Any, None, None]:
-        keywords: dict[str, Any] = {"device": device, "progress": self._shows_progress()}
+        progress = bool(self.load_config.use_tqdm_on_load) and _rank() == 0
+        keywords: dict[str, Any] = {"device": device, "progress": progress}
         if any(parameter.device.type not in ("cpu", "meta") for parameter in model.parameters()):
             keywords["memory"] = "auto"  # whether mappings alone are as fast was measured for models on the CPU
         keywords |= self._extra
@@ -218,7 +218,7 @@ class _Loading:
             import_module(f"{_LOADERS}.default_loader").DefaultModelLoader._init_ep_weight_filter(self, model_config)
             skip = import_module(f"{_LOADERS}.ep_weight_filter").should_skip_weight
             if self.local_expert_ids is not None:
-                filters.append(partial(_skips, skip, self.local_expert_ids))
+                filters.append(lambda name: skip(name, self.local_expert_ids))
         if getattr(getattr(model_config, "multimodal_config", None), "mm_encoder_only", False):
             default = import_module(f"{_LOADERS}.default_loader").DefaultModelLoader
             default._init_mm_encoder_only_weight_filter(self, model, model_config)
@@ -288,9 +288,6 @@ class _Loading:
             ignore_patterns=self.load_config.ignore_patterns,
         )
         return os.path.join(found, below)
-
-    def _shows_progress(self) -> bool:
-        return bool(self.load_config.use_tqdm_on_load) and _rank() == 0
 
 
 def _sources(root: Root, patterns: Sequence[str]) -> Sequence[Root]:
@@ -362,10 +359,6 @@ def _secondary(source: Any) -> _ModelCheckpoint:
         getattr(source, "subfolder", None),
         getattr(source, "is_unused_weight", None),
     )
-
-
-def _skips(skip: Callable[[str, Any], bool], expert_ids: Any, name: str) -> bool:
-    return skip(name, expert_ids)
 
 
 def _is_used(unused: Sequence[Callable[[str], bool]], name: str) -> bool:

@@ -46,13 +46,12 @@ from stio.loading.select import (
     shards_of,
 )
 from stio.loading.target import LoadReport, LoadTarget
-from stio.runtime.blocking import AsyncOnly, runs_blocking
-from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.limits import Limits
+from stio.runtime.notifier import AsyncOnly, runs_blocking
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.progress import Progress
-from stio.runtime.text import counted, show_bytes
+from stio.runtime.text import counted, described_by, keywords_for, show_bytes
 from stio.runtime.trace import Trace, shown
 
 
@@ -82,10 +81,11 @@ async def load(
     Args:
         source: A `.safetensors` (or `.sft`) file, a directory (its `model.safetensors.index.json`, its only other
             index, its only `*.safetensors`, or its complete set of shards), an index file, or a storage of your own
-            (`stio.testing`). Names that begin with a dot do not count, and a variant (`model.fp16.safetensors`) is
-            loaded instead of another checkpoint only if it is named. A URL of one of these with `s3://`, `gs://`,
-            `az://`, `http://` or `https://` needs the extra `remote`; its bytes are streamed, never mapped.
-            `hf://owner/name@revision` needs the extra `hub`; its files are in the hub's cache before the load begins.
+            (`stio.storage.base.Root`). Names that begin with a dot do not count, and a variant
+            (`model.fp16.safetensors`) is loaded instead of another checkpoint only if it is named. A URL of one of
+            these with `s3://`, `gs://`, `az://`, `http://` or `https://` needs the extra `remote`; its bytes are
+            streamed, never mapped. `hf://owner/name@revision` needs the extra `hub`; its files are in the hub's cache
+            before the load begins.
         names: What to load: one name, several names, or a predicate that gets a name. None: everything. Only the shards
             that hold these names by the index are opened; the others may be missing, and are not checked.
         slices: By name, an index as `numpy.s_[...]` gives it; only the bytes of that part are read, and short gaps
@@ -169,9 +169,11 @@ async def load_into(
     to its memory. After a cancel or an error some of the module's tensors have new values.
 
     Args:
-        module: The target. The result is that of its `load_state_dict`; load hooks run. A module for which that is not
-            possible is refused before anything is changed. So is a tensor whose memory was freed or shrunk, or is
-            read-only. Do not free or shrink memory during the load.
+        module: The target. The result is that of its `load_state_dict`. If it has load hooks, overridden methods of a
+            load or extra state, all tensors are loaded first, and `load_state_dict` runs on the load's thread: the
+            whole state is in host memory once. A module for which that is not possible is refused before anything is
+            changed. So is a tensor whose memory was freed or shrunk, or is read-only. Do not free or shrink memory
+            during the load.
         assign: Replace the module's tensors (they may be on `meta`) instead of copying into them.
         device: Device of the new tensors, with `assign=True` only. Otherwise tensors stay where they are. The forms are
             those of `stio.load`.

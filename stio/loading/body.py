@@ -16,7 +16,7 @@ from stio import native
 from stio.device.base import LoadedGroup, resolve_devices
 from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
-from stio.loading.cache.entries import ObjectCache
+from stio.loading.caches import ObjectCache
 from stio.loading.consumers import GroupQueue
 from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget
@@ -27,10 +27,9 @@ from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import SelectedTensors, select_tensors
 from stio.loading.target import LoadTarget
-from stio.runtime.contexts import contextmanager
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.operation import Operation
-from stio.runtime.process import collection_paused
+from stio.runtime.process import collection_paused, contextmanager
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.trace import shown, traced
 
@@ -157,28 +156,26 @@ def fill(
         verify(operation, opened, options)
         if fill_first is not None:
             names = fill_first(operation, opened, target, names)
-        if not names and fill_first is not None:
-            return
-        if isinstance(target, ModuleTarget) and target.assigns:
-            scheduler = planned(
-                select_tensors(opened, names, options),
-                options,
-                Delivery(deliver=lambda _, loaded: target.keep(loaded)),
-            )
+        if isinstance(target, ModuleTarget) and target.keeps:
+            if not target.assigns:  # a second copy of the module might not fit on its device
+                options = replace(options, device="cpu")
+            delivery = Delivery(deliver=lambda _, loaded: target.keep(loaded))
+            scheduler = planned(select_tensors(opened, names, options), options, delivery)
             queue.attach(scheduler)
             scheduler.run_for(operation)
             with collection_paused(len(names)):
                 target.make()
             return
+        if not names and fill_first is not None:
+            return
         options = replace(options, device=target.device)  # the copies stay on one device
         # If no device queue orders the copies, the load's thread makes them, and no event loop is needed.
-        direct = target.on_cpu and resolve_devices(options.device) == torch.device("cpu")
-        kept = target.kept_names
+        direct = target.on_cpu
         delivery = Delivery(
             deliver=(lambda _, loaded: target.copy(loaded)) if direct else queue.put,
             hold=not direct,
-            kept=kept,
-            views=not kept,
+            kept=(),
+            views=True,
             # An event loop's thread must not wait for the engine.
             copied=target.copied_names(by_engine=direct and native.available()),
         )

@@ -25,8 +25,7 @@ from stio.loading.plan import Group
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import select_tensors
-from stio.runtime.blocking import run_blocking
-from stio.runtime.notifier import Notifier
+from stio.runtime.notifier import Notifier, run_blocking
 from stio.runtime.operation import Operation, close_all
 
 

@@ -12,7 +12,7 @@ from time import perf_counter
 
 from stio import native
 from stio.errors import StorageError
-from stio.loading.cache.entries import FileImage
+from stio.loading.caches import FileImage
 from stio.loading.plan import Group
 from stio.loading.read_paths import ReadPath
 from stio.runtime.control_groups import num_processors

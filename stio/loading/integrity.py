@@ -11,10 +11,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from stio.errors import IntegrityError, StioError
-from stio.format.manifest import FileState, Manifest, merge_states, parse_manifest
+from stio.format.manifest import FileState, Manifest, merge_states, new_hasher, parse_manifest
 from stio.loading.open import OpenCheckpoint
 from stio.runtime.control_groups import num_processors
-from stio.runtime.hashing import new_hasher
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import allocate, default_budget_bytes
 from stio.runtime.operation import Cancelled

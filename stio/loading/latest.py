@@ -29,7 +29,7 @@ from stio.format.naming import (
 )
 from stio.format.other_sources import is_pickle_of_weights
 from stio.loading.open import open_checkpoint
-from stio.runtime.log import log
+from stio.runtime.text import log
 from stio.storage.checks import CHECKPOINT_SUFFIXES, local_directory, refused, steps_in
 
 _DATED = "its name has a date, whose numbers are no step; load it by its path, or name it such as step-100"
@@ -190,7 +190,8 @@ def _checkpoints_in(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> 
             return {path: str(error)}
         pickled = str(error) if any(map(is_pickle_of_weights, names)) else ""
     named = without_index((name for name in names if name not in folders), CHECKPOINT_SUFFIXES)
-    named += map(of_index, filter(_is_index, names))  # behind the files: their set of shards is that of the index
+    # Behind the files: their set of shards is that of the index.
+    named += [of_index(name) for name in names if is_index(name) and names_checkpoint(name)]
     others: dict[str, str | None] = {}
     for one in {one.stem: one for one in named}.values():
         files = [os.path.join(path, name) for name in one.files or [one.index or ""]]
@@ -201,10 +202,6 @@ def _checkpoints_in(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> 
     if checkpoints:  # beside it, what is not complete does not count
         others = {place: reason for place, reason in others.items() if reason is None}
     return checkpoints | others or ({path: pickled} if pickled else {})
-
-
-def _is_index(name: str) -> bool:
-    return is_index(name) and names_checkpoint(name)
 
 
 def _why_incomplete(paths: Sequence[str], follow_symlinks: bool, shards: Sequence[str] = ()) -> str | None:

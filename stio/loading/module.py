@@ -2,25 +2,28 @@
 
 The result is that of `module.load_state_dict`. Names and shapes are compared before any tensor is read. Tensors are
 copied into those of the module when their group is loaded. With `assign`, groups are collected, and replace all of the
-module's tensors together at the end. Submodules whose class or hooks take part in a load are *hooked*: their tensors
-are collected too, and torch's own `load_state_dict` runs at the end. It finds the tensors of all other submodules in
-their place already, so it copies only what is collected. `module_tree.py` determines which submodules are hooked.
+module's tensors together at the end. If code of the module takes part in loads (`ModuleTree.custom`), all tensors are
+collected, and torch's own `load_state_dict` fills the module, on the load's thread.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from stio.device.base import LoadedGroup
+from stio.device.base import LoadedGroup, current_streams
+from stio.device.copy_in import copy_all
+from stio.device.cuda import on_stream
 from stio.device.names_in_files import names_in_files, unnumbered
-from stio.device.tensor_memory import copy_all, has_memory, require_memory
+from stio.device.tensor_memory import has_memory, require_memory
 from stio.device.tensors import TORCH_DTYPES, as_scalar, cast, fits_shape, loses_values, may_lose_range
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
 from stio.format.state_tree import STATE_KEY, TREE_TENSOR
@@ -37,12 +40,12 @@ from stio.loading.module_tree import (
 )
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
-from stio.loading.target import Box, LoadReport, LoadTarget, LocalPart, PartOf, Place, Stored, no_part, whole_of
-from stio.runtime.log import log
+from stio.loading.target import LoadReport, LoadTarget, LocalPart, PartOf, Place, Stored, no_part, whole_of
 from stio.runtime.process import collection_paused
+from stio.runtime.text import log
 
 _SHOWN_CHARACTERS = 2000
-_WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WRAPPERS = re.compile(r"_orig_mod\.|module\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 """What wrappers of torch add to names: `torch.compile`, DDP and `DataParallel`, `checkpoint_wrapper`, FSDP."""
 _OF_ADAPTERS = ("lora_", "poly_lora_", "oft_", "ln_tuning_")
 """How names of PEFT's layers begin that hold a module for each adapter."""
@@ -65,11 +68,11 @@ class ModuleTarget(LoadTarget):
 
     Raises:
         TypeError: It is no module.
-        MismatchError: `state_dict()` of the module renames tensors, and no load hook renames them back. Or `part_of`
-            refuses a tensor.
+        MismatchError: `state_dict()` of the module renames tensors, and no code of it renames them back in a load. Or
+            `part_of` refuses a tensor.
     """
 
-    _is_apart = True  # `match` leaves a module whose tensors overlap to torch's load_state_dict
+    _is_apart = True  # `select` leaves a module whose tensors overlap to torch's load_state_dict
 
     def __init__(
         self, module: nn.Module, *, assign: bool = False, fills: bool = False, part_of: PartOf = no_part
@@ -90,27 +93,24 @@ class ModuleTarget(LoadTarget):
         self._can_assign = part_of is no_part  # loads of ranks fill memory
         self._parts: dict[str, LocalPart] = {}
         if part_of is not no_part:
-            found = {name: part_of(name, tensor) for name, tensor in self._tree.tensors.items()}
-            self._parts = {name: part for name, part in found.items() if part is not None}
-        self._targets = self._tree.tensors
-        if self._parts:
-            self._targets = {
-                name: self._parts[name].local if name in self._parts else tensor
-                for name, tensor in self._tree.tensors.items()
-            }
+            parts = {name: part_of(name, tensor) for name, tensor in self._tree.tensors.items()}
+            self._parts = {name: part for name, part in parts.items() if part is not None}
+        self._targets = self._tree.tensors | {name: part.local for name, part in self._parts.items()}
         self._keys: dict[str, object] = {}  # what names of one tensor have in common
         self._ties: dict[object, list[str]] = {}  # names of one tensor, where there are several
         if self._tree.renames:
             self._require_own_names()
+        self._stored: dict[str, Stored] = {}
         self._aliases: Mapping[str, str] = {}
         self._names: dict[str, None] = {}  # all names of the checkpoint
         self._chosen: dict[object, str] = {}  # of the names of one tensor, the one whose data is loaded
-        self._kept_names: dict[str, None] = {}  # names that are read for hooks and extra state
+        self._by_torch = False  # whether `load_state_dict` fills the module
+        self._streams = current_streams()  # as `_inference`: of the caller's thread
         self._strict = True
-        self._groups: list[LoadedGroup] = []
         self._loaded: dict[str, torch.Tensor] = {}
         self._made: dict[str, torch.Tensor] = {}
-        self._report = LoadReport((), ())
+        self.report = LoadReport((), ())
+        """Names that only module or checkpoint has, after `select`."""
 
     def _require_own_names(self) -> None:
         """Raise if `state_dict()` has a tensor under a name that `load_state_dict` does not use for it."""
@@ -118,7 +118,7 @@ class ModuleTarget(LoadTarget):
         for name, target in self._targets.items():
             names.setdefault(memory_key(target), set()).add(name)
         for name, value in self._module.state_dict(keep_vars=True).items():
-            if isinstance(value, torch.Tensor) and not self._tree.is_hooked(name) and name not in self._parts:
+            if isinstance(value, torch.Tensor) and not self._tree.is_custom(name) and name not in self._parts:
                 own = names.get(memory_key(value))
                 if own is not None and name not in own:
                     raise MismatchError(
@@ -130,159 +130,127 @@ class ModuleTarget(LoadTarget):
                     )
 
     def _find_ties(self) -> None:
-        if not self._keys:
-            self._keys = memory_keys(self._targets)
-            for name, part in self._parts.items():
-                if not part.local.numel():  # without an address, two names of one tensor are found by the object
-                    self._keys[name] = -id(self._tree.tensors[name])
-            if len(set(self._keys.values())) < len(self._keys):
-                for name, key in self._keys.items():
-                    self._ties.setdefault(key, []).append(name)
-                self._ties = {key: names for key, names in self._ties.items() if len(names) > 1}
+        self._keys = memory_keys(self._targets)
+        for name, part in self._parts.items():
+            if not part.local.numel():  # without an address, two names of one tensor are found by the object
+                self._keys[name] = -id(self._tree.tensors[name])
+        if len(set(self._keys.values())) < len(self._keys):
+            for name, key in self._keys.items():
+                self._ties.setdefault(key, []).append(name)
+            self._ties = {key: names for key, names in self._ties.items() if len(names) > 1}
 
     def select(self, opened: OpenCheckpoint, options: LoadOptions, check: Callable[[], None]) -> list[str]:
-        """See `LoadTarget.select`."""
-        with collection_paused(sum(map(len, opened.headers))):
-            stored, is_state = opened.dtypes_and_shapes(), STATE_KEY in opened.metadata
-            return self.match(stored, opened.aliases, strict=options.strict, path=opened.path, is_state=is_state)[0]
-
-    def match(
-        self,
-        stored: Mapping[str, Stored],
-        aliases: Mapping[str, str],
-        *,
-        strict: bool,
-        path: str,
-        is_state: bool = False,
-    ) -> tuple[list[str], LoadReport]:
-        """Compare module and checkpoint, before any tensor is read.
-
-        Args:
-            stored: Tensors of the checkpoint, by name.
-            aliases: Tied names of the checkpoint.
-            strict: Missing or unexpected names are an error.
-            path: For messages.
-            is_state: Whether the checkpoint is a nested state. It is an error then if none of its tensors fits.
+        """See `LoadTarget.select`. Names of custom submodules are compared by `load_state_dict`.
 
         Returns:
-            The names to read (those of the module if its tensors are replaced), and the differences. Names of hooked
-            submodules are compared when their hooks have run.
+            The names to read; those of the module if all tensors are collected.
 
         Raises:
             MismatchError: A shape differs; or names do, and `strict`, or if transformers must convert them; or a tensor
                 of the module cannot be filled, or a buffer on `meta` is not persistent.
-            WarmStartError: With `fills`, a submodule is hooked.
+            WarmStartError: With `fills`, a submodule is custom.
         """
-        self._begin(path)
-        self._strict = strict
-        if TREE_TENSOR in stored and not self._tree.expects(TREE_TENSOR):  # the checkpoint of a state
-            stored = {name: one for name, one in stored.items() if name != TREE_TENSOR}
-        if not self._targets.keys() <= stored.keys():
-            self._use_names_of_files(stored)
-        self._find_ties()
-        self._aliases = {a: t for a, t in aliases.items() if self._tree.expects(a) or self._tree.is_hooked(a)}
-        self._names = dict.fromkeys([*stored, *self._aliases])
-        self._require_supported()
-        if not self._fills:
-            self._tree.hook_for_old_names(stored)
-        present = [name for name in self._targets if name in self._names]
-        self._require_fillable(present)
-        self._require_shapes(stored)
-        missing, unexpected = self._differences(stored)
-        self._require_names(missing, unexpected, len(stored), is_state=is_state)
-        self._require_values()
-        self._report = LoadReport(missing, unexpected, tuple(self._tree.never_stored), path)
-        sources = {name: self._source_of(name) for name in present if not self._tree.is_hooked(name)}
-        require_together(
-            {name: dtype for name, (dtype, _) in stored.items()},
-            self._targets,
-            {name: source for name, source in sources.items() if source in stored},
-            assigns=self.assigns,
-            path=path,
-        )
-        if stored and not present and not self._tree.hooked:
-            what = "%s: no tensor has a name of the module, so nothing is loaded: %s"
-            log(logging.WARNING, what, path, _named(missing, unexpected))
-        if self._leaves_all_to_torch():
-            self._tree.hook([""])
-        if self._parts and (found := [name for name in self._parts if self._tree.is_hooked(name)]):
-            raise MismatchError(
-                "these tensors are parts, and load hooks, an overridden method of a load, or tensors that overlap need "
-                f"the whole ones; shard the module after the load: {listed(found)}",
-                path=path,
-            )
-        self._choose(present)
-        return self._names_to_read(stored), self._report
+        with collection_paused(sum(map(len, opened.headers))):
+            self._begin(opened.path)
+            self._strict, tree = options.strict, self._tree
+            self._stored = opened.dtypes_and_shapes()
+            if TREE_TENSOR not in self._targets:  # of a nested state
+                self._stored.pop(TREE_TENSOR, None)
+            if not self._targets.keys() <= self._stored.keys():
+                self._use_names_of_files()
+            self._find_ties()
+            self._aliases = {a: t for a, t in opened.aliases.items() if a in self._targets or tree.is_custom(a)}
+            self._names = dict.fromkeys([*self._stored, *self._aliases])
+            self._by_torch = self._must_use_torch()
+            self._require_supported()
+            self._require_fillable()
+            self._require_shapes()
+            self._compare_names(is_state=STATE_KEY in opened.metadata)
+            self._require_values()
+            if self._by_torch:
+                return [name for name in self._names if name in self._targets or tree.is_custom(name)]
+            self._choose()
+            return [name for name in self._names if name in self._places]
 
     def _require_supported(self) -> None:
         if self._tree.refused:
             name, why = next(iter(self._tree.refused.items()))
             shown = f"the submodule {printable(name)!r}" if name else "the module"
             raise MismatchError(f"{shown} cannot be loaded into: {why}", path=self._path)
-        if self._fills and self._tree.hooked:
+        if self._fills and self._tree.custom:
             raise WarmStartError(
-                "load hooks need the loaded tensors, and a warm start has none yet; load_into(..., assign=True) "
-                f"calls them: {listed(self._tree.hooked_names)}",
+                "load hooks, overridden methods and extra state need loaded tensors, and a warm start has none yet; "
+                f"load_into(..., assign=True) calls them: {self._custom_names()}",
                 path=self._path,
             )
-        if self._fills and (extra := [name for name in self._tree.extra_states if name in self._names]):
-            raise WarmStartError(
-                f"a warm start does not set extra state; load_into does: {listed(extra)}", path=self._path
+        if self._parts and self._by_torch:
+            what = (
+                f"code of {self._custom_names()} that takes part in loads"
+                if self._tree.custom
+                else "tensors that overlap"
             )
-        if found := [name for name in self._tree.must_lack if name in self._names]:
+            raise MismatchError(
+                f"the module's tensors are parts, and {what} would need the whole ones; shard the module after the "
+                "load, or load into module.state_dict(), which runs no such code",
+                path=self._path,
+            )
+        if old := [name for name in self._tree.must_lack if name in self._names]:
             raise MismatchError(
                 "the checkpoint has statistics of a normalization that does not track them "
-                f"(track_running_stats=False): {listed(found)}",
+                f"(track_running_stats=False): {listed(old)}",
                 path=self._path,
             )
 
-    def _leaves_all_to_torch(self) -> bool:
+    def _custom_names(self) -> str:
+        return listed([name or "the module itself" for name in self._tree.custom])
+
+    def _must_use_torch(self) -> bool:
         """Return whether torch itself must put in all tensors.
 
-        Tensors overlap, so that the order of copies decides; or one is tied to one that hooks get; or torch is set to
-        swap the contents of parameters.
+        Code of the module takes part; or tensors overlap, so that the order of copies decides; or torch is set to swap
+        the contents of parameters.
         """
-        if self._fills:
-            return False
-        if self.assigns and torch.__future__.get_swap_module_params_on_conversion():
-            return True
-        crossing = any(len({self._tree.is_hooked(name) for name in names}) > 1 for names in self._ties.values())
-        names = {key: name for name, key in self._keys.items() if name in self._names}
-        return crossing or (not self.assigns and overlapping(self._targets, names))
+        if self._tree.custom or self._fills:
+            return not self._fills
+        if self.assigns:
+            return torch.__future__.get_swap_module_params_on_conversion()
+        return overlapping(
+            {key: self._targets[name] for name, key in self._keys.items() if name in self._names}.values()
+        )
 
-    def _differences(self, stored: Mapping[str, Stored]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        tree = self._tree
+    def _compare_names(self, *, is_state: bool) -> None:
+        tree, stored = self._tree, self._stored
         missing = tuple(
             name
-            for name in (*self._targets, *tree.extra_states)
+            for name in self._targets
             if name not in self._names
             and name not in tree.may_lack
             and not any(twin in self._names for twin in self._ties.get(self._keys.get(name), ()))
-            and not tree.is_hooked(name)
+            and not tree.is_custom(name)
         )
-        unexpected = tuple(name for name in stored if not tree.expects(name) and not tree.is_hooked(name))
-        return missing, unexpected
-
-    def _require_names(
-        self, missing: Sequence[str], unexpected: Sequence[str], num_stored: int, *, is_state: bool
-    ) -> None:
-        if is_state and missing and len(unexpected) >= num_stored:
+        unexpected = tuple(name for name in stored if name not in self._targets and not tree.is_custom(name))
+        has_common = len(unexpected) < len(stored)
+        if is_state and missing and not has_common:
             message = f"the checkpoint has no tensor of the module: missing {listed(missing)}; {_STATE}"
             raise MismatchError(message, path=self._path)
         if self._strict and (missing or unexpected):
             reason = "the checkpoint does not fit the module; strict=False loads the common names"
-            if len(unexpected) >= num_stored:
+            if not has_common:
                 reason = "the checkpoint and the module have no name in common; load the checkpoint of this model"
             raise MismatchError(f"{reason}: {_named(missing, unexpected)}", path=self._path)
+        if stored and not tree.custom and self._targets.keys().isdisjoint(self._names):
+            what = "%s: no tensor has a name of the module, so nothing is loaded: %s"
+            log(logging.WARNING, what, self._path, _named(missing, unexpected))
+        self.report = LoadReport(missing, unexpected, tuple(tree.never_stored), self._path)
 
-    def _use_names_of_files(self, names: Collection[str]) -> None:
+    def _use_names_of_files(self) -> None:
         """Fill views that have the names and shapes of the checkpoint, if transformers has changed those of the module.
 
         Raises:
             MismatchError: The module has no memory, or the tensors of the files are no views of it.
         """
         tree = self._tree
-        others = {unnumbered(name) for name in names if not tree.expects(name)}
+        others = {unnumbered(name) for name in self._stored if name not in self._targets}
         for as_read in (True, False):
             only_in_files = names_in_files(self._module, as_read=as_read)[1]
             if not others.isdisjoint(only_in_files):
@@ -291,7 +259,7 @@ class ModuleTarget(LoadTarget):
             return
         needs_others = self.assigns or self._fills
         views = views_in_files(self._module, tree.tensors, as_read=as_read)
-        if views and not (needs_others or self._parts or tree.hooked or any(map(is_on_meta, tree.tensors.values()))):
+        if views and not (needs_others or self._parts or tree.custom or any(map(is_on_meta, tree.tensors.values()))):
             tree.tensors = self._targets = views
             return
         in_place = "; or call load_into without assign=True for a module that is not on 'meta': it converts them"
@@ -304,24 +272,31 @@ class ModuleTarget(LoadTarget):
         )
 
     def _require_values(self) -> None:
-        """Raise for buffers that neither the checkpoint nor the module has values for: a forward would fail."""
+        """Raise for buffers that nothing has values for, and for quantized tensors that would lose their meaning."""
         left = [name for name in self._tree.never_stored if self._tree.has_no_data(name)]
-        if left := [name for name in left if not self._tree.is_hooked(name)]:  # a hook may compute the others
+        if left := [name for name in left if not self._tree.is_custom(name)]:  # a hook may compute the others
             raise MismatchError(
                 "no checkpoint holds these buffers (persistent=False), and they are on 'meta', without values; before "
                 "the load, assign each its values (setattr of its submodule), or make it on a device and not on "
                 f"'meta': {listed(left)}",
                 path=self._path,
             )
+        sources = {name: self._source_of(name) for name in self._targets if not self._tree.is_custom(name)}
+        require_together(
+            {name: dtype for name, (dtype, _) in self._stored.items()},
+            self._targets,
+            {name: source for name, source in sources.items() if source in self._stored},
+            assigns=self.assigns,
+            path=self._path,
+        )
 
-    def _require_shapes(self, stored: Mapping[str, Stored]) -> None:
+    def _require_shapes(self) -> None:
         wrong = []
-        aliases, is_hooked = self._aliases, self._tree.is_hooked if self._tree.hooked else None
         for name, target in self._targets.items():
-            found = stored.get(aliases.get(name, name))
-            if found is None or (is_hooked is not None and is_hooked(name)):
+            source = self._source_of(name)
+            if source not in self._stored or self._tree.is_custom(name):
                 continue
-            dtype, shape = found
+            dtype, shape = self._stored[source]
             expected = tuple(target.shape) if name not in self._parts else self._parts[name].shape
             if shape != expected and not fits_shape(dtype, shape, expected):
                 wrong.append(f"{printable(name)} is {list(shape)} in the checkpoint, {list(expected)} in the module")
@@ -347,14 +322,12 @@ class ModuleTarget(LoadTarget):
                 path=self._path,
             )
 
-    def _require_fillable(self, present: Sequence[str]) -> None:
+    def _require_fillable(self) -> None:
         """Raise for tensors that torch would not fill, or would silently replace by something else."""
-        concerned = present
-        if self._tree.hooked:  # a hook may rename a tensor of the checkpoint to any name of its submodule
-            concerned = [name for name in self._targets if name in self._names or self._tree.is_hooked(name)]
         empty = []
-        for name in concerned:
-            target = self._targets[name]
+        for name, target in self._targets.items():
+            if name not in self._names and not self._tree.is_custom(name):
+                continue  # a hook may rename a tensor of the checkpoint to any name of its submodule
             why = why_refused(target)
             if not why and not self.assigns:
                 if is_on_meta(target):
@@ -372,31 +345,21 @@ class ModuleTarget(LoadTarget):
                 path=self._path,
             )
 
-    def _choose(self, present: Sequence[str]) -> None:
+    def _choose(self) -> None:
         """Choose whose data a tied tensor gets: that of its last name, as the last copy of load_state_dict does."""
-        for name in present:
-            self._chosen[self._keys[name]] = name
+        self._chosen = {key: name for name, key in self._keys.items() if name in self._names}
         for key, names in self._ties.items() if self.assigns else ():
             if key in self._chosen:  # of the names with the same data in the file, the first determines the device
                 source = self._source_of(self._chosen[key])
                 self._chosen[key] = next(name for name in names if self._source_of(name) == source)
+        for name in self._chosen.values():
+            source = self._source_of(name)
+            place = Place(name, self._targets[name], self._parts.get(name), stored=self._stored[source][0])
+            self._places.setdefault(name if self.assigns else source, []).append(place)
+        self._join_parts()
 
     def _source_of(self, name: str) -> str:
         return self._aliases.get(name, name)
-
-    def _names_to_read(self, stored: Mapping[str, Stored]) -> list[str]:
-        tree = self._tree
-        if tree.hooked or tree.extra_states:
-            kept = [name for name in self._names if tree.is_hooked(name) or name in tree.extra_states]
-            self._kept_names = dict.fromkeys(kept if self.assigns else map(self._source_of, kept))
-        for name in self._chosen.values():
-            if not tree.is_hooked(name):
-                source = self._source_of(name)
-                place = Place(name, self._targets[name], self._parts.get(name), stored=stored[source][0])
-                self._places.setdefault(name if self.assigns else source, []).append(place)
-        self._join_parts()
-        self.kept_names = None if self.assigns else self._kept_names
-        return [name for name in self._names if name in self._places or name in self._kept_names]
 
     @property
     def names(self) -> list[str]:
@@ -405,7 +368,7 @@ class ModuleTarget(LoadTarget):
 
     @property
     def sources(self) -> dict[str, tuple[str, torch.Tensor]]:
-        """Name in the checkpoint and tensor, by the module's name, after `match`. Tied tensors have one source."""
+        """Name in the checkpoint and tensor, by the module's name, after `select`. Tied tensors have one source."""
         return {
             name: (self._source_of(self._chosen.get(self._keys[name], name)), target)
             for name, target in self._targets.items()
@@ -426,11 +389,6 @@ class ModuleTarget(LoadTarget):
                 listed(sorted(own)),
             )
 
-    def copy(self, group: LoadedGroup) -> None:
-        """See `LoadTarget.copy`; also keeps what hooks and extra state need."""
-        self._loaded.update((name, one) for name, one in group.tensors.items() if name in self._kept_names)
-        super().copy(group)
-
     def synchronize(self) -> None:
         """Wait for all work on the devices of the tensors: `copy_rows` is not in the order of the caller's stream."""
         for device in {target.device for target in self._targets.values()}:
@@ -440,8 +398,6 @@ class ModuleTarget(LoadTarget):
     def copy_rows(self, source: str, rows: torch.Tensor, dim: int, begin: int, whole: tuple[int, ...]) -> None:
         """Copy some rows of a tensor of the checkpoint into those of the module, as far as they hold them; blocks.
 
-        What is kept for hooks is assembled on the CPU.
-
         Args:
             source: Name in the checkpoint.
             rows: Rows of its tensor, on the CPU.
@@ -450,28 +406,16 @@ class ModuleTarget(LoadTarget):
             whole: Shape of the tensor.
         """
         with torch.inference_mode() if self._inference else torch.no_grad():
-            if source in self._kept_names:
-                kept = self._loaded.get(source)
-                if kept is None:
-                    kept = self._loaded[source] = torch.empty(whole, dtype=rows.dtype)
-                self._copy_common(source, kept, whole_of(whole), rows, dim, begin)
-            for place in self._places.get(source, ()):
-                index = whole_of(whole) if place.part is None else place.part.index
-                self._copy_common(place.name, place.memory, index, rows, dim, begin)
-
-    def _copy_common(
-        self, name: str, target: torch.Tensor, index: Box, rows: torch.Tensor, dim: int, begin: int
-    ) -> None:
-        """Copy what `rows` and the part `index` of a tensor have in common into the memory of that part."""
-        if not index or not target.dim():
-            copy_all([target], [rows], [name], path=self._path, lost=self.lost)
-            return
-        first, end = max(begin, index[dim].start), min(begin + rows.shape[dim], index[dim].stop)
-        if first < end:
-            require_memory(name, target, path=self._path)  # torch makes no views of a storage that is too short
-            within = (*index[:dim], slice(first - begin, end - begin), *index[dim + 1 :])
-            same = target.narrow(dim, first - index[dim].start, end - first)
-            copy_all([same], [rows[within]], [name], path=self._path, lost=self.lost)
+            for name, memory, part, *_ in self._places.get(source, ()):
+                index, common = whole_of(whole) if part is None else part.index, rows
+                if index and memory.dim():  # what the rows and this part of the tensor have in common
+                    first, end = max(begin, index[dim].start), min(begin + rows.shape[dim], index[dim].stop)
+                    if first >= end:
+                        continue
+                    require_memory(name, memory, path=self._path)  # torch makes no views of a storage that is too short
+                    common = rows[(*index[:dim], slice(first - begin, end - begin), *index[dim + 1 :])]
+                    memory = memory.narrow(dim, first - index[dim].start, end - first)
+                copy_all([memory], [common], [name], path=self._path, lost=self.lost)
 
     def rows_memory(
         self, source: str, dtype: torch.dtype, dim: int, rows: tuple[int, int], whole: tuple[int, ...]
@@ -490,39 +434,42 @@ class ModuleTarget(LoadTarget):
             in several places, or has not all of the rows.
         """
         places = self._places.get(source, ())
-        if len(places) != 1 or source in self._kept_names or not whole:
+        if len(places) != 1 or not whole:
             return None
         target, part = places[0].memory.detach(), places[0].part
-        if not has_memory(target):
-            return None  # `copy_rows` says so
         held = whole_of(whole) if part is None else part.index
-        if target.device.type != "cpu" or target.dtype != dtype or not target.is_contiguous():
-            return None
-        if target.shape != tuple(one.stop - one.start for one in held):  # two elements of the format are one of torch
-            return None
-        covers = target.shape[dim + 1 :] == whole[dim + 1 :]
         begin, end = rows[0] - held[dim].start, rows[1] - held[dim].start
-        if not covers or begin < 0 or end > target.shape[dim] or not target.numel():
+        is_plain = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+        # Two elements of the format may be one of torch.
+        has_rows = (
+            target.shape == tuple(one.stop - one.start for one in held) and begin >= 0 and end <= target.shape[dim]
+        )
+        is_whole = target.shape[dim + 1 :] == whole[dim + 1 :] and target.numel()
+        if not (is_plain and has_rows and is_whole and has_memory(target)):  # of its memory `copy_rows` says so
             return None
         if not target.is_inference():
             torch.autograd.graph.increment_version(target)
         return target.view(torch.uint8).flatten().view(target.shape[dim], -1)[begin:end].flatten()
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the load collects all tensors by `keep`, and then calls `make`; after `select`."""
+        return self.assigns or self._by_torch
+
     def keep(self, group: LoadedGroup) -> None:
-        """With `assign`, collect a group's tensors for `make`."""
-        self._groups.append(group)  # for the thread that calls `complete`
-        self._loaded.update(group.tensors)
+        """Collect a group's tensors for `make`."""
+        self._loaded |= group.take()
 
     def make(self) -> None:
-        """With `assign`, make the module's new tensors; tied names get the same one.
+        """Make the module's new tensors, on the load's thread; tied names get the same one. Or call `load_state_dict`.
 
         Each tensor needs a few calls of torch, which may wait for the GIL: so not on the thread of an event loop.
         """
+        if self._by_torch:
+            self.report = self._load_as_torch()
+            return
         for key, chosen in self._chosen.items():
-            if self._tree.is_hooked(chosen):
-                continue
-            new = self._kept(chosen)
-            names = self._ties.get(key)
+            new, names = self._new(chosen), self._ties.get(key)
             if names is None and not self._aliases:  # no other name has this tensor
                 self._made[chosen] = _become(self._targets[chosen], new)
                 continue
@@ -530,28 +477,23 @@ class ModuleTarget(LoadTarget):
             # Names of one parameter share the new one. Two parameters that share memory stay two.
             made = {id(old): _as(old, new) for old in (self._targets[name] for name in names)}
             self._made.update((name, made[id(self._targets[name])]) for name in names)
+        for name in self._tree.may_lack:  # in files of old versions, as load_state_dict does
+            if name not in self._names and name in self._targets and is_on_meta(self._targets[name]):
+                self._made[name] = torch.tensor(0)
 
     def complete(self) -> LoadReport:
-        """Complete the load in the consumer's thread: put all new tensors into the module, and call load hooks."""
+        """Complete the load in the consumer's thread: put all new tensors into the module."""
         try:
-            for group in self._groups:
-                group.take()
             for name, new in self._made.items():
                 self._tree.put(name, new)
-            if self.assigns:
-                self._make_lacking()
-            report = self._load_as_torch() if self._tree.hooked else self._report
-            for name, submodule in self._tree.extra_states.items() if not self._tree.hooked else ():
-                if name in self._names:
-                    submodule.set_extra_state(self._kept(name))
-            self._warn_of_meta(report)
-            return report
+            self._warn_of_meta()
+            return self.report
         finally:
             self.discard()
 
-    def _warn_of_meta(self, report: LoadReport) -> None:
+    def _warn_of_meta(self) -> None:
         """Warn of tensors that have no data after the load: a forward would fail, or compute wrong values."""
-        left = [name for name in (*report.unfilled, *report.missing) if self._tree.has_no_data(name)]
+        left = [name for name in (*self.report.unfilled, *self.report.missing) if self._tree.has_no_data(name)]
         if left:
             log(
                 logging.WARNING,
@@ -562,69 +504,49 @@ class ModuleTarget(LoadTarget):
                 listed(left),
             )
 
-    def _make_lacking(self) -> None:
-        """Make the counters of batches that a checkpoint of an old version lacks, as load_state_dict does."""
-        for name in self._tree.may_lack:
-            if name not in self._names and name in self._targets and is_on_meta(self._targets[name]):
-                self._tree.put(name, torch.tensor(0))
-
-    def _kept(self, name: str) -> torch.Tensor:
-        if not self.assigns:
-            return self._loaded[self._source_of(name)]
-        target = self._targets.get(name)
-        has_dimensions = target is None or is_lazy(target) or target.dim()
-        return self._loaded[name] if has_dimensions else as_scalar(self._loaded[name])
+    def _new(self, name: str) -> torch.Tensor:
+        new, target = self._loaded[name], self._targets.get(name)
+        return new if target is None or is_lazy(target) or target.dim() else as_scalar(new)
 
     def _load_as_torch(self) -> LoadReport:
-        """Run the module's `load_state_dict`; submodules that are not hooked get the tensors that they have."""
+        """Run the module's `load_state_dict` in the caller's modes of torch."""
+        state = self._state()
         for name, target in self._targets.items() if not self.assigns else ():
-            if name in self._names or self._tree.is_hooked(name):
+            if name in state or self._tree.is_custom(name):
                 self._memory.require(name, target)  # since the load began, it may have been freed
+            if name in self._loaded and may_lose_range(state[name].dtype, target.dtype) and not target.is_quantized:
+                cast(name, state[name], target.dtype, self.lost)  # hooks may change values: counted without them
         options = {"assign": True} if self.assigns else {}  # an overridden method may not have this keyword
-        state = self._state_for_hooks()
-        for name in self._names if not self.assigns else ():  # hooks may change values: counted without them
-            if name in self._targets and self._tree.is_hooked(name):
-                kept, target = state[name], self._targets[name]
-                if may_lose_range(kept.dtype, target.dtype) and not target.is_quantized:
-                    cast(name, kept, target.dtype, self.lost)
+        devices = {tensor.device for tensor in (*self._targets.values(), *state.values())}
         try:
-            found = self._module.load_state_dict(state, strict=self._strict, **options)
+            with ExitStack() as modes:
+                for device in devices & self._streams.keys():
+                    stream = self._streams[device]
+                    modes.enter_context(on_stream(torch.get_device_module(device), device, stream))
+                modes.enter_context(torch.inference_mode(self._inference))
+                keys = self._module.load_state_dict(state, strict=self._strict, **options)
         except RuntimeError as error:
             if not str(error).startswith("Error(s) in loading state_dict"):
                 raise
             raise MismatchError(one_line(str(error)[:_SHOWN_CHARACTERS]), path=self._path) from error
-        missing, unexpected = (getattr(found, kind, ()) for kind in ("missing_keys", "unexpected_keys"))
+        missing, unexpected = (getattr(keys, kind, ()) for kind in ("missing_keys", "unexpected_keys"))
         return LoadReport(tuple(missing), tuple(unexpected), tuple(self._tree.never_stored), self._path)
 
-    def _state_for_hooks(self) -> OrderedDict[str, torch.Tensor]:
-        tree = self._tree
-        state: OrderedDict[str, torch.Tensor] = OrderedDict()
-        nothing = torch.empty(0, device="meta")  # for names that are unexpected: torch reports them
-        for name in self._names:
-            if tree.is_hooked(name) or name in tree.extra_states:
-                state[name] = self._kept(name)
-            else:
-                state[name] = tree.get(name) if name in self._targets else nothing
+    def _state(self) -> OrderedDict[str, torch.Tensor]:
+        """Return what `load_state_dict` gets: names of a tie that the checkpoint lacks too, and what is unexpected."""
+        nothing = torch.empty(0, device="meta")  # torch only reports the names that are unexpected
+        state = OrderedDict((name, self._new(name) if name in self._loaded else nothing) for name in self._names)
         for names in self._ties.values():
             if present := [name for name in names if name in state]:
-                self._add_tie(state, names, state[present[-1]])
+                shared = state[present[-1]]
+                if self.assigns and all(isinstance(self._targets[name], nn.Parameter) for name in names):
+                    shared = nn.Parameter(shared, requires_grad=False)  # torch sets what the module requires
+                state.update((name, shared) for name in names if self.assigns or name not in state)
         return state
 
-    def _add_tie(self, state: dict[str, torch.Tensor], names: Sequence[str], shared: torch.Tensor) -> None:
-        """Add the names of a tie that the checkpoint lacks; with `assign`, all names get one tensor."""
-        if not self._tree.is_hooked(names[0]):
-            state.update((name, self._tree.get(name)) for name in names)
-        elif not self.assigns:
-            state.update((name, shared) for name in names if name not in state)
-        else:
-            if all(isinstance(self._targets[name], nn.Parameter) for name in names):
-                shared = nn.Parameter(shared, requires_grad=False)  # one object; torch sets what the module requires
-            state.update((name, shared) for name in names)
-
     def discard(self) -> None:
-        """See `LoadTarget.discard`; drops all loaded and made tensors too."""
+        """See `LoadTarget.discard`; drops all loaded and new tensors too."""
         super().discard()
-        self._groups.clear()
         self._loaded.clear()
         self._made.clear()
 
@@ -660,25 +582,19 @@ def _advice(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """Return advice for names that differ by what a wrapper adds to them; empty if they differ otherwise."""
     if not missing or not unexpected:
         return ""
-    bare = [{_without_wrappers(name) for name in names} for names in (missing, unexpected)]
+    bare = [{_WRAPPERS.sub("", name) for name in names} for names in (missing, unexpected)]
     if not (bare[0] <= bare[1] or bare[1] <= bare[0]):
         return (
             _advice_on_prefix(missing, unexpected)
             or _advice_on_prefix(unexpected, missing, "checkpoint")
             or _advice_on_adapters(missing, unexpected)
         )
-    added = [sorted({w for n in names for w in _WRAPPERS if w in n}) for names in (missing, unexpected)]
+    added = [sorted({w for n in names for w in _WRAPPERS.findall(n)}) for names in (missing, unexpected)]
     return (
         f"; names differ by what wrappers add: {', '.join(added[0]) or 'nothing'} in the module's names, "
         f"{', '.join(added[1]) or 'nothing'} in the checkpoint's; load into the module without its wrapper "
         "(`.module`, `._orig_mod`), or save the plain module"
     )
-
-
-def _without_wrappers(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _advice_on_prefix(longer: Sequence[str], shorter: Sequence[str], which: str = "module") -> str:

@@ -1,16 +1,16 @@
-"""The submodules of a module as a load sees them: names of tensors, owners, and the parts that load in their own way.
+"""The submodules of a module as a load sees them: names of tensors, owners, and which of them have code for loads.
 
 Names are those of `load_state_dict`: the path of attributes to a parameter or a persistent buffer. They are found
-without a call of `state_dict()`, which hooks may change. A submodule is *hooked* if code of its own takes part in a
-load: a hook, or an overridden method. A hook gets the tensors of its submodule and of all submodules below it.
+without a call of `state_dict()`, which hooks may change. A submodule is *custom* if code of its own takes part in a
+load: a load hook, an overridden method, or extra state. Such code gets the tensors of its submodule and of all
+submodules below it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -22,9 +22,7 @@ from torch.nn.parameter import is_lazy
 from stio.device.names_in_files import as_in_files
 from stio.device.tensor_memory import TargetMemory, has_overlap
 from stio.device.torch_private import traits_of
-from stio.loading.warm_start.parameter import PlaceholderParameter
 
-_EXTRA_STATE = "_extra_state"
 _OWN_RULES = (_NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict)
 """Overridden for files of old versions of torch only; `ModuleTree` follows their rules."""
 
@@ -36,37 +34,16 @@ _REFUSED = {
 }
 """Python modules whose classes are refused, with the reason in the error."""
 
-_WRAPPED = "_checkpoint_wrapped_module"
-_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-_WRAPPER_HOOK = f"{_WRAPPERS}.ActivationWrapper._pre_load_state_dict_hook"
-"""The modules of `checkpoint_wrapper`, which private names of torch identify; see `_only_wraps`."""
+_WRAPPED, _WRAPPERS = "_checkpoint_wrapped_module", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+"""The wrappers of activation checkpointing leave their submodule's own name out of all names."""
 
+_HARMLESS_HOOKS = ("torch.distributed.fsdp._fully_shard.", f"{_WRAPPERS}.")
+"""Python modules whose load hooks are not needed by a load in place.
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What is known of a class of modules."""
-
-    loads_itself: bool
-    """It overrides how a load treats its own tensors."""
-    saves_itself: bool
-    """It overrides `state_dict`, so its names there may be others."""
-    sets_extra_state: bool
-    """It keeps state that is neither parameter nor buffer."""
-    refused: str
-    """Why it cannot be loaded into; empty if it can."""
-
-    @classmethod
-    def of(cls, kind: type[nn.Module]) -> _Kind:
-        """Return what is known of a class."""
-        why = next((why for package, why in _REFUSED.items() if is_from(kind, package)), "")
-        load = kind._load_from_state_dict
-        return cls(
-            loads_itself=load is not nn.Module._load_from_state_dict and load not in _OWN_RULES,
-            saves_itself=kind.state_dict is not nn.Module.state_dict
-            or kind._save_to_state_dict is not nn.Module._save_to_state_dict,
-            sets_extra_state=kind.set_extra_state is not nn.Module.set_extra_state,
-            refused=why,
-        )
+Of `fully_shard` one hook searches for parameters that were replaced; a load fills parameters instead. Another one,
+added by the first forward, frees what was gathered; `stio.distributed.load_into` does that. The hook of the wrappers
+above changes names as `ModuleTree` does.
+"""
 
 
 class ModuleTree:
@@ -82,10 +59,8 @@ class ModuleTree:
         self.never_stored: list[str] = []
         """Buffers that are not persistent."""
         self._owners: dict[str, nn.Module] = {}
-        self.extra_states: dict[str, nn.Module] = {}
-        """Submodules with extra state, by the name of that state."""
-        self.hooked: set[str] = set()
-        """Prefixes of the outermost hooked submodules."""
+        self.custom: dict[str, None] = {}
+        """Names of the custom submodules; empty: the module itself."""
         self.may_lack: set[str] = set()
         """Tensors that files of old versions lack: the load is complete without them."""
         self.must_lack: list[str] = []
@@ -93,16 +68,15 @@ class ModuleTree:
         self.refused: dict[str, str] = {}
         """Why a submodule cannot be loaded into, by its name."""
         self.renames = False
-        """Whether `state_dict()` of a submodule that is not hooked may have other names."""
-        self._accepts_old_names: set[str] = set()
-        kinds: dict[type[nn.Module], _Kind] = {}
+        """Whether `state_dict()` of a submodule that is not custom may have other names."""
+        kinds: dict[type[nn.Module], tuple[bool, bool, str]] = {}
         if type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module):
-            self.hooked.add("")
+            self.custom[""] = None
         for prefix, part in _parts(module):
-            kind = kinds.get(type(part)) or kinds.setdefault(type(part), _Kind.of(type(part)))
-            self._add(prefix, part, kind)
+            kind = kinds.get(type(part)) or kinds.setdefault(type(part), _known_of(type(part)))
+            self._add(prefix, part, *kind)
 
-    def _add(self, prefix: str, part: nn.Module, kind: _Kind) -> None:
+    def _add(self, prefix: str, part: nn.Module, loads_itself: bool, saves_itself: bool, refused: str) -> None:
         for leaf, tensor in part._parameters.items():
             if tensor is not None:
                 self.tensors[prefix + leaf] = tensor
@@ -115,26 +89,16 @@ class ModuleTree:
                 self.never_stored.append(prefix + leaf)
             else:
                 self.tensors[prefix + leaf] = buffer
-        if kind.refused:
-            self.refused[prefix[:-1]] = kind.refused
+        name, own = prefix[:-1], vars(part)
+        if refused:
+            self.refused[name] = refused
         if isinstance(part, _NormBase):
             self._add_rules_of_norms(prefix, part)
-        is_below = bool(self.hooked) and self.is_hooked(prefix)
-        if kind.sets_extra_state and not is_below:
-            self.extra_states[prefix + _EXTRA_STATE] = part
-        if is_below:
-            return
-        post_hooks = any(not _is_of_fsdp(hook) for hook in part._load_state_dict_post_hooks.values())
-        if kind.loads_itself or "_load_from_state_dict" in vars(part) or post_hooks:
-            self.hooked.add(prefix)
-        elif hooks := [hook for hook in part._load_state_dict_pre_hooks.values() if not _is_of_fsdp(hook)]:
-            if all(map(_is_for_old_names, hooks)):
-                self._accepts_old_names.add(prefix)
-            else:
-                self.hooked.add(prefix)
-        if prefix not in self.hooked:
-            attributes = vars(part)
-            self.renames |= kind.saves_itself or bool(part._state_dict_hooks) or "state_dict" in attributes
+        hooks = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
+        if loads_itself or "_load_from_state_dict" in own or not all(map(_is_harmless, hooks)):
+            self.custom[name] = None
+        elif saves_itself or part._state_dict_hooks or "state_dict" in own:
+            self.renames |= not self.is_custom(name)
 
     def _add_rules_of_norms(self, prefix: str, part: _NormBase) -> None:
         if part.track_running_stats:
@@ -169,37 +133,11 @@ class ModuleTree:
         else:
             setattr(owner, leaf, tensor)
 
-    def expects(self, name: str) -> bool:
-        """Return whether the module has a tensor or extra state of this name."""
-        return name in self.tensors or name in self.extra_states
-
-    def is_hooked(self, name: str) -> bool:
-        """Return whether a name is that of a hooked submodule, or below one."""
-        if not self.hooked or "" in self.hooked:
-            return bool(self.hooked)
-        at = name.find(".")
-        while at >= 0:
-            if name[: at + 1] in self.hooked:
-                return True
-            at = name.find(".", at + 1)
-        return False
-
-    def hook(self, prefixes: Iterable[str]) -> None:
-        """Treat submodules as hooked."""
-        self.hooked.update(prefix for prefix in list(prefixes) if not self.is_hooked(prefix))
-        for name in [name for name in self.extra_states if self.is_hooked(name)]:
-            del self.extra_states[name]
-
-    def hook_for_old_names(self, names: Iterable[str]) -> None:
-        """Treat submodules as hooked if a checkpoint has names for them that only their hooks know."""
-        if self._accepts_old_names:
-            strange = {name[: name.rfind(".") + 1] for name in names if not self.expects(name)}
-            self.hook(self._accepts_old_names & strange)
-
-    @property
-    def hooked_names(self) -> list[str]:
-        """Names of the hooked submodules, for a message."""
-        return [prefix[:-1] or "the module itself" for prefix in self.hooked]
+    def is_custom(self, name: str) -> bool:
+        """Return whether a name is that of a custom submodule, or below one."""
+        if not self.custom or "" in self.custom:
+            return bool(self.custom)
+        return not self.custom.keys().isdisjoint(accumulate(name.split("."), "{}.{}".format))
 
 
 def require_memory_of(module: object, names: Collection[str], *, path: str | None) -> None:
@@ -217,7 +155,7 @@ def require_memory_of(module: object, names: Collection[str], *, path: str | Non
         return  # something else with a `load_state_dict`
     tree, memory = ModuleTree(module), TargetMemory(path)
     for name, tensor in tree.tensors.items():
-        if name in names or tree.is_hooked(name):
+        if name in names or tree.is_custom(name):
             memory.require(name, tensor)
 
 
@@ -226,25 +164,30 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     stack = [("", module)]
     while stack:
         prefix, part = stack.pop()
-        if _only_wraps(part):
-            stack.append((prefix, part._modules[_WRAPPED]))  # type: ignore[arg-type]  # it is there
-            continue
         yield prefix, part
         if part._modules:
-            children = [(f"{prefix}{name}.", child) for name, child in part._modules.items() if child is not None]
+            only_wraps = _WRAPPED in part._modules and is_from(type(part), _WRAPPERS)
+            children = [
+                (prefix if only_wraps else f"{prefix}{name}.", child)
+                for name, child in part._modules.items()
+                if child is not None
+            ]
             stack.extend(reversed(children))
 
 
-def _only_wraps(part: nn.Module) -> bool:
-    """Return whether this is a wrapper of activation checkpointing, whose hooks do nothing but leave it out of names.
+def _known_of(kind: type[nn.Module]) -> tuple[bool, bool, str]:
+    """Return whether a class takes part in loads, whether it overrides `state_dict`, and why it is refused if it is."""
+    load = kind._load_from_state_dict
+    loads_itself = load is not nn.Module._load_from_state_dict and load not in _OWN_RULES
+    saves_itself = (
+        kind.state_dict is not nn.Module.state_dict or kind._save_to_state_dict is not nn.Module._save_to_state_dict
+    )
+    refused = next((why for package, why in _REFUSED.items() if is_from(kind, package)), "")
+    return loads_itself or kind.set_extra_state is not nn.Module.set_extra_state, saves_itself, refused
 
-    Without this, the modules inside it would count as hooked, and could not be loaded when they are sharded.
-    """
-    if part._modules.keys() != {_WRAPPED} or part._parameters or part._buffers or len(part._state_dict_hooks) != 1:
-        return False
-    hooks = [*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values()]
-    strange = [hook for hook in hooks if not _is_of_fsdp(hook)]
-    return is_from(type(part), _WRAPPERS) and [_origin(hook) for hook in strange] == [_WRAPPER_HOOK]
+
+def _is_harmless(hook: object) -> bool:
+    return f"{getattr(hook, '__module__', '')}.".startswith(_HARMLESS_HOOKS)
 
 
 def is_from(kind: type[nn.Module], package: str) -> bool:
@@ -252,32 +195,14 @@ def is_from(kind: type[nn.Module], package: str) -> bool:
     return any(f"{base.__module__}.".startswith(f"{package}.") for base in kind.__mro__)
 
 
-def _is_for_old_names(hook: object) -> bool:
-    """Return whether a hook does nothing but accept names of `torch.nn.utils.weight_norm`."""
-    return _origin(hook) == "torch.nn.utils.parametrizations.weight_norm.<locals>._weight_norm_compat_hook"
-
-
-def _origin(hook: object) -> str:
-    """Return module and name of a hook's function."""
-    function = getattr(hook, "hook", hook)
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-
-
-def _is_of_fsdp(hook: object) -> bool:
-    """Return whether a hook is one of `fully_shard`.
-
-    One of them searches for parameters that were replaced; a load fills parameters instead. The other one, added by the
-    first forward, frees what was gathered; `stio.distributed.load_into` does that.
-    """
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard.")
-
-
 _PLAIN = (nn.Parameter, torch.Tensor)
 
 
 def _handles_its_data(tensor: torch.Tensor) -> bool:
     kind = type(tensor)
-    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and kind is not PlaceholderParameter
+    return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not getattr(
+        kind, "_is_placeholder", False
+    )
 
 
 def is_on_meta(tensor: torch.Tensor) -> bool:
@@ -309,22 +234,11 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() or -id(tensor)
 
 
-def overlapping(tensors: Mapping[str, torch.Tensor], names: Mapping[object, str]) -> bool:
-    """Return whether two different tensors share memory, so that the order of copies decides.
-
-    Args:
-        tensors: By name.
-        names: A name for each `memory_key`.
-    """
-    ends: dict[int, int] = {}  # of all devices together: an address that two of them have costs time only
-    for key, name in names.items():
-        start = key if isinstance(key, int) else key[0] if isinstance(key, tuple) else 0
-        if start > 0:
-            tensor = tensors[name]
-            if start in ends:
-                return True
-            ends[start] = start + (tensor.nbytes if tensor.is_contiguous() else _extent_bytes(tensor))
-    return any(ends[start] > following for start, following in pairwise(sorted(ends)))
+def overlapping(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether tensors of different `memory_key`s share memory, so that the order of copies decides."""
+    spans = [(start, start + _extent_bytes(tensor)) for tensor in tensors if (start := _address(tensor)) > 0]
+    spans.sort()  # of all devices together: an address that two of them have costs time only
+    return any(end > following for (_, end), (following, _) in pairwise(spans))
 
 
 def views_in_files(
@@ -332,12 +246,14 @@ def views_in_files(
 ) -> dict[str, torch.Tensor]:
     """Return `as_in_files`, if filling these tensors in any order fills the module's; otherwise an empty dict."""
     views = as_in_files(module, tensors, as_read=as_read)
-    keys = {key: name for name, key in memory_keys(views).items()}
+    distinct = {key: views[name] for name, key in memory_keys(views).items()}.values()
     memory, filled = ({one.untyped_storage()._cdata for one in some.values()} for some in (tensors, views))
-    return views if filled == memory and not overlapping(views, keys) else {}
+    return views if filled == memory and not overlapping(distinct) else {}
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
     steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (1 + steps) * tensor.itemsize
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from stio.errors import (
     ChangedDuringReadError,
@@ -36,11 +36,8 @@ from stio.format.directory import (
     beside,
     choose,
     of_index,
-    of_other_suffix,
     warning_of_gone_shards,
-    warning_of_other_suffix,
     warning_of_others,
-    warning_of_pickle,
 )
 from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
@@ -54,7 +51,7 @@ from stio.format.index import (
     require_whole_tensors,
 )
 from stio.format.manifest import MAX_MANIFEST_BYTES
-from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, MANIFEST_SUFFIX, is_index, names_checkpoint, shard_number
+from stio.format.naming import MANIFEST_SUFFIX, is_index, names_checkpoint, shard_number
 from stio.format.other_sources import (
     HEAD_BYTES,
     PAGE,
@@ -63,25 +60,26 @@ from stio.format.other_sources import (
     advice_for_index,
     advice_for_missing,
     kind_of,
-    pickle_of_another,
     starts_like_safetensors,
 )
 from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
 from stio.runtime.limits import Limits, advice_on_limit
 from stio.runtime.operation import start_thread
 from stio.runtime.process import collection_paused
-from stio.runtime.urls import is_url
+from stio.runtime.text import is_url
 from stio.storage.base import ParallelRoot, RequestedSource, Root, Source, read_bytes
 from stio.storage.checks import advice_for_hub_cache, broken_link, commits_in
 from stio.storage.open import ReopenedFile, SingleFileRoot, is_hub, most_open_files, open_directory, open_file, open_url
-
-T = TypeVar("T")
 
 logger = logging.getLogger("stio")
 
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _MOST_EXAMINED = 8
 """Files beside an index whose headers are read: a directory may hold thousands, such as adapters."""
+
+_MODELS = ("model", "pytorch_model", "diffusion_pytorch_model")
+_PICKLED_MODEL = ("pytorch_model.bin", "pytorch_model-", "diffusion_pytorch_model.bin", "diffusion_pytorch_model-")
+"""Beginnings of the names of whole models in files of `torch.save`; the other names are those of their safetensors."""
 
 _ENTRY_BYTES = 64
 """About the least that a tensor takes of a header."""
@@ -133,7 +131,7 @@ class OpenCheckpoint:
     openers: Sequence[Callable[[], Source]] = ()
     """Opens the file of each shard; empty if the files stay open."""
     root: Root | None = None
-    """The directory behind `openers`, if this object closes it."""
+    """The directory of a URL, or that behind `openers`; this object closes it."""
 
     def open_files(self, shards: Iterable[int], owned: ExitStack) -> Sequence[Source]:
         """Return the files of all shards, of which these can be read until `owned` is closed.
@@ -306,7 +304,7 @@ class _Opening:
         if isinstance(source, Root):
             return self._in_root(source, None)
         if not isinstance(source, str | bytes | os.PathLike):
-            raise TypeError(f"a source must be a path, a URL or a Root (see stio.testing), not {type(source).__name__}")
+            raise TypeError(f"a source must be a path, a URL or a storage.base.Root, not {type(source).__name__}")
         path = os.fsdecode(source)
         if not path:
             raise CheckpointNotFoundError("the path is empty; give a file, a directory or a URL")
@@ -330,14 +328,46 @@ class _Opening:
             raise
 
     def _at_url(self, url: str) -> OpenCheckpoint:
-        return at_url(url, *open_url(url), self._named_at)
+        """Open what a URL names. Where its name does not decide, its content does: a file, or else a directory."""
+        root, name = open_url(url)
+        if is_hub(url) or names_checkpoint(name) or is_index(name):
+            return self._named_at(root, name)
+        link = failure = None
+        # With a query it is often a link for downloads, and the server may have the same answer below it.
+        if not name and "?" not in url:
+            try:
+                return self._named_at(root, "")
+            except CheckpointNotFoundError:
+                with suppress(StioError):
+                    link = _link(url)
+                if link is None:
+                    raise
+        else:
+            try:
+                link = _link(url)
+            except StioError as error:
+                failure = error
+        if link is not None:
+            return self._named_at(*link)
+        try:
+            return self._named_at(open_url(url, is_file=False)[0], "")
+        except (CheckpointNotFoundError, StorageError):
+            if not name and not isinstance(failure, StorageError):
+                raise
+        if failure is not None:
+            raise failure
+        return self._named_at(root, name)  # what it is instead is the error
 
     def _named_at(self, root: Root, name: str) -> OpenCheckpoint:
         """Open a file or an index by its name in a store, or without a name the directory."""
+        opening = self
         if name and not is_index(name):
             root = SingleFileRoot(root, name)
-        opened = self._in_root(root, name if is_index(name) else None)
+            if not names_checkpoint(name):  # a link: its content alone shows that it is a file
+                opening = replace(self, with_manifest=False)
+        opened = opening._in_root(root, name if is_index(name) else None)
         opened.path = f"{root.path.rstrip('/')}/{name}" if name else root.path
+        opened.root = root
         return opened
 
     def _at_path(self, path: str) -> OpenCheckpoint:
@@ -375,7 +405,7 @@ class _Opening:
         while True:
             self.check()
             # The caller passed the path of the index: it may be a link to any place.
-            names, found = ([], of_index(index_name)) if index_name is not None else chosen(root)
+            names, found = ([], of_index(index_name)) if index_name is not None else _chosen(root)
             text = b"" if found.index is None else self._index_text(root, found.index, index_name is not None)
             try:
                 return self._named(root, found, text, names)
@@ -383,10 +413,9 @@ class _Opening:
                 # A save removes old shards after the new index is in place. If index and listing are unchanged, a
                 # shard is missing.
                 if last == [found, text]:
-                    whole = self._instead_of_shards(root, found, text, names)
-                    if whole is not None:
-                        return self._named(root, whole, b"", names)
                     if self._are_gone(root, found, text, names):
+                        if (whole := self._whole_beside(root, found, names)) is not None:
+                            return self._named(root, whole, b"", names)
                         _advise(error, advice_for_gone_shards(found.index or "", names))
                     raise
                 last = [found, text]
@@ -404,7 +433,7 @@ class _Opening:
         files = found.files
         if found.index is not None:
             whole_index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.limits)
-            if not whole_index.shards and (whole := self._instead_of_shards(root, found, text, names)):
+            if names and not whole_index.shards and (whole := self._whole_beside(root, found, names)):
                 return self._named(root, whole, b"", names)
             index = whole_index
             if not self.with_manifest and (wanted := self.shards_of(index)) is not None:
@@ -421,10 +450,6 @@ class _Opening:
         try:
             if found.index is None and not isinstance(root, SingleFileRoot):
                 require_one_set(opened.headers, path=root.path)
-            if (pickle := pickle_of_another(names, found.stem)) is not None:
-                self.warn(warning_of_pickle(root.path, found, pickle))
-            if (other := of_other_suffix(found, names)) is not None:
-                self.warn(warning_of_other_suffix(root.path, found, other))
             self._warn_of_others(root, found, files if whole_index is None else whole_index.shards, opened, names)
         except BaseException:
             opened.close()
@@ -436,9 +461,11 @@ class _Opening:
     ) -> None:
         """Warn of files in the directory that a reader of it may take for the newer checkpoint."""
         loaded = found.index or found.whole
-        same, others = beside(loaded, files, names, FILE_SUFFIXES if found.index is not None else (FILE_SUFFIX,))
+        same, others = beside(loaded, files, names)
         if self.examine_others and not is_hub(root.path):  # there it would be downloaded
             same += [name for name in others[:_MOST_EXAMINED] if self._has_names_of(root, name, opened)]
+        if found.stem not in _MODELS:  # such as an adapter
+            same += [name for name in names if name.startswith(_PICKLED_MODEL)]
         if same:
             self.warn(warning_of_others(root.path, loaded, same))
 
@@ -451,18 +478,15 @@ class _Opening:
         except StioError:
             return False  # it is no checkpoint
 
-    def _instead_of_shards(
-        self, root: Root, found: NamedCheckpoint, text: bytes, names: Sequence[str]
-    ) -> NamedCheckpoint | None:
+    def _whole_beside(self, root: Root, found: NamedCheckpoint, names: Sequence[str]) -> NamedCheckpoint | None:
         """Return the file that is loaded instead of an index whose shards are all gone; None: there is none.
 
         Other writers leave the index when they replace a checkpoint in shards by a single file.
         """
-        if found.index is None or not self._are_gone(root, found, text, names):
-            return None
-        for name in dict.fromkeys([found.whole, *beside(found.index, (), names)[0]]):
+        index = found.index or ""
+        for name in dict.fromkeys([found.whole, *beside(index, (), names)[0]]):
             if shard_number(name) is None and _exists(root, name):
-                self.warn(warning_of_gone_shards(root.path, found.index, name))
+                self.warn(warning_of_gone_shards(root.path, index, name))
                 return NamedCheckpoint(None, (name,), name)
         return None
 
@@ -595,57 +619,12 @@ def _read_manifest(root: Root, name: str) -> bytes | None:
         return _read_whole(file, MAX_MANIFEST_BYTES, "the manifest is too long")
 
 
-def chosen(root: Root) -> tuple[Sequence[str], NamedCheckpoint]:
+def _chosen(root: Root) -> tuple[Sequence[str], NamedCheckpoint]:
     """Return the names in a directory, and the checkpoint among them; see `stio.format.directory`."""
     if isinstance(root, SingleFileRoot):
         return [], NamedCheckpoint(None, (root.name,), root.name)
     names = root.listdir()
-    return names, choose(
-        names,
-        path=root.path,
-        kind_of=partial(_kind_of_name, root),
-        is_folder=lambda name: os.path.isdir(os.path.join(root.path, name)),
-    )
-
-
-def at_url(url: str, root: Root, name: str, opened: Callable[[Root, str], T]) -> T:
-    """Open what a URL names. Where its name does not decide, its content does: a file, or else a directory.
-
-    Args:
-        url: The URL.
-        root: Its place, as `open_url` returns it.
-        name: The name there.
-        opened: Opens a file or an index by place and name, or with "" the directory.
-    """
-    if is_hub(url) or names_checkpoint(name) or is_index(name):
-        return opened(root, name)
-    link, failed = None, None
-    # With a query it is often a link for downloads, and the server may have the same answer below it.
-    if not name and "?" not in url:
-        try:
-            return opened(root, "")
-        except CheckpointNotFoundError:
-            with suppress(StioError):
-                link = _link(url)
-            if link is None:
-                raise
-        return opened(*link)
-    try:
-        link = _link(url)
-    except StioError as error:
-        failed = error
-    if link is not None:
-        return opened(*link)
-    directory, _ = open_url(url, is_file=False)
-    if name or isinstance(failed, StorageError):
-        names: Sequence[str] = ()
-        with suppress(StioError):
-            names = directory.listdir()
-        if not names:
-            if failed is not None:
-                raise failed
-            return opened(root, name)
-    return opened(directory, "")
+    return names, choose(names, path=root.path, kind_of=partial(_kind_of_name, root))
 
 
 def _link(url: str) -> tuple[Root, str] | None:
@@ -653,7 +632,7 @@ def _link(url: str) -> tuple[Root, str] | None:
 
     A web page is none: servers show a directory, or an error, as one.
     """
-    if is_hub(url) or url.partition("?")[0].endswith("/"):
+    if url.partition("?")[0].endswith("/"):
         return None
     root, name = open_url(url, is_file=True)
     kind = _kind_at(root, name) if name else None

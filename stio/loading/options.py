@@ -16,7 +16,7 @@ import torch
 
 from stio.device.base import Accelerator, current_device, current_streams, with_current_index
 from stio.device.tensors import DtypeOf, DtypesLike, Lost, checked_casts
-from stio.loading.cache.entries import FileCache, ObjectCache
+from stio.loading.caches import FileCache, ObjectCache
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.process import check_switch_interval
 from stio.runtime.progress import Progress, progress_callback
@@ -24,7 +24,7 @@ from stio.runtime.trace import Trace
 from stio.storage.base import Root
 
 DeviceLike: TypeAlias = str | int | torch.device | Accelerator
-"""An argument of `torch.device`, `"auto"`, or a device object of your own (`stio.testing`). A name without a number is
+"""An argument of `torch.device`, `"auto"`, or a device object of your own. A name without a number is
 the calling thread's current device of that kind (`torch.cuda.set_device`)."""
 
 DevicesLike: TypeAlias = DeviceLike | Mapping[str, DeviceLike] | Callable[[str], DeviceLike]
@@ -32,7 +32,7 @@ DevicesLike: TypeAlias = DeviceLike | Mapping[str, DeviceLike] | Callable[[str],
 longest counts (`""` means all others), or a callable that gets a name. It is called on a thread of the load."""
 
 SourceLike: TypeAlias = str | os.PathLike[str] | Root
-"""A `.safetensors` file, an index, a directory, a URL of one of these, or a root of your own (`stio.testing`)."""
+"""A `.safetensors` file, an index, a directory, a URL of one of these, or a root of your own."""
 
 CacheLike: TypeAlias = FileCache | ObjectCache | tuple[FileCache | ObjectCache, ...]
 """A `stio.HostCache` or a `stio.DiskCache`, or one of each in a tuple."""

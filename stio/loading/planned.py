@@ -27,7 +27,7 @@ from stio.device.cuda import TorchAccelerator, default_stream
 from stio.device.tensors import Lost, require_dtypes
 from stio.errors import DeviceError
 from stio.format.header import Header
-from stio.loading.cache.entries import CachedFile, FileCache
+from stio.loading.caches import CachedFile, FileCache
 from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.open import OpenCheckpoint
@@ -281,7 +281,7 @@ def _device_loads(
     if options.memory == "gds" and devices and not num_accelerators:
         raise DeviceError("memory='gds' reads to an accelerator", requested="cpu", expected="an accelerator")
     most_bytes = ACCELERATOR_BUDGET_BYTES if num_accelerators else DEFAULT_BUDGET_BYTES
-    budget_bytes = options.budget or memory.default_budget_bytes(total_bytes, most_bytes=most_bytes)
+    budget_bytes = options.budget or memory.default_budget_bytes(total_bytes, max_bytes=most_bytes)
     requests = _requests(files)
     if requests is not None:
         if options.memory in ("map", "lazy") and options.disk_cache is None:  # what is not in that is streamed

@@ -37,7 +37,7 @@ from stio.device.tensors import (
 )
 from stio.errors import StioError
 from stio.format.dtypes import BITS
-from stio.loading.cache.entries import CachedFile, FileImage
+from stio.loading.caches import CachedFile, FileImage
 from stio.loading.plan import GAP, Block, Group
 from stio.runtime import memory, stats
 from stio.runtime.limits import HUGE_PAGE_BYTES, PAGE_BYTES

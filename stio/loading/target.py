@@ -8,19 +8,19 @@ one tensor several parts may be wanted. They are read together, as one part that
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from stio.device.base import LoadedGroup
-from stio.device.tensor_memory import TargetMemory, copy_all, copy_from_image, has_plain_bytes
+from stio.device.copy_in import copy_all, copy_from_image, has_plain_bytes
+from stio.device.tensor_memory import TargetMemory
 from stio.device.tensors import TORCH_DTYPES, Lost, fits_shape, holds_all, loses_values
 from stio.errors import MismatchError, listed, printable
-from stio.loading.module_tree import is_on_meta, why_not_copied, why_refused
+from stio.loading.module_tree import is_on_meta, memory_key, overlapping, why_not_copied, why_refused
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import DevicesLike, LoadOptions
 from stio.runtime.process import collection_paused
@@ -114,8 +114,6 @@ class LoadTarget(ABC):
         """Values that copies into memory of another dtype have lost."""
         self.slices: dict[str, tuple[object, ...]] = {}
         """Which part of a tensor of the checkpoint to read, by its name there, after `select`."""
-        self.kept_names: Collection[str] | None = ()
-        """Names of tensors that are kept until the end of the load, after `select`; None: all."""
 
     @abstractmethod
     def select(self, opened: OpenCheckpoint, options: LoadOptions, check: Callable[[], None]) -> list[str]:
@@ -199,15 +197,13 @@ class LoadTarget(ABC):
     def device(self) -> DevicesLike:
         """Where tensors are loaded to, by the name in the checkpoint: to the device of the memory, if it is on one.
 
-        Otherwise to the CPU. A copy from a device to pinned memory could be under way when the load returns. What is
-        kept goes to the CPU too: a second copy of a module might not fit on the device.
+        Otherwise to the CPU. A copy from a device to pinned memory could be under way when the load returns.
         """
         cpu = torch.device("cpu")
         devices: dict[str, torch.device] = {}
         for name, places in self._places.items():
             first, *others = {place.memory.device for place in places}
             devices[name] = cpu if others else first
-        devices.update(dict.fromkeys(self.kept_names or (), cpu))
         one = set(devices.values()) or {cpu}
         return one.pop() if len(one) == 1 else devices
 
@@ -221,16 +217,11 @@ class LoadTarget(ABC):
             by_engine: The engine copies on the CPU. Otherwise torch does.
         """
         found = {name for name, places in self._places.items() if _takes_bytes(places, by_engine)}
-        found.difference_update(self.kept_names or ())
         return found if self._is_apart or not self._overlaps(found) else frozenset()
 
     def _overlaps(self, names: AbstractSet[str]) -> bool:
-        spans: list[tuple[int, int]] = []
-        for name in names:
-            memories = [place.memory for place in self._places[name] if place.memory.is_cpu]
-            spans += {(memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in memories}  # a tie: once
-        spans.sort()
-        return any(stop > start for (_, stop), (start, _) in pairwise(spans))
+        memories = [place.memory for name in names for place in self._places[name] if place.memory.is_cpu]
+        return overlapping({memory_key(memory): memory for memory in memories}.values())
 
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the memory, in the order of the calling thread's stream."""

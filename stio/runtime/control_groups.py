@@ -62,17 +62,17 @@ def room_in_memory() -> int:
 
 def address_space_left() -> int:
     """Return how many bytes this process may still map (`ulimit -v`)."""
-    found = re.search(r"^Max address space +(\d+) ", read_text("/proc/self/limits"), re.MULTILINE)
-    if found is None:  # unlimited
+    match = re.search(r"^Max address space +(\d+) ", read_text("/proc/self/limits"), re.MULTILINE)
+    if match is None:  # unlimited
         return sys.maxsize
-    return max(0, int(found[1]) - _first_number(read_text("/proc/self/statm")) * os.sysconf("SC_PAGE_SIZE"))
+    return max(0, int(match[1]) - _first_number(read_text("/proc/self/statm")) * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _bytes_left(*, with_swap: bool) -> int:
-    machine, left, most = _numbers("/proc/meminfo"), sys.maxsize, sys.maxsize
+    machine, left, total = _numbers("/proc/meminfo"), sys.maxsize, sys.maxsize
     swap = machine.get("SwapFree:", 0) << 10 if with_swap else 0
     if "MemAvailable:" in machine:
-        most = machine["MemTotal:"] << 10
+        total = machine["MemTotal:"] << 10
         zfs = re.search(r"^size +\d+ +(\d+)$", read_text("/proc/spl/kstat/zfs/arcstats"), re.MULTILINE)  # its own cache
         left = (machine["MemAvailable:"] << 10) + swap + (int(zfs[1]) if zfs is not None else 0)
     for version, directory in _groups("memory"):
@@ -80,7 +80,7 @@ def _bytes_left(*, with_swap: bool) -> int:
         limit = _number(f"{directory}/{limit_file}", sys.maxsize)
         if not with_swap:  # beyond `memory.high` the kernel throttles and reclaims, but kills nothing
             limit = min(limit, _number(f"{directory}/memory.high", sys.maxsize))
-        if limit >= most:
+        if limit >= total:
             continue
         stat = _numbers(f"{directory}/memory.stat")
         reclaimable = sum(stat.get(key, 0) for key in (f"{prefix}active_file", f"{prefix}inactive_file"))
@@ -138,11 +138,11 @@ def _find_groups(controller: str, memberships: str) -> tuple[tuple[int, str], ..
     path = own.get(controller, own.get("", "")).rstrip("/")
     if not os.path.isdir(mount + path):
         path = ""  # in a container the root of the mount is its own group
-    found = [(version, mount + path)]
+    groups = [(version, mount + path)]
     while path:
         path = path.rpartition("/")[0]
-        found.append((version, mount + path))
-    return tuple(found)
+        groups.append((version, mount + path))
+    return tuple(groups)
 
 
 def _number(path: str, default: int) -> int:

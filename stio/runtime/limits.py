@@ -61,15 +61,15 @@ class Limits:
         state_bytes: Size = 100_000_000,
         max_state_nodes: int = 4_000_000,
     ) -> None:
-        given = (header_bytes, max_tensors, max_rank, state_bytes, max_state_nodes)
-        for one, value in zip(fields(self), given, strict=True):
-            if isinstance(value, str) and one.name.endswith("_bytes"):
-                value = checked_size(value, one.name)
+        values = (header_bytes, max_tensors, max_rank, state_bytes, max_state_nodes)
+        for field, value in zip(fields(self), values, strict=True):
+            if isinstance(value, str) and field.name.endswith("_bytes"):
+                value = checked_size(value, field.name)
             if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{one.name} takes a whole number, not {value!r}")
+                raise TypeError(f"{field.name} takes a whole number, not {value!r}")
             if value < 0:
-                raise ValueError(f"{one.name} must not be negative, not {printable(value)}")
-            object.__setattr__(self, one.name, value)
+                raise ValueError(f"{field.name} must not be negative, not {printable(value)}")
+            object.__setattr__(self, field.name, value)
 
 
 def advice_on_limit(field: str) -> str:
@@ -78,11 +78,12 @@ def advice_on_limit(field: str) -> str:
 
 
 def limit_error(
-    what: str, field: str, most: str, *, path: str, offset: int | None = None, found: object = None
+    what: str, field: str, limit: int, *, path: str, offset: int | None = None, found: object = None
 ) -> LimitError:
-    """Return the error for a file of which `what` is beyond the limit of this field, `most`."""
+    """Return the error for a file of which `what` is beyond the limit of this field."""
     message = f"{what} the limit `{field}`{advice_on_limit(field)}"
-    return LimitError(message, path=path, offset=offset, expected=f"at most {most}", found=found)
+    unit = " bytes" if field.endswith("_bytes") else ""
+    return LimitError(message, path=path, offset=offset, expected=f"at most {limit:,}{unit}", found=found)
 
 
 def parse_size(size: Size) -> int:

@@ -26,9 +26,9 @@ from functools import partial
 from typing import Any
 
 from stio.errors import HostMemoryError
-from stio.runtime.contexts import contextmanager
 from stio.runtime.control_groups import address_space_left, available_bytes, room_in_memory
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, HUGE_PAGE_BYTES
+from stio.runtime.process import contextmanager
 
 _SHORT_BYTES = 1 << 20
 """A copy shorter than this keeps the GIL (see `quick_libc`): it takes 80 microseconds at most."""
@@ -36,7 +36,7 @@ _SHORT_BYTES = 1 << 20
 UNCHECKED_BYTES = 16 << 20
 """Up to this size the memory that is left is not examined: that takes 50 microseconds."""
 
-_LEAST_BUDGET_BYTES = 4 << 20
+_MIN_BUDGET_BYTES = 4 << 20
 
 _UNMAP_HERE_BYTES = 128 << 20
 """Larger mappings are unmapped by a thread of their own."""
@@ -270,7 +270,7 @@ class WritableMemory:
         for line in (mappings or "").splitlines():
             span, access = line.split(" ", 2)[:2]
             if access[1] == "w":
-                begin, end = (int(one, 16) for one in span.split("-"))
+                begin, end = (int(address, 16) for address in span.split("-"))
                 if self._ends and self._ends[-1] == begin:
                     self._ends[-1] = end
                 else:
@@ -302,16 +302,16 @@ def fits(nbytes: int) -> bool:
     return room_in_memory() >= nbytes
 
 
-def default_budget_bytes(total_bytes: int = sys.maxsize, *, most_bytes: int = DEFAULT_BUDGET_BYTES) -> int:
+def default_budget_bytes(total_bytes: int = sys.maxsize, *, max_bytes: int = DEFAULT_BUDGET_BYTES) -> int:
     """Return the budget of an operation for which none was given: less than the default where memory is short.
 
     Args:
         total_bytes: Bytes that the operation moves.
-        most_bytes: The default where memory is not short.
+        max_bytes: The default where memory is not short.
     """
     if total_bytes <= UNCHECKED_BYTES:
-        return most_bytes
-    return min(most_bytes, max(_LEAST_BUDGET_BYTES, available_bytes() // 2))
+        return max_bytes
+    return min(max_bytes, max(_MIN_BUDGET_BYTES, available_bytes() // 2))
 
 
 def require(nbytes: int, *, path: str) -> int:
@@ -357,7 +357,7 @@ def reporting_shortage(path: str | None = None) -> Iterator[None]:
     except MemoryError as error:
         raise memory_error(None, str(error) or "the host has too little memory", path=path) from error
     except RuntimeError as error:
-        found = _TORCH_SHORTAGE.search(str(error))
-        if found is None:
+        shortage = _TORCH_SHORTAGE.search(str(error))
+        if shortage is None:
             raise
-        raise memory_error(int(found[1]), "torch cannot allocate host memory", path=path) from error
+        raise memory_error(int(shortage[1]), "torch cannot allocate host memory", path=path) from error

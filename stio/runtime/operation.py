@@ -33,11 +33,9 @@ import anyio
 
 from stio.errors import ClosedError, StioError, StorageError, printable
 from stio.runtime import clock, stats
-from stio.runtime.blocking import run_blocking, runs_blocking
-from stio.runtime.contexts import contextmanager
-from stio.runtime.log import log
-from stio.runtime.notifier import Notifier
-from stio.runtime.process import after_fork_in_child, this_thread
+from stio.runtime.notifier import Notifier, run_blocking, runs_blocking
+from stio.runtime.process import after_fork_in_child, contextmanager, this_thread
+from stio.runtime.text import log
 
 
 class PanicError(StorageError):

@@ -18,8 +18,8 @@ _STYLE = """\
 .stio{font:12.5px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 .stio .title{font-size:15px;font-weight:600}
 """
-_LIGHT_COMMON = ".stio text{fill:#1f2328}.stio .soft{fill:#59636e}.stio .paper{fill:#fff}"
-_DARK_COMMON = ".stio text{fill:#e6edf3}.stio .soft{fill:#9198a1}.stio .paper{fill:#0d1117}"
+_LIGHT = ".stio text{fill:#1f2328}.stio .soft{fill:#59636e}.stio .paper{fill:#fff}"
+_DARK = ".stio text{fill:#e6edf3}.stio .soft{fill:#9198a1}.stio .paper{fill:#0d1117}"
 
 
 def document(body: str, *, height: int, label: str, light: str, dark: str) -> str:
@@ -32,7 +32,7 @@ def document(body: str, *, height: int, label: str, light: str, dark: str) -> st
         light: Style rules in addition to the common ones.
         dark: Rules that replace them for a dark viewer.
     """
-    style = f"{_STYLE}{_LIGHT_COMMON}{light}\n@media (prefers-color-scheme:dark){{{_DARK_COMMON}{dark}}}"
+    style = f"{_STYLE}{_LIGHT}{light}\n@media (prefers-color-scheme:dark){{{_DARK}{dark}}}"
     return (
         f'<svg class="stio" xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}"><style>{style}</style>'

@@ -1,22 +1,20 @@
-"""Draws a trace as SVG: one row for each lane, one colour for each kind of work, a legend, and a summary sentence.
+"""Draws a trace as SVG: one row for each lane, one color for each kind of work, a legend, and a summary sentence.
 
-A lane is a thread or a device queue. Each span is a shape with a tooltip. Of a picture that would be longer than the
-limit, short spans of one kind that follow one another are one shape: the longer the picture, the wider.
+A lane is a thread or a device queue. The work of one kind on one lane is one shape, whose tooltip has the sums. Spans
+that are closer than about a pixel are drawn as one; `Trace.save_chrome` has each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from math import floor, log10
 from textwrap import wrap
 from typing import Any
-from zlib import crc32
 
 from stio.errors import printable
 from stio.runtime import svg
-from stio.runtime.spans import CALLER, Span, Summary, Total, summarize, usable
-from stio.runtime.text import counted, natural_key, show_bytes, show_seconds
+from stio.runtime.spans import CALLER, Span, Summary, summarize, usable
+from stio.runtime.text import natural_key, show_bytes, show_seconds
 
 MAX_BYTES = 900_000
 """Largest picture."""
@@ -25,58 +23,30 @@ _LEFT, _RIGHT = 104, 24
 _PLOT = svg.WIDTH - _LEFT - _RIGHT
 _ROW, _BAR = 22, 16
 _MAX_ROWS = 24
-_MOST_SHAPES = 2400
-_WIDTHS = [0.0, *(float(1 << k) for k in range(11))]
-"""Widths in pixels within which spans of one kind become one shape. With the last one that is the whole row."""
+_GAP = 0.025
+"""Widest gap in pixels that is not drawn, for each shape of a picture: with all kinds in 24 rows, 7 pixels. With a
+block of 27 bytes after each gap, all shapes together stay below `MAX_BYTES`."""
 
-_KNOWN = {
-    "read": ("#1f6fb4", "#4a9be0"),
-    "populate": ("#4fa3d9", "#7cc0ec"),
-    "map": ("#9cc9e8", "#46708c"),
-    "copy": ("#e08e0b", "#f0a830"),
-    "tensors": ("#0f8f68", "#2fbf92"),
-    "consume": ("#b8578f", "#dc86b6"),
-    "wait": ("#c3c9d1", "#4b5460"),
-    "open": ("#8a6d3b", "#b8965c"),
-    "verify": ("#b7a600", "#d8c92e"),
-    "plan": ("#5b5f9e", "#9296d6"),
-    "begin": ("#8a6d3b", "#b8965c"),
-    "stage": ("#e08e0b", "#f0a830"),
-    "hash": ("#b7a600", "#d8c92e"),
-    "write": ("#1f6fb4", "#4a9be0"),
-    "sync": ("#cc4b16", "#ef7a48"),
-    "commit": ("#0f8f68", "#2fbf92"),
+_COLORS = {
+    "#1f6fb4": ("read", "write"),
+    "#4fa3d9": ("populate",),
+    "#9cc9e8": ("map",),
+    "#e08e0b": ("copy", "stage"),
+    "#0f8f68": ("tensors", "commit"),
+    "#b8578f": ("consume",),
+    "#c3c9d1": ("wait",),
+    "#8a6d3b": ("open", "begin"),
+    "#b7a600": ("verify", "hash"),
+    "#5b5f9e": ("plan",),
+    "#cc4b16": ("sync",),
+    "#6b7f2a": ("other",),
 }
-"""Colours on light and on dark paper. Within a load, and within a save, colour-blind readers can distinguish them."""
-_FURTHER = {
-    "other0": ("#6b7f2a", "#a5bb5a"),
-    "other1": ("#7a4fa3", "#b08ad6"),
-    "other2": ("#3f7f7f", "#6fb5b5"),
-    "other3": ("#a35a4f", "#d68e84"),
-}
-"""Colours of all other kinds of work."""
+"""Kinds of work of each color. Within a load, and within a save, color-blind readers can distinguish them."""
 
-
-def _colours(paper: int) -> str:
-    """Return the rules for the classes of all kinds: the same in every picture, since a page may hold several."""
-    colours = {kind: pair[paper] for kind, pair in (_KNOWN | _FURTHER).items()}
-    return "".join(f".stio .{kind}{{fill:{colour};stroke:{colour}}}" for kind, colour in colours.items())
-
-
-_LIGHT = f"""\
-.stio .row{{fill:#f3f5f7}}.stio .grid{{stroke:#d1d9e0;fill:none}}
-.stio .bar{{fill-opacity:.82;stroke-width:.7}}
-{_colours(0)}"""
-_DARK = f".stio .row{{fill:#161b22}}.stio .grid{{stroke:#30363d}}{_colours(1)}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    start: float
-    seconds: float
-
-    def at(self, time: float) -> float:
-        return (time - self.start) / self.seconds * _PLOT
+_KINDS = {kind: color for color, kinds in _COLORS.items() for kind in kinds}
+_LIGHT = ".stio .row{fill:#f3f5f7}.stio .grid{stroke:#d1d9e0;fill:none}.stio .bar{fill-opacity:.82;stroke-width:.7}"
+_LIGHT += "".join(f".stio .{kind}{{fill:{color};stroke:{color}}}" for kind, color in _KINDS.items())
+_DARK = ".stio .row{fill:#161b22}.stio .grid{stroke:#30363d}.stio .bar{filter:brightness(1.3)}.stio .wait{fill:#4b5460}"
 
 
 def draw(spans: Sequence[Span], *, title: str = "") -> str:
@@ -88,43 +58,34 @@ def draw(spans: Sequence[Span], *, title: str = "") -> str:
     """
     ordered = usable(spans)
     summary = summarize(ordered)
-    scale = _Scale(summary.start, max(summary.end - summary.start, 1e-6))
-    rows = _rows(ordered)
-    head, top = _head(title, summary)
+    seconds = max(summary.end - summary.start, 1e-6)
+    rows = [(lane, _by_kind(spans)) for lane, spans in _rows(ordered)]
+    gap = _GAP * sum(len(kinds) for _, kinds in rows)
+    head, top = _head(title, summary, ordered)
+    labels = paper = bars = ""
+    for k, (lane, kinds) in enumerate(rows):
+        labels += f'<text class="soft" x="{_LEFT - 8}" y="{top + _ROW * k + 16}" text-anchor="end">'
+        labels += f"{svg.text(lane, 14)}<title>{svg.text(lane)}</title></text>"
+        paper += f'<rect class="row" x="0" y="{_ROW * k + 2}" width="{_PLOT}" height="{_ROW - 4}"/>'
+        shapes = "".join(_shape(kind, own, summary.start, _PLOT / seconds, gap) for kind, own in kinds.items())
+        bars += f'<g transform="translate(0 {_ROW * k + (_ROW - _BAR) // 2})">{shapes}</g>'
     height = _ROW * len(rows)
-    labels = "".join(
-        f'<text class="soft" x="{_LEFT - 8}" y="{top + _ROW * k + 16}" text-anchor="end">'
-        f"{svg.text(lane, 14)}<title>{svg.text(lane)}</title></text>"
-        for k, (lane, _) in enumerate(rows)
-    )
-    paper = "".join(
-        f'<rect class="row" x="0" y="{_ROW * k + 2}" width="{_PLOT}" height="{_ROW - 4}"/>' for k in range(len(rows))
-    )
-    grid, axis = _axis(scale.seconds, top, height)
-    text = ""
-    for width in _WIDTHS:
-        runs = [_runs(own, scale, width, _MOST_SHAPES // len(rows)) for _, own in rows]
-        if None in runs and width != _WIDTHS[-1]:
-            continue
-        bars = "".join(
-            f'<g transform="translate(0 {_ROW * k + (_ROW - _BAR) // 2})">{"".join(_bars(own or [], scale))}</g>'
-            for k, own in enumerate(runs)
-        )
-        plot = f'<svg class="plot" x="{_LEFT}" y="{top}" width="{_PLOT}" height="{height}">{paper}{grid}{bars}</svg>'
-        body, below = head + labels + plot + axis, top + height + 30
-        text = svg.document(body, height=below, label=summary.sentence, light=_LIGHT, dark=_DARK)
-        if len(text.encode()) <= MAX_BYTES:
-            break
-    return text
+    grid, axis = _axis(seconds, top, height)
+    plot = f'<svg class="plot" x="{_LEFT}" y="{top}" width="{_PLOT}" height="{height}">{paper}{grid}{bars}</svg>'
+    body = head + labels + plot + axis
+    return svg.document(body, height=top + height + 30, label=summary.sentence, light=_LIGHT, dark=_DARK)
 
 
-def _kind(name: str) -> str:
-    """Return the class of a name in the style."""
-    return name if name in _KNOWN else f"other{crc32(name.encode(errors='replace')) % len(_FURTHER)}"
+def _by_kind(spans: Iterable[Span]) -> dict[str, list[Span]]:
+    """Return spans by their class in the style."""
+    kinds: dict[str, list[Span]] = {}
+    for span in spans:
+        kinds.setdefault(span.name if span.name in _KINDS else "other", []).append(span)
+    return kinds
 
 
 def _rows(ordered: Sequence[Span]) -> list[tuple[str, list[Span]]]:
-    """Return the rows: operations and their threads, device queues, then the caller. Rows beyond the most share one."""
+    """Return the spans of each lane: operations and their threads, device queues, then the caller."""
     by_lane: dict[str, list[Span]] = {}
     for span in ordered:
         by_lane.setdefault(span.lane, []).append(span)
@@ -139,7 +100,7 @@ def _place(lane: str) -> tuple[int, tuple[list[Any], str]]:
     return {"copy": 2, CALLER: 3}.get(lane, int(lane[-1:].isdecimal())), natural_key(lane)
 
 
-def _head(title: str, summary: Summary) -> tuple[str, int]:
+def _head(title: str, summary: Summary, ordered: Sequence[Span]) -> tuple[str, int]:
     """Return title, sentence and legend, and the y coordinate of the plot below them."""
     text, y = "", 8
     if title:
@@ -148,67 +109,33 @@ def _head(title: str, summary: Summary) -> tuple[str, int]:
     for line in wrap(summary.sentence, 112):
         y += svg.LINE_HEIGHT
         text += f'<text x="12" y="{y}">{svg.text(line)}</text>'
-    x, y = 12.0, y + svg.LINE_HEIGHT + 4
-    by_kind: dict[str, list[Total]] = {}
-    for total in summary.totals:
-        by_kind.setdefault(_kind(total.name), []).append(total)
-    for kind, totals in by_kind.items():
-        nbytes = sum(total.num_bytes for total in totals)
-        shown = f"{_name(totals)} {_amount(sum(total.seconds for total in totals), nbytes)}"
-        width = 26 + 6.9 * len(shown)
-        if x + width > svg.WIDTH - 12 and x > 12:
-            x, y = 12.0, y + svg.LINE_HEIGHT
-        text += (
-            f'<rect class="bar {kind}" x="{x:.0f}" y="{y - 10}" width="11" height="11"/>'
-            f'<text class="soft" x="{x + 16:.0f}" y="{y}">{svg.text(shown, 60)}</text>'
-        )
-        x += width
+    y += 4
+    for k, (kind, spans) in enumerate(_by_kind(ordered).items()):
+        x = 12 + k % 3 * 272
+        y += svg.LINE_HEIGHT if k % 3 == 0 else 0
+        text += f'<rect class="bar {kind}" x="{x}" y="{y - 10}" width="11" height="11"/>'
+        text += f'<text class="soft" x="{x + 16}" y="{y}">{svg.text(_amount(spans), 38)}</text>'
     return text, y + 12
 
 
-def _runs(spans: Sequence[Span], scale: _Scale, width: float, most: int) -> list[list[Span]] | None:
-    """Return spans in runs that lie within a width, an outer one before those inside it; None if there are more."""
-    runs: list[list[Span]] = []
-    last: dict[str, list[Span]] = {}
+def _shape(kind: str, spans: Sequence[Span], start: float, scale: float, gap: float) -> str:
+    blocks: list[tuple[float, float]] = []
     for span in spans:
-        run = last.get(_kind(span.name))
-        if run is not None and scale.at(span.end) - scale.at(run[0].start) <= width:
-            run.append(span)
-        else:
-            if len(runs) == most:
-                return None
-            last[_kind(span.name)] = run = [span]
-            runs.append(run)
-    return runs
+        x, end = (span.start - start) * scale, (span.end - start) * scale
+        if blocks and x - blocks[-1][1] <= gap:
+            x, end = blocks[-1][0], max(blocks.pop()[1], end)
+        blocks.append((x, end))
+    y, height = (5, 6) if kind == "wait" else (0, _BAR)  # thin, so that work behind it is visible
+    d = "".join(f"M{x:.1f} {y}h{end - x:.1f}v{height}h-{end - x:.1f}z" for x, end in blocks)
+    return f'<path class="bar {kind}" d="{d}"><title>{svg.text(_amount(spans))}</title></path>'
 
 
-def _bars(runs: Sequence[Sequence[Span]], scale: _Scale) -> Iterator[str]:
-    """Yield a shape for each run."""
-    for run in runs:
-        x, end = scale.at(run[0].start), max(scale.at(span.end) for span in run)
-        y, height = (5, 6) if run[0].name == "wait" else (0, _BAR)  # thin, so that spans behind it are visible
-        yield (
-            f'<path class="bar {_kind(run[0].name)}" d="M{_number(x)} {y}h{_number(end - x)}v{height}'
-            f'h-{_number(end - x)}z"><title>{_tip(run, scale)}</title></path>'
-        )
-
-
-def _tip(run: Sequence[Span], scale: _Scale) -> str:
-    seconds, nbytes = sum(span.end - span.start for span in run), sum(span.num_bytes for span in run)
-    many = f" in {counted(len(run), 'span')}" if len(run) > 1 else ""
-    text = f"{_name(run)} {_amount(seconds, nbytes)}{many}"
-    if nbytes and seconds:
-        text += f", {show_bytes(nbytes / seconds)}/s"
-    text += f", from {show_seconds(run[0].start - scale.start)} on"
-    return svg.text(text) + (f"&#10;{svg.text(run[0].detail, 40)}" if run[0].detail and not many else "")
-
-
-def _name(named: Sequence[Span | Total]) -> str:
-    return svg.cut(printable(named[0].name), 24) if len({one.name for one in named}) == 1 else "others"
-
-
-def _amount(seconds: float, nbytes: int) -> str:
-    return show_seconds(seconds) + (f", {show_bytes(nbytes)}" if nbytes else "")
+def _amount(spans: Sequence[Span]) -> str:
+    """Return name, time, bytes and rate of spans of one kind."""
+    text = svg.cut(printable(spans[0].name), 24) if len({span.name for span in spans}) == 1 else "others"
+    nbytes, seconds = sum(span.num_bytes for span in spans), sum(span.end - span.start for span in spans)
+    text += f" {show_seconds(seconds)}" + (f", {show_bytes(nbytes)}" if nbytes else "")
+    return text + (f", {show_bytes(nbytes / seconds)}/s" if nbytes and seconds else "")
 
 
 def _axis(seconds: float, top: int, height: int) -> tuple[str, str]:
@@ -219,12 +146,8 @@ def _axis(seconds: float, top: int, height: int) -> tuple[str, str]:
     factor, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1.0, "s")
     lines = labels = ""
     for k in range(int(seconds / step * 1.000001) + 1):
-        x = k * step / seconds * _PLOT
-        lines += f"M{_number(x)} 0v{height}"
-        labels += f'<text class="soft" x="{_number(_LEFT + x)}" y="{top + height + 18}" text-anchor="middle">'
+        x = round(k * step / seconds * _PLOT, 2)
+        lines += f"M{x} 0v{height}"
+        labels += f'<text class="soft" x="{_LEFT + x}" y="{top + height + 18}" text-anchor="middle">'
         labels += f"{k * step * factor:.6g} {unit}</text>"
     return f'<path class="grid" d="{lines}"/>', f'<g class="axis">{labels}</g>'
-
-
-def _number(value: float) -> str:
-    return f"{value:.2f}".rstrip("0").rstrip(".")

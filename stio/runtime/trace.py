@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
-from stio.runtime.contexts import contextmanager
-from stio.runtime.process import thread_name
-from stio.runtime.spans import CALLER, Span, in_tracks
-from stio.runtime.text import counted
+from stio.runtime.process import contextmanager, thread_name
+from stio.runtime.spans import CALLER, Span, usable
+from stio.runtime.text import counted, without_secrets
 from stio.runtime.timeline import draw
-from stio.runtime.urls import without_secrets
 
 
 @dataclass(slots=True)
@@ -64,26 +62,19 @@ class Trace:
     def save_chrome(self, path: str | Path) -> None:
         """Write the trace as JSON for Perfetto (ui.perfetto.dev) and for the tracing page of Chrome.
 
-        Spans of one lane that overlap in part, as copies of a device do, are on several rows of this name.
+        Spans of one lane that overlap are on several rows of this name.
         """
-        placed = list(in_tracks(self.spans))
-        tracks = {track: k for k, track in enumerate(dict.fromkeys((s.lane, track) for s, track in placed))}
-        events: list[dict[str, object]] = [
-            {"ph": "M", "name": "thread_name", "pid": 1, "tid": k, "args": {"name": lane}}
-            for (lane, _), k in tracks.items()
-        ]
-        events += [
-            {
-                "ph": "X",
-                "name": s.name,
-                "pid": 1,
-                "tid": tracks[s.lane, track],
-                "ts": s.start * 1e6,
-                "dur": (s.end - s.start) * 1e6,
-                "args": {"num_bytes": s.num_bytes, "detail": s.detail},
-            }
-            for s, track in placed
-        ]
+        rows: list[tuple[str, float]] = []  # the lane of each, and the end of its last span
+        events: list[dict[str, object]] = []
+        for span in usable(self.spans):
+            fits = (k for k, (lane, end) in enumerate(rows) if lane == span.lane and end <= span.start)
+            row = next(fits, len(rows))
+            rows[row : row + 1] = [(span.lane, span.end)]
+            times = {"ts": span.start * 1e6, "dur": (span.end - span.start) * 1e6}
+            details = {"num_bytes": span.num_bytes, "detail": span.detail}
+            events.append({"ph": "X", "name": span.name, "pid": 1, "tid": row, **times, "args": details})
+        for row, (lane, _) in enumerate(rows):
+            events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": row, "args": {"name": lane}})
         Path(path).write_text(json.dumps({"traceEvents": events}))
 
     def save_svg(self, path: str | Path, *, title: str = "") -> None:

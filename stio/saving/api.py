@@ -23,17 +23,15 @@ from typing import Any, Literal, NoReturn, Self, TypeAlias
 from weakref import WeakSet
 
 from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StorageError, printable
+from stio.format.manifest import HashName
 from stio.format.shared import SharedPolicy
 from stio.runtime import memory
-from stio.runtime.blocking import AsyncOnly, runs_blocking
-from stio.runtime.hashing import HashName
-from stio.runtime.keywords import described_by, keywords_for
 from stio.runtime.locks import new_lock
-from stio.runtime.log import log
-from stio.runtime.notifier import Notifier
+from stio.runtime.notifier import AsyncOnly, Notifier, runs_blocking
 from stio.runtime.operation import Operation, close_all, copy_of, current_operation, end_all_at_exit
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.progress import Progress
+from stio.runtime.text import described_by, keywords_for, log
 from stio.runtime.trace import Trace
 from stio.saving.nested import flatten
 from stio.saving.options import (

@@ -15,17 +15,16 @@ from threading import TIMEOUT_MAX
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from stio.errors import StorageError, printable
+from stio.format.manifest import HashName, new_hasher
 from stio.format.naming import advice_for_destination, check_pattern
 from stio.format.other_sources import NO_HOME, advice_for_slash
 from stio.format.shared import SharedPolicy, may_be_copied
-from stio.runtime.hashing import HashName, new_hasher
 from stio.runtime.limits import checked_size, parse_size
 from stio.runtime.locks import require_unlocked
 from stio.runtime.process import check_switch_interval
 from stio.runtime.progress import Progress, progress_callback
-from stio.runtime.text import counted, show_bytes, show_seconds
+from stio.runtime.text import SAVED_SCHEMES, counted, is_url, show_bytes, show_seconds, without_secrets
 from stio.runtime.trace import Trace
-from stio.runtime.urls import SAVED_SCHEMES, is_url, without_secrets
 from stio.storage.base import Root, Transaction
 from stio.storage.checks import local_directory
 from stio.storage.commit.destination import SingleFile, is_one_file
@@ -49,7 +48,7 @@ Durability: TypeAlias = Literal["full", "none"]
 
 @runtime_checkable
 class Destination(Protocol):
-    """A destination that is no path (`stio.testing.MemoryDestination`)."""
+    """A destination that is no path."""
 
     def begin(
         self,

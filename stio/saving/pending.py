@@ -20,18 +20,17 @@ from stio.device.copy_out import Readiness
 from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import require_no_placeholders
 from stio.errors import SaveInProgressError, StioError, printable
-from stio.format.manifest import FileState, manifest_change
+from stio.format.manifest import FileState, Hasher, manifest_change, new_hasher
 from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
 from stio.format.sharding import TensorSource
 from stio.runtime import memory
-from stio.runtime.hashing import Hasher, new_hasher
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
-from stio.runtime.log import log
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation, current_operation
 from stio.runtime.process import collection_paused, switch_interval
 from stio.runtime.progress import progress_callback
 from stio.runtime.spans import CALLER
+from stio.runtime.text import log
 from stio.runtime.trace import shown, traced
 from stio.saving.options import Destination, DestinationLike, SaveOptions, SaveResult, absolute_destination
 from stio.saving.plan import WritePlan, plan_writes

@@ -113,12 +113,13 @@ def plan_stream(
     Args:
         plan: The plan of all of it.
         parts: See `plan_parts`.
-        windows: They make up the files. Those of one file are in ascending order.
-        block_bytes: See `plan_parts`.
+        windows: They make up the files. Those of one file are in ascending order. None is longer than a block.
+        block_bytes: Size of a block.
 
     Returns:
         The plan of one file, the *stream*, of packets in the order of the windows; it has no header, and may be empty.
-        And the packets, for those windows of which the process has bytes.
+        A block has whole packets, so its end may be empty. And the packets, for those windows of which the process has
+        bytes.
     """
     placed = _placed(plan, parts)
     sources = [part.source for of_file in placed for _, part in of_file]
@@ -127,20 +128,29 @@ def plan_stream(
         extents = _Extents(_STRIDED_BYTES)
         position = extents.add_parts(of_file, position)
         files.append(_Cutter(extents, sources))
-    stream, packets, end = _PartStream(block_bytes), [], 0
+    blocks: list[tuple[int, list[Piece]]] = []  # the length of each, and what is in it
+    packets = []
     for number, window in enumerate(windows):
-        begin = at = -(-end // _LARGEST_ITEM_BYTES) * _LARGEST_ITEM_BYTES
-        runs = []
-        for one, origins in files[window.file].take(window.end):
-            at += (one.start - at) % _LARGEST_ITEM_BYTES  # blocks of the stream are cut between elements then
-            runs.append(Run(one.start, at - begin, one.nbytes, one.num_ranges, one.stride))
-            stream.add(at, one.nbytes * one.num_ranges, origins)
-            at += one.nbytes * one.num_ranges
-        if runs:
-            packets.append(Packet(number, begin, at - begin, tuple(runs)))
-            end = at
-    blocks = stream.blocks(end)
-    shard = ShardPlan(header=b"", names=(), listed=(), nbytes=end, data_bytes=end, blocks=blocks)
+        ranges = list(files[window.file].take(window.end))
+        runs, nbytes = [], 0
+        for one, _ in ranges:
+            nbytes += (one.start - nbytes) % _LARGEST_ITEM_BYTES  # blocks are copied by elements
+            runs.append(Run(one.start, nbytes, one.nbytes, one.num_ranges, one.stride))
+            nbytes += one.nbytes * one.num_ranges
+        if not runs:
+            continue
+        end, pieces = blocks.pop() if blocks else (0, list[Piece]())
+        begin = -(-end // _LARGEST_ITEM_BYTES) * _LARGEST_ITEM_BYTES
+        if begin + nbytes > block_bytes:
+            blocks.append((end, pieces))
+            begin, pieces = 0, []
+        for (_, origins), run in zip(ranges, runs, strict=True):
+            pieces += origins.take(run.nbytes * run.num_ranges, begin + run.at)
+        packets.append(Packet(number, len(blocks) * block_bytes + begin, nbytes, tuple(runs)))
+        blocks.append((begin + nbytes, pieces))
+    stream = [WriteBlock(0, k * block_bytes, nbytes, tuple(pieces)) for k, (nbytes, pieces) in enumerate(blocks)]
+    size = stream[-1].offset + stream[-1].nbytes if stream else 0
+    shard = ShardPlan(header=b"", names=(), listed=(), nbytes=size, data_bytes=size, blocks=tuple(stream))
     return replace(plan, sources=tuple(sources), shards=(shard,)), packets
 
 
@@ -296,31 +306,6 @@ def _cut(extent: ByteRange, end: int) -> tuple[list[ByteRange], list[ByteRange]]
     if num_after:
         after.append(ByteRange(start, nbytes, num_after, stride if num_after > 1 else 0))
     return before, after
-
-
-class _PartStream:
-    """Collects the bytes of a stream, in blocks."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self._block_bytes = block_bytes
-        self._pieces: list[list[Piece]] = []
-
-    def add(self, at: int, nbytes: int, origins: _Origins) -> None:
-        """Add the next bytes, at an offset of the stream; between them and those before may be a gap."""
-        while nbytes:
-            number, offset = divmod(at, self._block_bytes)
-            while len(self._pieces) <= number:
-                self._pieces.append([])
-            step = min(nbytes, self._block_bytes - offset)
-            self._pieces[number] += origins.take(step, offset)
-            at, nbytes = at + step, nbytes - step
-
-    def blocks(self, nbytes: int) -> tuple[WriteBlock, ...]:
-        """Return the blocks of a stream of this length."""
-        size = self._block_bytes
-        return tuple(
-            WriteBlock(0, k * size, min(size, nbytes - k * size), tuple(found)) for k, found in enumerate(self._pieces)
-        )
 
 
 class _Origins:

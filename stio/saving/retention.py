@@ -18,8 +18,7 @@ from typing import TypeAlias
 
 from stio.errors import StioError, listed, printable
 from stio.format.naming import is_hidden, is_index, series_of, step_of
-from stio.runtime.log import log
-from stio.runtime.urls import is_url, without_secrets
+from stio.runtime.text import is_url, log, without_secrets
 from stio.storage.base import Identity, Published
 from stio.storage.checks import CHECKPOINT_SUFFIXES, steps_in
 from stio.storage.commit.destination import DirectoryIdentity

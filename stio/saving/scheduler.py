@@ -25,9 +25,9 @@ from stio import native
 from stio.device.copy_out import Copy, Readiness, copy_out, copy_pieces
 from stio.device.describe import LazyTensor
 from stio.device.tensor_memory import require_data
+from stio.format.manifest import Hasher
 from stio.runtime import memory, stats
 from stio.runtime.control_groups import num_processors
-from stio.runtime.hashing import Hasher
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, mark_progress
 from stio.runtime.process import be_nice, collection_paused

@@ -18,7 +18,7 @@ from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
 from stio.format.index import ShardIndex, parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, shard_number, step_of
 from stio.runtime.limits import Limits
-from stio.runtime.log import log
+from stio.runtime.text import log
 from stio.saving.options import DEFAULT_PATTERN
 from stio.storage.base import ParallelRoot, Root, Source, read_bytes
 

@@ -33,9 +33,9 @@ from stio.format.sharding import TensorSource
 from stio.format.shared import UNDECLARED, TiedNames
 from stio.runtime.calls import LoopTask
 from stio.runtime.locks import require_unlocked
-from stio.runtime.log import log
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
+from stio.runtime.text import log
 
 TensorsLike: TypeAlias = Mapping[str, torch.Tensor] | Mapping[str, torch.Tensor | LazyTensor] | nn.Module
 """Tensors by name, some of which may be lazy, or a module, to save its `state_dict()`."""

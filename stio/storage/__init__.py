@@ -6,12 +6,11 @@ here depends on tensors, plans or devices, and none imports torch. Calls block; 
 
 For loads: `open.py` chooses the implementation. `local.py` reads at an offset (`preadv`, O_DIRECT), maps and populates,
 and opens files for NVIDIA's cuFile; `async_files.py` reads through aiofiles where a system has no `preadv`. `checks.py`
-decides which file may be opened (regular, inside the root), by which links, and what counts as the same file. `remote/`
-reads and writes objects of stores (S3, GCS, Azure, http), `hub.py` finds repositories of the Hugging Face hub,
-`download.py` copies an object to a file.
+decides which file may be opened (regular, inside the root), by which links, and what counts as the same file.
+`schemes.py` knows which modules open URLs: those of `stio.remote`, which register.
 
 For saves: `commit/`, the transaction of a save to a local filesystem, its journal, and recovery after a crash; a
-transaction in a store is in `remote/save.py`.
+transaction in a store is in `stio.remote.save`.
 
 Invariants: nothing outside the root is opened unless the caller allows it; a read never writes beyond its regions, and
 when a call returns or raises no thread writes into them; a file that changed since it was opened is reported.
@@ -23,6 +22,6 @@ from mixing. A source behind a network says how it is read best (`Requests`), an
 Calls answered out of memory keep the GIL: reads of headers in the page cache (`RWF_NOWAIT`), and queries about open
 files of filesystems without a daemon. Files are opened without it, since a virus scanner may be asked.
 
-A new kind of source is a `Root` and a `Source` in a package beside `remote/`, chosen in `open.py`; for saves, also a
-`Transaction`.
+A new kind of source is a `Root` and a `Source` in a package beside `stio.remote`, which registers its scheme; for
+saves, also a `Transaction`.
 """

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
 from stio.format.naming import FILE_SUFFIXES, is_dated, is_hidden, step_named
 from stio.format.other_sources import NO_HOME
-from stio.runtime.contexts import contextmanager
-from stio.runtime.urls import is_url, without_secrets
+from stio.runtime.process import contextmanager
+from stio.runtime.text import is_url, without_secrets
 from stio.storage.base import Identity
 
 if sys.platform != "win32":
@@ -194,7 +194,7 @@ def require_inside(real: str, root: str, path: str) -> None:
 _BLOB = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _IN_HUB_CACHE = re.compile(
-    r"(?:(?P<cache>.*)/(?P<kind>model|dataset|space)s--(?P<id>[^/]+)/snapshots/|hf://(?P<url_id>[^/@]+/[^/@]+)@)"
+    r"(?:(?P<cache>.*)/models--(?P<id>[^/]+)/snapshots/|hf://(?P<url_id>[^/@]+/[^/@]+)@)"
     r"(?P<commit>[^/]+)/(?P<file>.+)"
 )
 
@@ -229,11 +229,10 @@ def advice_for_hub_cache(path: str) -> str:
     if found is None:
         is_there = os.path.exists(path) and digest_in_name(path)
         return f"; delete {os.path.realpath(path)} and download it again" if is_there else ""
-    kind = f" --repo-type {found['kind']}" if found["kind"] not in (None, "model") else ""
     cache = f" --cache-dir {quote(found['cache'])}" if found["cache"] else ""
     repository = found["url_id"] or found["id"].replace("--", "/", 1)
     command = f"hf download {quote(repository)} {quote(found['file'])} --revision {quote(found['commit'])}"
-    return f"; if the copy in the hub's cache is damaged, fetch it again: {command}{kind}{cache} --force-download"
+    return f"; if the copy in the hub's cache is damaged, fetch it again: {command}{cache} --force-download"
 
 
 def stat_of(fd: int, path: str) -> os.stat_result:

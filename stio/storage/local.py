@@ -41,8 +41,8 @@ from stio.errors import (
 )
 from stio.runtime import memory
 from stio.runtime.locks import new_lock
-from stio.runtime.log import RareWarnings, log
 from stio.runtime.memory import SYSTEM_PAGE_BYTES, Region, libc, quick_libc
+from stio.runtime.text import RareWarnings, log
 from stio.storage.base import Identity, Source
 from stio.storage.checks import (
     OPEN_FLAGS,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from importlib import import_module
 from typing import Any
 
 from stio.runtime.memory import Region
-from stio.runtime.urls import without_secrets
-from stio.storage import async_files, local
+from stio.runtime.text import without_secrets
+from stio.storage import async_files, local, schemes
 from stio.storage.base import Identity, Root, Source
 from stio.storage.checks import open_files_limit
 
@@ -42,7 +41,7 @@ def open_url(url: str, *, is_file: bool | None = None) -> tuple[Root, str]:
     Sends nothing.
 
     Args:
-        url: A URL with one of `stio.runtime.urls.SCHEMES`.
+        url: A URL with one of `stio.runtime.text.SCHEMES`.
         is_file: It names an object, or a directory, whatever its name. None: the name decides, and a slash at its end
             means a directory. Not for URLs of the hub.
 
@@ -51,11 +50,7 @@ def open_url(url: str, *, is_file: bool | None = None) -> tuple[Root, str]:
         CheckpointNotFoundError: It names no bucket, container, host or repository.
         StorageError: The settings for this store are wrong.
     """
-    root: Root
-    if is_hub(url):
-        root, name = import_module("stio.storage.hub").open_url(url)
-    else:
-        root, name = import_module("stio.storage.remote.source").open_url(url, is_file=is_file)
+    root, name = schemes.reader_of(url).open_url(url, is_file=is_file)
     return root, name
 
 
@@ -64,25 +59,27 @@ def open_destination(url: str | Root) -> Any:
 
     Raises:
         ImportError: obstore is not installed.
+        TypeError: It is a root of another kind.
         ValueError: Nothing can be saved there.
         StioError: The URL or the settings for its store are wrong.
     """
-    if isinstance(url, str) and url.partition("://")[0].lower() in ("http", "https", "hf"):
+    saver = schemes.saver_of(url if isinstance(url, str) else url.path)
+    if saver is None and isinstance(url, str):
         raise ValueError(f"saves go to local paths, and to URLs of s3, gs and az; not to {without_secrets(url)}")
-    return import_module("stio.storage.remote.save").open_destination(url)
+    if saver is None:
+        raise TypeError(f"a destination is a path, a URL or a RemoteRoot, not {type(url).__name__}")
+    return saver.open_destination(url)
 
 
 def place_of_url(url: str) -> str:
     """Return the path, or the URL, below which all sources of a URL are that `open_url` opens."""
-    if is_hub(url):
-        folder: str = import_module("stio.storage.hub").cache_folder(url)
-        return folder
-    return without_secrets(url).rstrip("/")
+    place: str = schemes.reader_of(url).place_of_url(url)
+    return place
 
 
 def is_hub(url: str) -> bool:
     """Return whether a URL is one of the Hugging Face hub."""
-    return url.partition("://")[0].lower() == "hf"
+    return schemes.scheme_of(url) == "hf"
 
 
 def most_open_files() -> int:

@@ -14,16 +14,15 @@ from stio.errors import ChangedDuringReadError, TruncatedError
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.storage.base import Source
-from stio.testing.fake_device import POISON
 
-_GUARD = bytes([POISON]) * 64
+_GUARD = b"\xcb" * 64
 _NUM_THREADS = 8
 
 
 def read_guarded(source: Source, offset: int, *lengths: int) -> bytes:
     """Read into one region for each length; fail if a byte beside the regions is changed."""
     buffer = memory.allocate(sum(lengths) + len(_GUARD) * (len(lengths) + 1))
-    buffer.write(0, bytes([POISON]) * buffer.nbytes)
+    buffer.write(0, _GUARD[:1] * buffer.nbytes)
     regions, at = [], len(_GUARD)
     for length in lengths:
         regions.append(buffer.sub(at, length))

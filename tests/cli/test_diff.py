@@ -49,12 +49,12 @@ def test_says_what_differs(pair: tuple[Path, Path]) -> None:
     done = run("diff", a, b, status=1)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        f"{a} (A) and {b} (B): different, 1 name only in A, 1 name only in B, 1 tensor of another dtype or shape, "
-        "1 tensor of another dtype and equal after rounding, 1 of 2 tensors of other values",
+        f"{a} (A) and {b} (B): different: 1 tensor only in A, 1 tensor only in B, "
+        "2 tensors with another dtype or shape, 1 tensor with other values; 2 tensors compared by values",
         "           name  dtype and shape           differing  by at most",
         "only in A  gone  F32 [1, 6]",
         "only in B  new   F32 [2, 6]",
-        "changed    cast  F32 -> F16 [4, 6]         0 of 24",
+        "changed    cast  F32 [4, 6] -> F16 [4, 6]  0 of 24",
         "changed    cut   F32 [4, 6] -> F32 [2, 6]",
         "differs    w     F32 [4, 6]                2 of 24    0.25",
     ]
@@ -69,41 +69,25 @@ def test_json(pair: tuple[Path, Path]) -> None:
         "header_only": False,
         "tolerance": None,
         "num_compared": 2,
-        "only_in_a": [{"name": "gone", "dtype": "F32", "shape": [1, 6]}],
-        "only_in_b": [{"name": "new", "dtype": "F32", "shape": [2, 6]}],
-        "changed": [
-            {
-                "name": name,
-                "a": {"name": name, "dtype": "F32", "shape": [4, 6]},
-                "b": {"name": name, "dtype": dtype, "shape": shape},
-            }
-            for name, dtype, shape in (("cast", "F16", [4, 6]), ("cut", "F32", [2, 6]))
+        "differences": [
+            described("changed", "cast", ("F32", [4, 6]), ("F16", [4, 6]), {"num_differing": 0, "max_abs": 0}),
+            described("changed", "cut", ("F32", [4, 6]), ("F32", [2, 6]), None),
+            described("only in A", "gone", ("F32", [1, 6]), None, None),
+            described("only in B", "new", None, ("F32", [2, 6]), None),
+            described("differs", "w", ("F32", [4, 6]), ("F32", [4, 6]), {"num_differing": 2, "max_abs": 0.25}),
         ],
-        "cast": [
-            {
-                "name": "cast",
-                "dtype": "F32",
-                "dtype_in_b": "F16",
-                "shape": [4, 6],
-                "num_values": 24,
-                "num_differing": 0,
-                "num_nan_on_one_side": 0,
-                "max_abs_difference": 0,
-            }
-        ],
-        "values": [
-            {
-                "name": "w",
-                "dtype": "F32",
-                "shape": [4, 6],
-                "num_values": 24,
-                "num_differing": 2,
-                "num_nan_on_one_side": 1,
-                "max_abs_difference": 0.25,
-            }
-        ],
-        "within_tolerance": [],
     }
+
+
+def described(
+    kind: str,
+    name: str,
+    a: tuple[str, list[int]] | None,
+    b: tuple[str, list[int]] | None,
+    difference: dict[str, float] | None,
+) -> dict[str, Any]:
+    sides = {side: one and {"dtype": one[0], "shape": one[1]} for side, one in (("a", a), ("b", b))}
+    return {"kind": kind, "name": name, **sides, "difference": difference}
 
 
 def test_a_filter_that_matches_nothing_is_no_equality(pair: tuple[Path, Path]) -> None:
@@ -142,15 +126,17 @@ def test_values_within_the_tolerance_are_equal(near: tuple[Path, Path]) -> None:
         "differences up to 1 were tolerated, in 2 tensors\n"
     )
     result = found(a, b, "--tolerance", "1")
-    assert (result["equal"], result["tolerance"], result["values"]) == (True, 1, [])
-    assert [(one["name"], one["num_differing"]) for one in result["within_tolerance"]] == [("i", 0), ("w", 0)]
-    assert [one["max_abs_difference"] for one in result["within_tolerance"]] == [1, 0.25]
+    assert (result["equal"], result["tolerance"]) == (True, 1)
+    assert [(one["name"], one["kind"], one["difference"]) for one in result["differences"]] == [
+        ("i", "tolerated", {"num_differing": 0, "max_abs": 1}),
+        ("w", "tolerated", {"num_differing": 0, "max_abs": 0.25}),
+    ]
 
 
 def test_values_beyond_the_tolerance_differ(near: tuple[Path, Path]) -> None:
     a, b = near
     assert run("diff", a, b, "--tolerance", "0.2", status=1).stdout.splitlines() == [
-        f"{a} (A) and {b} (B): different, 2 of 3 tensors of other values, with a tolerance of 0.2",
+        f"{a} (A) and {b} (B): different: 2 tensors with other values; 3 tensors compared by values, with a tolerance of 0.2",
         "         name  dtype and shape  differing  by at most",
         "differs  i     I64 [4]          4 of 4     1",
         "differs  w     F32 [8]          1 of 8     0.25",
@@ -174,7 +160,7 @@ def test_wrong_tolerances(pair: tuple[Path, Path]) -> None:
 
 def test_header_only_reads_no_values(pair: tuple[Path, Path]) -> None:
     a, b = pair
-    assert found(a, b, "--header-only", status=1)["values"] == []
+    assert all(one["difference"] is None for one in found(a, b, "--header-only", status=1)["differences"])
     done = run("diff", a, b, "--header-only", "--filter", "w")
     assert done.stdout == f"{a} and {b}: equal, 1 tensor compared by names, dtypes and shapes\n"
     os.truncate(b, os.path.getsize(b) - 1)
@@ -201,15 +187,15 @@ def test_aliases_are_tensors(tmp_path: Path) -> None:
     stio.sync.save({"a": tied, "b": tied.clone()}, tmp_path / "loose.safetensors")
     stio.sync.save({"a": tied, "b": other}, tmp_path / "other.safetensors")
     assert found(tmp_path / "tied.safetensors", tmp_path / "loose.safetensors")["num_compared"] == 2
-    (one,) = found(tmp_path / "other.safetensors", tmp_path / "tied.safetensors", status=1)["values"]
-    assert (one["name"], one["max_abs_difference"]) == ("b", 1.0)
+    (one,) = found(tmp_path / "other.safetensors", tmp_path / "tied.safetensors", status=1)["differences"]
+    assert (one["name"], one["difference"]["max_abs"]) == ("b", 1.0)
 
 
 def test_infinity_is_text_in_json(tmp_path: Path) -> None:
     a = write(tmp_path / "a.safetensors", w=torch.tensor([1.0]))
     b = write(tmp_path / "b.safetensors", w=torch.tensor([math.inf]))
-    (one,) = found(a, b, status=1)["values"]
-    assert one["max_abs_difference"] == "Infinity"
+    (one,) = found(a, b, status=1)["differences"]
+    assert one["difference"]["max_abs"] == "Infinity"
     assert " 1 of 1     inf\n" in run("diff", a, b, status=1).stdout
 
 
@@ -217,8 +203,8 @@ def test_empty_and_scalar_tensors(tmp_path: Path) -> None:
     paths = [
         write(tmp_path / f"{k}.safetensors", e=torch.zeros(0, 3), s=torch.tensor(k), t=torch.tensor(1)) for k in (1, 2)
     ]
-    (one,) = found(*paths, status=1)["values"]
-    assert (one["name"], one["num_values"], one["max_abs_difference"]) == ("s", 1, 1)
+    (one,) = found(*paths, status=1)["differences"]
+    assert (one["name"], one["a"]["shape"], one["difference"]) == ("s", [], {"num_differing": 1, "max_abs": 1})
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
@@ -232,7 +218,7 @@ def test_pieces_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: t
     for k in at:
         b[k * size] ^= 1
     paths = [write(tmp_path / f"{n}.safetensors", w=x.view(dtype), v=x.view(dtype)) for n, x in (("a", a), ("b", b))]
-    assert [one["num_differing"] for one in found(*paths, status=1)["values"]] == [len(at)] * 2
+    assert [one["difference"]["num_differing"] for one in found(*paths, status=1)["differences"]] == [len(at)] * 2
 
 
 @pytest.mark.slow  # a smaller bound is below what the pieces and threads of any comparison take

@@ -579,7 +579,7 @@ def test_an_except_clause_catches_stios_errors_however_it_holds_the_class(tmp_pa
 
 
 def _errors() -> Any:
-    from stio.compat.safetensors import _errors as errors
+    from stio.compat.safetensors import _file as errors
 
     return errors
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from accelerators import gpu, module_of, needs_two_devices
+from fakes import FakeDevice, MemoryRoot, checkpoint_files
 
 import stio.sync
 from stio.device import base
 from stio.device.base import current_device, resolve_device, with_current_index
 from stio.loading.options import LoadOptions
-from stio.testing import FakeDevice, MemoryRoot, checkpoint_files
 
 SECOND = torch.device("cuda", 1)
 

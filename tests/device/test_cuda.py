@@ -14,6 +14,7 @@ import simdevice
 import torch
 from accelerators import HAVE_GPU, gpu, module_of
 from crash.zygote import Zygote
+from fakes import MemoryRoot, checkpoint_files
 from support import bits_of, require_equal
 
 import stio.sync
@@ -22,7 +23,6 @@ from stio.device import pinned
 from stio.device.base import resolve_device
 from stio.device.cuda import STREAM_API, TorchAccelerator, TorchEvent, has_streams, save_stream
 from stio.errors import DeviceError, DeviceMemoryError
-from stio.testing import MemoryRoot, checkpoint_files
 
 LATE_SECONDS = 0.01
 """How long the simulated device delays each copy: what does not wait for it reads too early."""
@@ -254,7 +254,7 @@ def test_all_loads_share_a_copy_stream(torch_zygote: Zygote) -> None:
         if sys.argv[1] == "sim":
             simdevice.install()
         import stio.sync
-        from stio.testing import MemoryRoot, checkpoint_files
+        from fakes import MemoryRoot, checkpoint_files
 
         def next_stream():
             return torch.Stream(device=torch.device(sys.argv[1], 0)).stream_id

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes import FakeDevice
 
 from stio.device import base
 from stio.device.base import DeviceMap, resolve_devices
 from stio.errors import DeviceError
-from stio.testing import FakeDevice
 
 CPU = torch.device("cpu")
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from fakes import FakeDevice
 
 from stio.device import torch_private
 from stio.device.tensors import TORCH_DTYPES, GroupMemory, bytes_of_tensor
 from stio.errors import DeviceMemoryError
 from stio.format.dtypes import tensor_nbytes
-from stio.testing import FakeDevice
 
 
 def group_memory(device: FakeDevice, layout: list[tuple[str, tuple[int, ...], int]]) -> GroupMemory:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fake_driver import FakeDriver, Place
+from fakes import FakeDevice
 from support import needs_engine, nothing_left, require_equal, save_sharded
 
 import stio
@@ -21,7 +22,6 @@ from stio import native
 from stio.device import cuda
 from stio.device.cuda import TorchAccelerator, ring_of
 from stio.errors import DeviceError, DeviceMemoryError, TruncatedError
-from stio.testing import FakeDevice
 
 pytestmark = needs_engine
 

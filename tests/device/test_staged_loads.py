@@ -8,13 +8,13 @@ import time
 
 import pytest
 import torch
+from fakes import FakeDevice, FaultyRoot, MemoryRoot, checkpoint_files
 from support import nothing_left
 
 import stio.sync
 from stio.errors import DeviceError, DeviceMemoryError, SliceError, StorageError
 from stio.loading import planned
 from stio.runtime.memory import Region
-from stio.testing import FakeDevice, FaultyRoot, MemoryRoot, checkpoint_files
 
 
 def require_freed(device: FakeDevice) -> None:

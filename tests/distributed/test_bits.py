@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerators import gpu
 from distributed.ranks import run_ranks
+from fakes import write_checkpoint
 from support import module_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -21,7 +22,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from stio import sync
 from stio.device.base import resolve_device
 from stio.distributed import Placements, StioStager, StioStorageReader, StioStorageWriter
-from stio.testing import write_checkpoint
 
 KINDS = ["matrix", "cube", "large"]
 PLACED: dict[str, Placement] = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}

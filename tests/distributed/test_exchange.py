@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from support import eventually
 
-from stio.distributed.exchange import _NUM_IMAGES, _NUM_PACKED, Exchange, SendPlan
 from stio.distributed.ranks import Ranks
-from stio.distributed.shared_objects import cut_windows
+from stio.distributed.sharded_upload import _NUM_IMAGES, Exchange, SendPlan, cut_windows
 from stio.errors import MismatchError
 from stio.format.placements import ByteRange
 from stio.format.sharding import TensorSource
@@ -119,24 +118,16 @@ def test_files_are_uploaded_in_order() -> None:
 
 
 def test_memory_is_bounded_while_the_store_is_slow() -> None:
-    """Two windows of messages, and three of an owner; the writer of the stream waits."""
+    """Three windows of an owner; the writer of the stream waits."""
     case = Case()
     for file in case.files:
         file.open.clear()
     writer = threading.Thread(target=case.write)
     writer.start()
-    stream, uploads = case.exchange.stream, case.exchange._uploads
-    table_bytes = 1000
-    most_bytes = _NUM_PACKED * WINDOW_BYTES
-
-    def is_full() -> bool:
-        assert stream._held_bytes <= most_bytes
-        assert uploads._num_used <= _NUM_IMAGES
-        return uploads._num_used == _NUM_IMAGES and stream._held_bytes > most_bytes - WINDOW_BYTES - table_bytes
-
-    assert eventually(is_full)
-    at = stream._at
-    assert 0 < at <= (_NUM_PACKED + _NUM_IMAGES + 1) * WINDOW_BYTES
+    stream, images = case.exchange.stream, case.exchange._images
+    assert eventually(lambda: len(images) == _NUM_IMAGES)
+    assert not eventually(lambda: len(images) > _NUM_IMAGES, 0.2)
+    assert 0 < stream._end <= _NUM_IMAGES * WINDOW_BYTES and len(stream._blocks) == 1
     for file in case.files:
         file.open.set()
     writer.join()
@@ -169,7 +160,7 @@ def test_a_cancel_ends_all_waits() -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    assert eventually(lambda: case.exchange._uploads._num_used == _NUM_IMAGES)
+    assert eventually(lambda: len(case.exchange._images) == _NUM_IMAGES)
     case.save.cancel()
     for file in case.files:
         file.open.set()  # a write that is under way ends

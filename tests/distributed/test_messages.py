@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from stio import errors
-from stio.distributed import broadcast, shared_save
-from stio.distributed.exchange import _unpack
-from stio.distributed.ranks import MOST_VALUE_BYTES, Ranks, _described, _RankFailure, decoded
+from stio.distributed import broadcast, sharded_save
+from stio.distributed.ranks import MAX_VALUE_BYTES, Ranks, _described, _RankFailure, decoded
+from stio.distributed.sharded_upload import _unpack
 from stio.errors import LimitError, MismatchError, RankError, StioError, StorageError
 from stio.runtime.operation import PanicError
 from stio.storage.commit.transaction import begin_local
@@ -159,7 +159,7 @@ def hostile_failures(folder: Path) -> dict[str, bytes]:
         "unknown field of an error": with_error(message="x"),
         "nested": b'{"error": ' + b"[" * 1_000_000,
         "nested in an unknown field": b'{"x": ' + b'{"x": ' * 1_000_000,
-        "long": b'"' + b"x" * MOST_VALUE_BYTES + b'"',
+        "long": b'"' + b"x" * MAX_VALUE_BYTES + b'"',
     }
 
 
@@ -208,9 +208,9 @@ PACKED = [pickle.dumps(Executed("x")), b"", b"\xc1", b"\x91" * 1_000_000, b"\x81
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    "kind", [bytes, list[int], dict[int, str], tuple[str, ...], broadcast._Need | None, shared_save._Compared]
+    "kind", [bytes, list[int], dict[int, str], tuple[str, ...], broadcast._Need | None, sharded_save._Compared]
 )
-@pytest.mark.parametrize("data", [*PACKED, msgspec.msgpack.encode(1), b"\xc4" * (MOST_VALUE_BYTES + 1)])
+@pytest.mark.parametrize("data", [*PACKED, msgspec.msgpack.encode(1), b"\xc4" * (MAX_VALUE_BYTES + 1)])
 def test_a_value_that_is_malformed(data: bytes, kind: Any, no_pickle: None) -> None:
     with pytest.raises(RankError, match="rank 2 has sent"):
         decoded(data, kind, rank=2)
@@ -272,13 +272,13 @@ def test_an_invitation_that_is_malformed(change: dict[str, Any] | None, tmp_path
     owner.create([1, 1], [0, 0])
     good = owner.invite()
     owner.roll_back()
-    assert shared_save.Invitation.from_json(good.to_json()) == good
+    assert sharded_save.Invitation.from_json(good.to_json()) == good
     values = json.loads(good.to_json())
     data = pickle.dumps(Executed("x")) if change is None else json.dumps({**values, **change}).encode()
     with pytest.raises(StorageError, match="no valid invitation"):
-        shared_save.Invitation.from_json(data)
+        sharded_save.Invitation.from_json(data)
 
 
 def test_a_value_that_is_too_long_to_send() -> None:
     with pytest.raises(LimitError, match="ranks cannot tell each other so much about a save"):
-        Ranks(about="save").share("x", bytes(MOST_VALUE_BYTES))
+        Ranks(about="save").share("x", bytes(MAX_VALUE_BYTES))

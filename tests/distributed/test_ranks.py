@@ -10,7 +10,6 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,10 +22,9 @@ from torch.distributed.fsdp import fully_shard
 
 import stio
 from stio import sync
-from stio.distributed import ranks as module_of_ranks
 from stio.distributed.ranks import Ranks
 from stio.errors import CheckpointNotFoundError, ClosedError, MismatchError, RankError
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 
 
 def test_one_process_is_one_rank():
@@ -89,29 +87,9 @@ def exchange() -> Any:
             ranks.share("rank", str(ranks.rank).encode())
             return await ranks.arrive("all", bytes([ranks.rank]) * 3), await ranks.fetch("rank", of=1)
 
-    # Often: keys of an object must not be those of the one before. The connection is the same one.
-    with patch.object(module_of_ranks, "_own_connection", wraps=module_of_ranks._own_connection) as connect:
-        found = {asyncio.run(body())[1] for _ in range(12)} | {run_blocking(body())[1]}
-        assert found == {b"1"} and connect.call_count == 1
-        group = module_of_ranks._groups[dist.group.WORLD]
-        for k, lost in enumerate([(time.monotonic(), BrokenStore()), (time.monotonic() - 61, SilentStore())]):
-            group.idle[:] = [lost]
-            found = run_blocking(body())
-            assert connect.call_count == 2 + k and lost not in group.idle
-    return found
-
-
-class BrokenStore:
-    def check(self, keys: list[str]) -> bool:
-        raise RuntimeError("Connection reset by peer")
-
-
-class SilentStore:
-    """Over a connection that a firewall has ended."""
-
-    def check(self, keys: list[str]) -> bool:
-        time.sleep(1000)  # waits: for an answer that never comes
-        return False
+    # Often: keys of an object must not be those of the one before.
+    assert {asyncio.run(body())[1] for _ in range(12)} == {b"1"}
+    return run_blocking(body())
 
 
 async def failing(rank: int, error: BaseException) -> None:
@@ -126,7 +104,7 @@ async def hostile(key: str) -> None:
     """Rank 1 sets what no rank of stio sends."""
     async with Ranks(about="load") as ranks:
         if ranks.rank == 1:
-            ranks.put(key, pickle.dumps(OSError("x")))
+            ranks._to_set.append((key, pickle.dumps(OSError("x"))))
         await ranks.arrive("hostile" if ranks.rank != 1 else "nothing", b"x")
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from stio.distributed.shared_objects import cut_again, cut_windows, owners_of
+from stio.distributed.sharded_upload import cut_again, cut_windows, owners_of
 
 
 def test_owners() -> None:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import FaultyRoot, MemoryDestination, MemoryRoot, checkpoint_files
 from support import PATIENCE_SECONDS, eventually, num_threads
 
 import stio
-from stio.testing import FaultyRoot, MemoryDestination, MemoryRoot, checkpoint_files
 
 Tensors = dict[str, torch.Tensor]
 
@@ -43,7 +43,7 @@ import torch
 from torch import nn
 import stio
 from stio import sync
-from stio.testing import FakeDevice
+from fakes import FakeDevice
 from support import eventually, num_threads
 directory = Path(sys.argv[1])
 

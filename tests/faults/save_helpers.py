@@ -250,7 +250,7 @@ MOST_SECONDS = 40.0
 
 TOGETHER = """
 import warnings
-from stio.testing import MemoryDestination
+from fakes import MemoryDestination
 warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, which may be on their last steps
 directory = Path(sys.argv[1])
 scripts = json.loads((directory / "scripts").read_text())

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import stio
 from stio import sync
 from stio.cli.main import main
+from stio.cli.verify import examine
 
 ONE = {"w": torch.ones(4)}
 OTHER = {"w": torch.zeros(4)}
@@ -153,6 +154,21 @@ def test_c406_one_file_of_a_rank(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         sync.load_into(module, first, strict=False)
 
 
+def test_c406_verify_finds_no_damage_in_a_part(tmp_path: Path) -> None:
+    """A part is no checkpoint, and a load refuses it. Its bytes are those that the rank wrote."""
+    _, second = sorted(of_ranks(tmp_path / "m").iterdir())
+    done = CliRunner().invoke(main, ["verify", str(second)])
+    assert done.exit_code == 0
+    assert (
+        done.stdout.startswith("warning: ") and f": {second.name} holds one rank's part of its tensors" in done.stdout
+    )
+    assert f"{second}: ok, header and sizes fit (1 tensor, 16 B)" in done.stdout
+    with open(second, "r+b") as file:
+        file.truncate(second.stat().st_size - 1)
+    assert CliRunner().invoke(main, ["verify", str(second)]).exit_code == 1
+    assert CliRunner().invoke(main, ["verify", str(second.parent)]).exit_code == 2
+
+
 def test_c406_only_parts_that_were_not_joined(tmp_path: Path) -> None:
     of_ranks(tmp_path / "sharded")
     with pytest.raises(
@@ -253,12 +269,14 @@ def test_c431_what_is_not_certain_is_refused(tmp_path: Path, names: list[str]) -
         sync.load(tmp_path)
 
 
-def test_c431_a_file_with_the_same_names_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_c431_a_file_with_the_same_names_is_named_by_verify(tmp_path: Path) -> None:
+    """A load opens no other file than those it reads."""
     write(tmp_path / "model.safetensors", ONE)
     write(tmp_path / "model_1.safetensors")
     assert torch.equal(sync.load(tmp_path)["w"], ONE["w"])
-    assert "model.safetensors is loaded, and model_1.safetensors in the same directory is not read" in caplog.text
-    assert "or delete model.safetensors" in caplog.text
+    (warning,) = examine(str(tmp_path)).warnings
+    assert "model.safetensors is loaded, and model_1.safetensors in the same directory is not read" in warning
+    assert "or delete model.safetensors" in warning
 
 
 # 432: an index whose shards are gone.

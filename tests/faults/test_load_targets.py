@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import MemoryRoot, checkpoint_files
 from faults.load_helpers import in_a_child
 from support import bits_of
 from torch import nn
@@ -18,7 +19,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import stio
 from stio import sync
-from stio.testing import MemoryRoot, checkpoint_files
 
 Tensors = dict[str, torch.Tensor]
 State = dict[str, tuple[int, bytes]]
@@ -348,7 +348,7 @@ import warnings
 import torch.distributed
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from stio.testing import MemoryRoot, checkpoint_files
+from fakes import MemoryRoot, checkpoint_files
 
 # `distribute_tensor` of older versions of torch says so on a CPU.
 warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)

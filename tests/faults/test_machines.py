@@ -25,6 +25,7 @@ import torch
 from checkout import REPOSITORY
 from click.testing import CliRunner
 from crash.zygote import Finished
+from fakes import FakeDevice, FaultyRoot, MemoryRoot, checkpoint_files, write_checkpoint
 from support import PATIENCE_SECONDS, eventually, require_equal
 from torch import nn
 
@@ -34,7 +35,6 @@ from stio.cli.main import main
 from stio.compat import huggingface_hub, olmo
 from stio.compat.safetensors import torch as drop_in
 from stio.integrations import iterators
-from stio.testing import FakeDevice, FaultyRoot, MemoryRoot, checkpoint_files, write_checkpoint
 
 TENSORS = {"a": torch.ones(4), "b": torch.full((4,), 2.0)}
 MIB = 1 << 20
@@ -445,7 +445,7 @@ import ctypes, json, os, sys
 import torch
 import stio
 from stio import sync
-from stio.testing import write_checkpoint
+from fakes import write_checkpoint
 from pathlib import Path
 
 {join}
@@ -663,7 +663,7 @@ from click.testing import CliRunner
 from stio import sync
 from stio.cli.main import main
 from stio.errors import StorageError
-from stio.testing import FakeDevice, FaultyRoot, MemoryRoot
+from fakes import FakeDevice, FaultyRoot, MemoryRoot
 
 
 def threads_of(action):

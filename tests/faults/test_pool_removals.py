@@ -13,7 +13,7 @@ from support import eventually_async
 
 import stio
 from stio import sync
-from stio.pool.policy import Model, ModelRequest, Policy
+from stio.serving.pool.policy import Model, ModelRequest, Policy
 
 pytestmark = pytest.mark.anyio
 

@@ -26,7 +26,7 @@ from stio.errors import MismatchError, UnsupportedDtypeError
 from stio.loading.api import fill_from
 from stio.loading.nested import StateTarget
 from stio.loading.options import LoadOptions
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 
 F8 = torch.float8_e4m3fn
 

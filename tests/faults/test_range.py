@@ -27,7 +27,7 @@ from stio.errors import MismatchError
 from stio.loading.api import fill_from
 from stio.loading.nested import StateTarget
 from stio.loading.options import LoadOptions
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 
 BIG = torch.tensor([1.0, 3e38, -3e38, 1e-40, 0.0, torch.inf, torch.nan])
 

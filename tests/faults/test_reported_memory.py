@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerators import gpu
 from counts import count
+from fakes import FaultyRoot, MemoryRoot, checkpoint_files
 from faults import guarded_memory
 from faults.guarded_memory import READ, guarded
 from faults.load_helpers import in_a_child, sparse_file
@@ -42,9 +44,10 @@ from stio.compat.safetensors import SafetensorError, TensorSpec, safe_open, seri
 from stio.conversion.torch_files import read_pickle
 from stio.device.base import resolve_device
 from stio.loading.module import ModuleTarget
+from stio.loading.open import open_checkpoint
+from stio.loading.options import LoadOptions
 from stio.runtime import memory
 from stio.runtime.memory import WritableMemory
-from stio.testing import FaultyRoot, MemoryRoot, checkpoint_files
 
 Tensors = dict[str, torch.Tensor]
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -263,8 +266,8 @@ def test_c336_memory_that_is_shrunk_during_the_load(
 def test_c336_received_rows_are_not_written_into_a_shorter_storage() -> None:
     model = Model()
     target = ModuleTarget(model)
-    stored = {name: ("F32", tuple(value.shape)) for name, value in _values().items()}
-    target.match(stored, {}, strict=True, path="model")
+    with closing(open_checkpoint(MemoryRoot(checkpoint_files(_values())))) as opened:
+        target.select(opened, LoadOptions(), lambda: None)
     rows = target.rows_memory("layer.weight", torch.float32, 0, (8, 16), SHAPE)
     assert rows is not None and rows.nbytes == NBYTES // 6
     for held in SIZES.values():

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import itertools
 import os
 import pickle
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import timedelta
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler
 from importlib import import_module
@@ -33,18 +30,16 @@ import stio
 from stio import sync
 from stio.cli.main import main
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StallTimeoutError, StioError, StorageError
-from stio.pull import pull
+from stio.remote import requests
+from stio.remote.pull import pull
+from stio.remote.requests import Patience, RequestFailure, patience_of
+from stio.remote.source import RemoteRoot
 from stio.runtime import calls
 from stio.runtime import clock as clock_of_stio
 from stio.runtime.calls import Call
 from stio.runtime.operation import Operation, is_interrupted
 from stio.runtime.workers import WorkerPool
 from stio.storage.open import SingleFileRoot
-from stio.storage.remote import requests
-from stio.storage.remote.failures import RequestFailure
-from stio.storage.remote.requests import Patience, patience_of
-from stio.storage.remote.source import RemoteRoot
-from stio.storage.remote.stores import new_store
 
 TENSORS = {"w": torch.arange(1000.0), "v": torch.ones(3, 5)}
 DATA = as_bytes(TENSORS)
@@ -211,16 +206,15 @@ def test_c337_any_environment_is_an_answer_or_a_storage_error(
 @pytest.mark.matrix
 @pytest.mark.parametrize("end", ["\n", "\r\n", " ", "\n\n"])
 @pytest.mark.parametrize("name", sorted(BASES["s3"]("")))
-def test_c337_values_are_stripped(name: str, end: str, server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a file of a secret ends in is no part of the secret, and the request is signed without it."""
-    server.put("/bucket/m.safetensors", DATA)
+def test_c337_the_newline_of_a_file_is_named(
+    name: str, end: str, server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for key, value in BASES["s3"](server.url).items():
         monkeypatch.setenv(key, value + end if key == name else value)
-    loads("s3://bucket/m.safetensors")
-    first = server.requests[0].headers
-    assert "Credential=key/" in first["authorization"]
-    assert "/eu-west-1/" in first["authorization"]
-    assert first["x-amz-security-token"] == SECRET
+    with pytest.raises(StorageError, match=f"{name} has white space at an end.*correct it, or unset it") as caught:
+        sync.load("s3://bucket/m.safetensors")
+    assert SECRET not in f"{caught.value} {caught.value!r}"
+    assert server.requests == []
 
 
 @pytest.mark.parametrize(
@@ -228,15 +222,10 @@ def test_c337_values_are_stripped(name: str, end: str, server: HttpServer, monke
     [
         ("AWS_ENDPOINT_URL_S3", "minio:9000"),
         ("AWS_ENDPOINT_URL_S3", f"http://{SECRET}\n:9000"),
-        ("AWS_ENDPOINT_URL_S3", "ftp://host"),
         ("AWS_ACCESS_KEY_ID", f"{SECRET}\nx"),
-        ("AWS_SESSION_TOKEN", f"{SECRET} x"),
-        ("AWS_REGION", "eu west"),
         ("AWS_SKIP_SIGNATURE", "maybe"),
         ("AZURE_STORAGE_ACCOUNT_NAME", "a\nb"),
-        ("AZURE_STORAGE_ACCOUNT", "a b"),
-        ("AZURE_STORAGE_KEY", f"{SECRET}!"),
-        ("AZURE_STORAGE_CONNECTION_STRING", f"AccountName=a;AccountKey={SECRET}!"),
+        ("AZURE_STORAGE_ACCOUNT_KEY", f"{SECRET}!"),
         ("AZURE_STORAGE_TOKEN", f"{SECRET}\nx"),
         ("GOOGLE_SERVICE_ACCOUNT_KEY", f'"{SECRET}"'),
         ("GOOGLE_APPLICATION_CREDENTIALS", f'{{"private_key": "{SECRET}"}}'),
@@ -247,35 +236,13 @@ def test_c337_the_variable_is_named_and_its_value_is_not_shown(
 ) -> None:
     scheme = {"AW": "s3", "AZ": "az", "GO": "gs"}[name[:2]]
     base = BASES[scheme]("http://127.0.0.1:9")
-    if name.startswith("AZURE_STORAGE_ACCOUNT"):
-        base.pop("AZURE_STORAGE_ACCOUNT_NAME")
+    for other in ("AWS_SESSION_TOKEN", "AZURE_STORAGE_TOKEN"):
+        base.pop(other, None)
     for key, one in {**base, name: value}.items():
         monkeypatch.setenv(key, one)
-    with pytest.raises(StorageError, match=f"{name} cannot be used; correct it, or unset it") as caught:
+    with pytest.raises(StorageError, match=name) as caught:
         sync.load(f"{scheme}://bucket/m.safetensors")
     assert SECRET not in f"{caught.value} {caught.value!r}"
-
-
-def test_c337_an_empty_variable_is_as_one_that_is_not_set(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.put("/bucket/m.safetensors", DATA)
-    names = ("AWS_SESSION_TOKEN", "AWS_SKIP_SIGNATURE", "AWS_REGION", "AWS_ENDPOINT_URL_S3")
-    for name, value in {**BASES["s3"](server.url), **dict.fromkeys(names, ""), "AWS_ENDPOINT_URL": server.url}.items():
-        monkeypatch.setenv(name, value)
-    loads("s3://bucket/m.safetensors")
-    first = server.requests[0].headers
-    assert "x-amz-security-token" not in first
-    assert "/us-east-1/" in first["authorization"]
-
-
-@pytest.mark.parametrize(("virtual", "host"), [("", "s3.eu-west-1."), ("true", "bucket.s3.eu-west-1.")])
-def test_c337_an_empty_endpoint_is_that_of_amazon(virtual: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    obstore = pytest.importorskip("obstore")
-    settings = {**BASES["s3"](""), "AWS_ENDPOINT_URL": " ", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": virtual}
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    store = new_store(RemoteRoot("s3://bucket").location)
-    signed = obstore.sign(store, "GET", "x", timedelta(seconds=9))
-    assert signed.startswith(f"https://{host}amazonaws.com/")
 
 
 @pytest.mark.parametrize("url", ["s3://my bucket/x", "gs://b\nc/x", "az://b c/x", 's3://"b"/x', "s3://b%20c/x"])
@@ -548,7 +515,7 @@ def test_c331_a_connection_that_breaks_is_made_again(after: int) -> None:
     """Also in the middle of the data; and a shorter file is an error."""
 
     def answer(handler: Any, number: int) -> None:
-        cut = LARGE_DATA[:after] if number in (1, 2) else LARGE_DATA
+        cut = LARGE_DATA[:after] if number == 1 else LARGE_DATA
         handler.close_connection = True
         handler.send_response(200)
         handler.send_header("Content-Length", str(len(LARGE_DATA)))
@@ -646,64 +613,6 @@ def test_c341_a_slow_connection_is_no_stall(clock: Clock) -> None:
 # Fault 342: stores that refuse requests for the moment.
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("status", [429, 503])
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["header", "data", "end"])
-def test_c342_retry_after_is_obeyed(number: int, status: int, caplog: pytest.LogCaptureFixture) -> None:
-    """obstore does not show the field: the second answer is the first of which stio knows it."""
-
-    def answer(handler: Any, k: int) -> None:
-        if number <= k < number + 3:
-            send(handler, status, Retry_After="1")
-        else:
-            send_object(handler, data)
-
-    data = as_bytes({"w": torch.zeros(100_000)})
-    caplog.set_level("INFO", logger="stio")
-    with Server(answer) as server:
-        sync.load(f"{server.url}/model.safetensors")
-        gaps = [b - a for a, b in itertools.pairwise(server.times)]
-        assert min(gaps[number + 1 : number + 3]) >= 0.95
-        assert "requests a pause of 1 s" in caplog.text
-
-
-def test_c342_retry_after_by_s3_and_as_a_date(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    until = clock.now() + 3
-
-    def answer(handler: Any, k: int) -> None:
-        if clock.now() < until - 1:
-            send(handler, 503, b"<Error><Code>SlowDown</Code></Error>", Retry_After=formatdate(until, usegmt=True))
-        else:
-            send_object(handler)
-
-    with Server(answer) as server:
-        set_s3(monkeypatch, server.url)
-        loads("s3://bucket/model.safetensors")
-        assert len(server.requests) <= 6
-
-
-def test_c342_retry_after_with_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by S3: from the second answer on."""
-    authority, certificate = new_certificate(tmp_path)
-    monkeypatch.setenv("SSL_CERT_FILE", authority)
-
-    def answer(handler: Any, k: int) -> None:
-        send(handler, 429, Retry_After="1") if k < 3 else send_object(handler)
-
-    with Server(answer, certificate) as server:
-        loads(f"{server.url}/model.safetensors")
-        gaps = [b - a for a, b in itertools.pairwise(server.times)]
-        assert min(gaps[1:3]) >= 0.95
-
-
-def test_c342_a_pause_that_is_too_long_is_an_error(clock: Clock) -> None:
-    with Server(lambda handler, k: send(handler, 429, Retry_After="7200")) as server:
-        with pytest.raises(StorageError, match="it requests a pause of 7200 s") as caught:
-            sync.load(f"{server.url}/model.safetensors")
-        assert clock.seconds < 5
-        assert caught.value.errno == errno.EBUSY
-
-
 def test_c342_a_store_may_be_busy_for_45_seconds() -> None:
     """With the default, whatever the jitter is; the clock is faster here."""
     patience = patience_of(None)
@@ -726,7 +635,7 @@ def test_c342_no_patience_is_a_number_of_attempts(monkeypatch: pytest.MonkeyPatc
 
 
 def test_c342_patience_in_seconds_bounds_the_wait(clock: Clock) -> None:
-    with Server(lambda handler, k: send(handler, 503, Retry_After="1")) as server:
+    with Server(lambda handler, k: send(handler, 503)) as server:
         with pytest.raises(StorageError, match="could not answer"):
             sync.load(one_file(server.url, patience=3.0))
         assert 1 < clock.seconds < 4
@@ -742,12 +651,12 @@ def test_c342_a_cancel_ends_the_pause(clock: Clock) -> None:
     paused = threading.Event()
 
     def during_pause() -> None:
-        if len(server.times) == 2:  # before, the field is not known
+        if len(server.times) == 2:
             paused.set()
             assert eventually(is_interrupted)
 
     clock.during_pause = during_pause
-    with Server(lambda handler, k: send(handler, 503, Retry_After="60")) as server:
+    with Server(lambda handler, k: send(handler, 503)) as server:
         assert asyncio.run(_cancelled_load(f"{server.url}/m.safetensors", paused)) < 2
         assert clock.seconds < 2
 
@@ -757,31 +666,17 @@ def test_c342_a_cancel_ends_the_pause(clock: Clock) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("status", [301, 307])
-@pytest.mark.parametrize("by", ["header", "region", "endpoint"])
 @pytest.mark.parametrize("call", ["file", "directory", "save"])
-def test_c343_a_redirect_names_the_region(call: str, by: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = {
-        "header": "",
-        "region": "<Region>eu-west-3</Region>",
-        "endpoint": "<Endpoint>bucket.s3-eu-west-3.amazonaws.com</Endpoint>",
-    }[by]
-    fields = {"x_amz_bucket_region": "eu-west-3"} if by == "header" else {}
-    body = f"<Error><Code>PermanentRedirect</Code><Message>elsewhere</Message>{words}</Error>".encode()
-    with Server(lambda handler, k: send(handler, status, body, **fields)) as server:
+def test_c343_a_redirect_advises_to_set_the_region(call: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b"<Error><Code>PermanentRedirect</Code><Message>elsewhere</Message><Region>eu-west-3</Region></Error>"
+    with Server(lambda handler, k: send(handler, status, body)) as server:
         set_s3(monkeypatch, server.url)
-        with pytest.raises(StorageError, match="the bucket is in the region eu-west-3: AWS_REGION=eu-west-3"):
+        with pytest.raises(StorageError, match="set AWS_REGION if the bucket is in another region"):
             if call == "save":
                 sync.save(TENSORS, "s3://bucket/x")
             else:
                 sync.load("s3://bucket/m.safetensors" if call == "file" else "s3://bucket/m")
-
-
-@pytest.mark.parametrize("empty", [("AWS_ACCESS_KEY_ID",), ("AWS_SECRET_ACCESS_KEY",), tuple(list(S3)[:2])])
-def test_c343_an_empty_key_is_named(empty: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("", " ", "\n"):
-        set_s3(monkeypatch, "http://127.0.0.1:9", **dict.fromkeys(empty, value))
-        with pytest.raises(StorageError, match=f"{' and '.join(empty)} is set and empty; set"):
-            sync.load("s3://bucket/m.safetensors")
+        assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "https://127.0.0.1:9/x", "gs://bucket/x"])
@@ -798,9 +693,8 @@ def test_c343_a_missing_authority_is_an_error(
             set_s3(context, "https://127.0.0.1:9")
             context.setenv("GOOGLE_SKIP_SIGNATURE", "true")
             context.setenv(name, str(path))
-            with pytest.raises(StorageError, match=name) as caught:
+            with pytest.raises(StorageError, match=name if content is None else "certificate"):
                 sync.load(url)
-            assert caught.value.path == str(path)
 
 
 def test_c343_the_log_says_what_is_repeated(caplog: pytest.LogCaptureFixture) -> None:
@@ -822,32 +716,29 @@ CONTAINER_ANSWER = (
 def pods(by: str, service: str, tmp_path: Path) -> dict[str, str]:
     """Return the variables of a pod."""
     file = tmp_path / "token"
-    file.write_text("the-token\n")
+    file.write_text("the-token")
     if by == "sts":
         return {
-            "AWS_WEB_IDENTITY_TOKEN_FILE": f"{file}\n",
-            "AWS_ROLE_ARN": "arn:aws:iam::1:role/x\n",
-            "AWS_ENDPOINT_URL_STS": f"{service}\n",
+            "AWS_WEB_IDENTITY_TOKEN_FILE": str(file),
+            "AWS_ROLE_ARN": "arn:aws:iam::1:role/x",
+            "AWS_ENDPOINT_URL_STS": service,
         }
-    token = {"token": {"AWS_CONTAINER_AUTHORIZATION_TOKEN": "the-token\n"}, "plain": {}}.get(
-        by, {"AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": str(file)}
-    )
-    return {"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{service}/creds", **token}
+    return {
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{service}/creds",
+        "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": str(file),
+    }
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("tls", [False, True], ids=["http", "private authority"])
-@pytest.mark.parametrize("by", ["sts", "token", "file", "plain"])
-def test_c343_credentials_of_pods(by: str, tls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate = None
-    if tls:
-        authority, certificate = new_certificate(tmp_path)
-        monkeypatch.setenv("AWS_CA_BUNDLE", authority)
+@pytest.mark.parametrize("by", ["sts", "file"])
+def test_c343_credentials_of_pods(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore gets them, from a service of a private authority too; it speaks to STS by TLS only."""
+    authority, certificate = new_certificate(tmp_path)
+    monkeypatch.setenv("AWS_CA_BUNDLE", authority)
 
     def answer(handler: Any, k: int) -> None:
         send(handler, 200, (TOKEN_ANSWER if by == "sts" else CONTAINER_ANSWER).encode())
 
-    with Server(answer, certificate) as service, Server(lambda handler, k: send_object(handler)) as store:
+    with Server(answer, certificate) as service, Server(lambda handler, k: send_object(handler), certificate) as store:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", store.url)
         for name, value in pods(by, service.url, tmp_path).items():
             monkeypatch.setenv(name, value)
@@ -856,33 +747,34 @@ def test_c343_credentials_of_pods(by: str, tls: bool, tmp_path: Path, monkeypatc
         assert "Credential=podkey/" in headers["authorization"]
         assert headers["x-amz-security-token"] == "podtoken"
         sent = service.requests[0][2].get("authorization", "")
-        assert sent == ("" if by in ("sts", "plain") else "the-token")
+        assert sent == ("" if by == "sts" else "the-token")
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("by", ["sts", "token", "file"])
+@pytest.mark.parametrize("by", ["sts", "file"])
 @pytest.mark.parametrize("how", ["denied", "junk", "no server", "file is gone"])
-def test_c343_credentials_of_pods_that_fail_are_named(
-    by: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c343_credentials_of_pods_that_fail(by: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority, certificate = new_certificate(tmp_path)
+    monkeypatch.setenv("AWS_CA_BUNDLE", authority)
+
     def answer(handler: Any, k: int) -> None:
         body = b"<ErrorResponse><Error><Code>InvalidIdentityToken</Code></Error></ErrorResponse>"
         send(handler, 403, body) if how == "denied" else send(handler, 200, b"junk")
 
-    with Server(answer) as service:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    with Server(answer, certificate) as service, Server(lambda handler, k: send_object(handler), certificate) as store:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", store.url)
         for name, value in pods(by, service.url, tmp_path).items():
             monkeypatch.setenv(name, value)
         if how == "no server":
             service.running.stop()
         if how == "file is gone":
             (tmp_path / "token").unlink()
-            if by == "token":
-                return
         with pytest.raises(StorageError) as caught:
             RemoteRoot("s3://bucket", patience=QUICK).open("m.safetensors")
-        assert re.search("AWS_(WEB|CONTAINER)", str(caught.value))
-        assert "the-token" not in str(caught.value)
+        words = {"denied": "InvalidIdentityToken", "no server": "refused", "file is gone": "token file"}.get(how, "")
+        assert words in str(caught.value)
+        assert "the-token" not in f"{caught.value} {caught.value!r}"
+        assert store.requests == []
 
 
 # Fault 345: web pages in place of data.
@@ -928,7 +820,13 @@ def test_c345_a_login_page_is_named(
         set_s3(monkeypatch, server.url)
         base = server.url if scheme.startswith("http") else f"{scheme}://bucket"
         place = {"file": "/m.safetensors", "index": "/m.safetensors.index.json"}.get(call, "/m")
-        with pytest.raises(StorageError, match="login page|web page"):
+        # A save reads one byte of the index: a page of another length is no answer to that.
+        words = (
+            "did not send what was requested"
+            if (scheme, call, how) == ("s3", "save", "range")
+            else "login page|web page"
+        )
+        with pytest.raises(StorageError, match=words):
             if call == "save":
                 sync.save(TENSORS, base + place)
             elif call == "pull":

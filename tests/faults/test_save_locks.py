@@ -14,12 +14,12 @@ import anyio
 import pytest
 import torch
 from crash.zygote import Zygote
+from fakes import MemoryDestination
 from faults.save_helpers import Outcome, generation, public_directory, run_together
 from support import eventually, eventually_async
 
 import stio
 from stio import sync
-from stio.testing import MemoryDestination
 
 IDLE_SECONDS = 2.5
 """After which time without any activity a script hangs."""

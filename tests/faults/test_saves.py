@@ -19,6 +19,7 @@ import pytest
 import torch
 from checkout import REPOSITORY
 from crash.zygote import Zygote
+from fakes import MemoryDestination
 from faults.save_helpers import (
     ACCESS_ACL,
     DEFAULT_ACL,
@@ -44,7 +45,6 @@ from support import eventually_async, require_equal
 import stio
 from stio import sync
 from stio.compat.safetensors.torch import save_file
-from stio.testing import MemoryDestination
 
 # 227: what a cancel leaves.
 

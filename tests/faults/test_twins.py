@@ -19,7 +19,10 @@ import stio.distributed
 from stio import sync
 from stio.compat import install
 
-WAITING = "Checkpoint HostCache ModelPool Saver Stream WarmStart convert load load_into load_state open save save_state warm_start"
+WAITING = (
+    "Checkpoint HostCache ModelPool Saver Stream WarmStart "
+    "convert load load_into load_state open preload save save_state warm_start"
+)
 
 
 @pytest.mark.parametrize("name", [name for name in stio.__all__ if name != "sync"])

@@ -56,7 +56,7 @@ def test_corpus_is_good() -> None:
 def test_the_fuzzer_finds_a_seeded_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     def lenient(decode: object, text: bytes, num_quotes: int) -> object:
         try:
-            return decode(b"{" + text + b"}")  # type: ignore[operator]
+            return decode(text)  # type: ignore[operator]
         except (ValueError, RecursionError):
             return None
 

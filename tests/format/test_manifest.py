@@ -12,8 +12,15 @@ import pytest
 
 from stio.errors import FormatError, LimitError
 from stio.format import manifest as manifest_module
-from stio.format.manifest import FileState, Manifest, build_manifest, manifest_change, parse_manifest
-from stio.runtime.hashing import ALGORITHMS, new_hasher
+from stio.format.manifest import (
+    ALGORITHMS,
+    FileState,
+    Manifest,
+    build_manifest,
+    manifest_change,
+    new_hasher,
+    parse_manifest,
+)
 from stio.runtime.memory import allocate
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
@@ -222,7 +229,7 @@ def test_unknown_algorithms(algorithm):
 def test_a_missing_package_is_named():
     code = (
         "import sys; sys.modules['xxhash'] = None\n"
-        "from stio.runtime.hashing import new_hasher\n"
+        "from stio.format.manifest import new_hasher\n"
         "new_hasher('sha256')\n"
         "try: new_hasher('xxh3')\n"
         "except ImportError as error: print(error)"

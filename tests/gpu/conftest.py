@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerators import Place
-
-from stio.testing import write_checkpoint
+from fakes import write_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 

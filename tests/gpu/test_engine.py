@@ -30,6 +30,7 @@ from accelerators import (
     trim_rings,
 )
 from crash.zygote import Zygote
+from fakes import write_checkpoint
 from support import eventually, eventually_async, require_equal
 from torch import nn
 
@@ -40,7 +41,6 @@ from stio.device import cuda
 from stio.device.base import resolve_device
 from stio.errors import ClosedError, DeviceError, TruncatedError
 from stio.runtime.trace import Trace
-from stio.testing import write_checkpoint
 
 pytestmark = [
     *NEEDS_GPU,

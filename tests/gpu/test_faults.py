@@ -17,6 +17,7 @@ import simdevice
 import torch
 from accelerators import gpu, keep_busy, module_of, on_copy_stream
 from crash.zygote import Zygote
+from fakes import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 from support import bits_of, eventually, require_equal, settled
 from torch import nn
 
@@ -27,7 +28,6 @@ from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
 from stio.runtime import operation as runtime
 from stio.saving import staging_pool
-from stio.testing import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 
 MIB = 1 << 20
 LITTLE = 2 * MIB

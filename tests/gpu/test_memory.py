@@ -13,6 +13,7 @@ import anyio
 import pytest
 import torch
 from accelerators import PLACES, Place, gpu, module_of
+from fakes import FakeDevice, FaultyRoot, write_checkpoint
 from support import eventually, quick_switches, require_equal, spin
 
 import stio
@@ -21,7 +22,6 @@ from stio.device.base import LoadedGroup, resolve_device
 from stio.errors import DeviceMemoryError, StorageError, TruncatedError
 from stio.loading.api import Stream
 from stio.storage.local import LocalRoot
-from stio.testing import FakeDevice, FaultyRoot, write_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 MIB = 1 << 20

@@ -19,6 +19,7 @@ import pytest
 import simdevice
 import torch
 from accelerators import busy_event, gpu, keep_busy, module_of, needs_two_devices, new_rings, on_copy_stream
+from fakes import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 from support import HookedRoot, bits_of, eventually, needs_engine, require_equal
 from torch import nn
 
@@ -31,10 +32,9 @@ from stio.device.copy_out import Readiness, copy_out
 from stio.errors import DeviceError
 from stio.loading import planned
 from stio.loading.read_paths import DevicePath
-from stio.loading.warm_start import load
 from stio.runtime.control_groups import num_processors
 from stio.runtime.trace import Trace
-from stio.testing import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
+from stio.serving.warm_start import load
 
 Tensors = dict[str, torch.Tensor]
 KIB, MIB = 1 << 10, 1 << 20

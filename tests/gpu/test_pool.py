@@ -19,8 +19,8 @@ from stio import sync
 from stio.device.base import resolve_device
 from stio.device.cuda import free_bytes
 from stio.errors import DeviceError, DeviceMemoryError
-from stio.pool import thread
-from stio.pool.api import RING_BYTES
+from stio.serving.pool import thread
+from stio.serving.pool.api import RING_BYTES
 
 MIB = 1 << 20
 WIDTH = 1024

@@ -11,6 +11,7 @@ import pytest
 import simdevice
 import torch
 from accelerators import gpu, keep_busy, module_of
+from fakes import write_checkpoint
 from support import HookedRoot, eventually, needs_engine, require_equal
 from torch import nn
 
@@ -18,7 +19,6 @@ import stio
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
 from stio.loading import target
-from stio.testing import write_checkpoint
 
 MIB = 1 << 20
 NUM_LAYERS = 24
@@ -294,6 +294,24 @@ def test_another_stream_is_current_when_the_bytes_are_copied(
     with streams.stream(mine), simdevice.delayed(0.002):
         stio.sync.load_into(module, weights_path, budget_bytes=4 * MIB)
     torch.accelerator.synchronize(device)
+    require_equal(dict(module.state_dict()), weights)
+
+
+@gpu
+def test_load_hooks_run_under_the_stream_of_the_caller(weights_path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """They run on the load's thread, whose own current stream is another one."""
+    device = resolve_device("auto")
+    module, streams, seen = new_module(device), module_of(device), []
+    module.register_load_state_dict_pre_hook(lambda *_: seen.append(streams.current_stream(device)))
+    name = next(iter(weights))
+    mine = streams.Stream(device)
+    with streams.stream(mine):
+        keep_busy()
+        old = module.state_dict()[name].clone()
+        stio.sync.load_into(module, weights_path)
+    torch.accelerator.synchronize(device)
+    assert seen == [mine]
+    assert not old.count_nonzero()
     require_equal(dict(module.state_dict()), weights)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerators import PLACES, Place, gpu, keep_busy, module_of, needs_two_devices, on_copy_stream
 from crash.zygote import Zygote
+from fakes import write_checkpoint
 from support import eventually, require_equal
 
 import stio.sync
@@ -19,7 +20,6 @@ from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
 from stio.loading import planned, scheduler
 from stio.runtime.trace import Trace
-from stio.testing import write_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 MIB = 1 << 20

@@ -17,6 +17,7 @@ import pytest
 import simdevice
 import torch
 from accelerators import HAVE_GPU, NEEDS_GPU, keep_busy, needs_two_devices, settled_pinned_bytes, trim_rings
+from fakes import FaultyRoot, MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 from support import eventually, needs_engine, require_equal
 
 import stio
@@ -28,7 +29,6 @@ from stio.errors import StioError
 from stio.runtime import operation as runtime
 from stio.runtime.memory import Region
 from stio.storage.local import LocalRoot
-from stio.testing import FaultyRoot, MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
 
 MIB = 1 << 20
 DELAY_SECONDS = 0.01

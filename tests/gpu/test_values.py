@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerators import PLACES, Place, gpu
+from fakes import FaultyRoot, write_checkpoint
 from support import assorted, bits_of, ramp, require_equal, save_file
 from torch import nn
 
@@ -18,7 +19,6 @@ from stio.compat.safetensors import _open, safe_open
 from stio.compat.safetensors.torch import load_file
 from stio.device.base import resolve_device
 from stio.storage.local import LocalRoot
-from stio.testing import FaultyRoot, write_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 MIB = 1 << 20

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerators import PLACES, Place
+from fakes import FaultyRoot
 from support import require_equal
 from torch import nn
 from warm import TOKENS, Net, in_thread, made, on_meta, saved
@@ -17,7 +18,6 @@ import stio
 from stio import sync
 from stio.errors import ClosedError
 from stio.storage.local import LocalRoot
-from stio.testing import FaultyRoot
 
 on_places = pytest.mark.parametrize("place", PLACES, indirect=True)
 own_streams = pytest.mark.parametrize("own_stream", [False, True])

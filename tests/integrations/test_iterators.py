@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from fakes import FakeDevice
 from support import Gate, HookedRoot, nothing_left, oracle, ramp, require_equal, save_file, save_sharded
 
 from stio.errors import CheckpointNotFoundError, FormatError, SliceError, StorageError, TensorNotFoundError
 from stio.integrations.iterators import weights
-from stio.testing import FakeDevice
 
 KIB = 1 << 10
 BUDGET_BYTES = 64 * KIB

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 import stio
 from stio import sync
-from stio.integrations._random import random_states
+from stio.integrations._processes import random_states
 from stio.integrations.lightning import RandomStates, StioCheckpointIO, StioModelParallelStrategy
 from stio.storage.commit import syscalls as calls
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import FakeDevice
 from support import save_sharded
-
-from stio.testing import FakeDevice
 
 Tensors = dict[str, torch.Tensor]
 

@@ -11,6 +11,7 @@ import anyio
 import pytest
 import torch
 from counts import count
+from fakes import FakeDevice
 from loops import others_are_slow
 from support import (
     bits_of,
@@ -29,7 +30,6 @@ import stio
 from stio import sync
 from stio.loading import scheduler as load_module
 from stio.runtime import memory as memory_module
-from stio.testing import FakeDevice
 
 pytestmark = pytest.mark.anyio
 

@@ -9,6 +9,7 @@ import weakref
 import anyio
 import pytest
 import torch
+from fakes import FakeDevice
 from loops import on_all
 from support import (
     Gate,
@@ -32,7 +33,6 @@ import stio
 from stio.loading import scheduler as load_module
 from stio.runtime import memory
 from stio.runtime.operation import start_thread
-from stio.testing import FakeDevice
 
 pytestmark = pytest.mark.anyio
 

@@ -13,13 +13,13 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from fakes import FakeDevice, FaultyRoot, MemoryRoot, checkpoint_files
 from support import eventually, nothing_left, ramp, require_equal, save_file, save_sharded
 from torch import nn
 
 import stio
 import stio.sync
 from stio.errors import DeviceError, DeviceMemoryError, TensorNotFoundError
-from stio.testing import FakeDevice, FaultyRoot, MemoryRoot, checkpoint_files
 
 Tensors = dict[str, torch.Tensor]
 

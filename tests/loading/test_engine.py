@@ -16,10 +16,11 @@ from support import eventually, needs_engine
 
 from stio import native
 from stio.errors import StorageError, TruncatedError
-from stio.loading.cache.entries import CHUNK_BYTES, CachedFile, FileImage
+from stio.loading.caches import CachedFile, FileImage
 from stio.loading.engine import EngineExecutor
 from stio.loading.plan import GAP, Block, Group
 from stio.loading.read_paths import CopiedPath, MappedPath, ReadPath
+from stio.native import CHUNK_BYTES
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region

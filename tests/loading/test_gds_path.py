@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fake_driver import Place
+from fakes import FakeDevice, write_checkpoint
 from support import eventually, needs_engine, nothing_left, require_equal
 
 import stio
@@ -26,7 +27,6 @@ from stio.loading import planned
 from stio.loading.gds_path import GdsPath
 from stio.runtime.trace import Trace
 from stio.storage import local
-from stio.testing import FakeDevice, write_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="GPUDirect Storage is Linux's")
 

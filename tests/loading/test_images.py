@@ -15,7 +15,7 @@ from torch import nn
 
 import stio
 from stio import native, sync
-from stio.device import tensor_memory
+from stio.device import copy_in
 from stio.loading import read_paths, target
 from stio.runtime.operation import Cancelled, Operation
 
@@ -144,7 +144,7 @@ def test_memory_that_overlaps_gets_the_tensors_in_their_order(tmp_path, num_made
 @needs_engine
 def test_memory_that_a_tensor_no_longer_has_is_held_during_the_copies(file, monkeypatch):
     """`module.half()` in another thread would free it, and the engine would write to memory of others."""
-    module, move, held = module_of(zeros()), tensor_memory._move, []
+    module, move, held = module_of(zeros()), copy_in._move, []
 
     def changed(transfer, ranges):
         storage = weakref.ref(module.t7.untyped_storage())
@@ -152,7 +152,7 @@ def test_memory_that_a_tensor_no_longer_has_is_held_during_the_copies(file, monk
         held.append(storage() is not None)
         move(transfer, ranges)
 
-    monkeypatch.setattr(tensor_memory, "_move", changed)
+    monkeypatch.setattr(copy_in, "_move", changed)
     sync.load_into(module, file)
     require_equal(module.state_dict(), SOURCES | {"t7": torch.zeros(3, 4)})
     assert held == [True]
@@ -162,7 +162,7 @@ def test_memory_that_a_tensor_no_longer_has_is_held_during_the_copies(file, monk
 @pytest.mark.parametrize("function", ["require_memory", "traits_of"])
 def test_a_tensor_that_gets_other_memory_between_two_checks(file, monkeypatch, function):
     """The engine never writes to an address of which the storage is not held."""
-    module, check, copy, old = module_of(zeros()), getattr(tensor_memory, function), target.copy_from_image, []
+    module, check, copy, old = module_of(zeros()), getattr(copy_in, function), target.copy_from_image, []
     tensor, held = module.t7, []
 
     def changed(*given, **named):
@@ -173,16 +173,16 @@ def test_a_tensor_that_gets_other_memory_between_two_checks(file, monkeypatch, f
         return found
 
     def copying(*given, **named):
-        monkeypatch.setattr(tensor_memory, function, changed)  # not when the load begins, which calls it too
+        monkeypatch.setattr(copy_in, function, changed)  # not when the load begins, which calls it too
         copy(*given, **named)
 
     def moving(transfer, ranges):
         held.append(old[0]() is not None)
         move(transfer, ranges)
 
-    move = tensor_memory._move
+    move = copy_in._move
     monkeypatch.setattr(target, "copy_from_image", copying)
-    monkeypatch.setattr(tensor_memory, "_move", moving)
+    monkeypatch.setattr(copy_in, "_move", moving)
     sync.load_into(module, file)
     assert held == [True]
     require_equal(module.state_dict() | {"t7": SOURCES["t7"]}, SOURCES)
@@ -264,7 +264,7 @@ def test_a_cancel_ends_a_copy_within_a_second():
 
     def body(operation):
         try:
-            tensor_memory._move(endless, ranges)
+            copy_in._move(endless, ranges)
         except BaseException as error:
             raised.append(error)
             raise

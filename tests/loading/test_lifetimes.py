@@ -9,6 +9,7 @@ import weakref
 import anyio
 import pytest
 import torch
+from fakes import FaultyRoot, MemoryRoot, checkpoint_bytes
 from support import ramp, save_file
 from torch import nn
 
@@ -16,7 +17,6 @@ import stio
 from stio import sync
 from stio.runtime import process as process_module
 from stio.runtime.operation import Operation
-from stio.testing import FaultyRoot, MemoryRoot, checkpoint_bytes
 
 pytestmark = pytest.mark.anyio
 

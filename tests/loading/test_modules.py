@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from anyio.to_thread import run_sync
+from fakes import FakeDevice
 from support import HookedRoot, module_of, nothing_left, oracle, ramp, require_equal, save_file
 from torch import nn
 
@@ -17,7 +18,6 @@ import stio
 from stio import sync
 from stio.errors import DeviceMemoryError, MismatchError
 from stio.loading.module import ModuleTarget
-from stio.testing import FakeDevice
 
 pytestmark = pytest.mark.anyio
 

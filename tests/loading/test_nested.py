@@ -16,7 +16,7 @@ from stio.loading.nested import StateTarget
 from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.loading.target import LocalPart
-from stio.runtime.blocking import run_blocking
+from stio.runtime.notifier import run_blocking
 
 
 @gpu

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import FakeDevice
 from support import ramp, require_equal, save_file
 
 import stio.sync
 from stio.loading.planned import host_is_shared
 from stio.storage.local import LocalFile
-from stio.testing import FakeDevice
 
 
 @pytest.fixture(autouse=True)

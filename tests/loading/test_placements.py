@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import FakeDevice
 
 import stio
 from stio import sync
 from stio.errors import MismatchError
 from stio.loading.select import PlacedPart
-from stio.testing import FakeDevice
 
 
 class Marked(torch.Tensor):

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from fakes import FakeDevice
 from support import PATIENCE_SECONDS, eventually, nothing_left
 
 from stio.errors import DeviceError, HostMemoryError, StorageError
@@ -19,7 +20,6 @@ from stio.loading.read_paths import DevicePath, StagingSlots
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 from stio.runtime.trace import Trace
-from stio.testing import FakeDevice
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 import pytest
 import safetensors.torch
 import torch
+from fakes import FakeDevice
 from support import needs_engine
 
 import stio.sync
@@ -20,7 +21,6 @@ from stio.loading.planned import ACCELERATOR_BUDGET_BYTES
 from stio.loading.read_paths import Delivery
 from stio.loading.select import select_tensors
 from stio.storage.local import LocalFile, LocalRoot
-from stio.testing import FakeDevice
 
 pytestmark = pytest.mark.usefixtures("plain_workers")
 

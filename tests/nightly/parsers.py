@@ -18,11 +18,10 @@ import fuzz_header
 
 from stio.errors import FormatError, IndexFormatError, UnsafePathError
 from stio.format.index import parse_index
-from stio.format.manifest import FileState, Manifest, build_manifest, parse_manifest
+from stio.format.manifest import ALGORITHMS, FileState, Manifest, build_manifest, parse_manifest
 from stio.format.safe_pickle import PickleRefused, PlainPickles
 from stio.format.sharding import build_index
 from stio.format.state_tree import encode_tree, parse_tree
-from stio.runtime.hashing import ALGORITHMS
 from stio.runtime.limits import Limits
 
 LIMITS = Limits(max_state_nodes=100_000)
@@ -91,7 +90,7 @@ def run_index(data: bytes) -> None:
     except (IndexFormatError, UnsafePathError) as error:
         str(error)
         return
-    document = json.loads(data)
+    document = json.loads(data, parse_int=lambda digits: float(digits) if digits == "-0" else int(digits))
     require(index.weight_map == document["weight_map"], "another weight_map than Python's json reads")
     require(list(index.weight_map) == list(document["weight_map"]), "another order than Python's json reads")
     require(set(index.shards) == set(index.weight_map.values()), "not the shards of the weight_map")

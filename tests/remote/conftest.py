@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from proxy import Proxy, proxy_to
 from servers import HttpServer, http_server, s3_server
 
-from stio.storage.remote import folder as remote_folder
+from stio.remote import folder as remote_folder
 
 
 @pytest.fixture(scope="session", autouse=True)

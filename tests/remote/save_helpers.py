@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stio.storage.remote.requests import Patience
+from stio.remote.requests import Patience
 
 IMPATIENT = Patience(num_attempts=2, first_pause_seconds=0.001, longest_pause_seconds=0.002, stall_seconds=0.4)
 

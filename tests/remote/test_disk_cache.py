@@ -18,6 +18,7 @@ import anyio
 import pytest
 import torch
 from counts import count
+from fakes import FakeDevice
 from safetensors.torch import save
 from servers import Fault, HttpServer, Request
 from support import needs_engine, run_python
@@ -25,12 +26,10 @@ from torch import nn
 
 import stio
 from stio.loading import planned
-from stio.loading.cache import disk_cache
 from stio.loading.engine import EngineExecutor
-from stio.runtime.blocking import run_blocking
-from stio.storage import download
+from stio.remote import disk_cache, download
+from stio.runtime.notifier import run_blocking
 from stio.storage.commit import directory_lock, syscalls
-from stio.testing import FakeDevice
 
 NBYTES = 1 << 20
 LARGE_BYTES = 40 << 20

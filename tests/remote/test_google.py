@@ -13,8 +13,8 @@ from servers import new_certificate
 
 import stio
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, ConcurrentSaveError
-from stio.storage.remote.save import RemoteDestination
-from stio.storage.remote.source import RemoteRoot
+from stio.remote.save import RemoteDestination
+from stio.remote.source import RemoteRoot
 from stio.testing.contract import read_guarded
 
 

@@ -28,9 +28,9 @@ from torch import nn
 import stio
 from stio.cli.main import main
 from stio.errors import CheckpointNotFoundError, StioError, StorageError
-from stio.pull import pull
+from stio.remote import hub as storage_hub
+from stio.remote.pull import pull
 from stio.runtime.operation import Operation
-from stio.storage import hub as storage_hub
 
 huggingface_hub: Any = pytest.importorskip("huggingface_hub")
 constants: Any = pytest.importorskip("huggingface_hub.constants")
@@ -265,6 +265,13 @@ def test_a_pull_continues_and_takes_no_other_commit(
     assert pulled(MODEL, tmp_path / "new")["files"].keys() >= {"more"}
 
 
+def test_a_pull_finds_that_a_file_was_cut(repository: Repository, tmp_path: Path) -> None:
+    pulled(MODEL, tmp_path / "copy")
+    (tmp_path / "copy" / "config.json").write_bytes(b"")
+    done = CliRunner().invoke(main, ["pull", MODEL, str(tmp_path / "copy")])
+    assert (done.exit_code, "holds something else" in done.output) == (2, True)
+
+
 @pytest.mark.parametrize("place", ["sub", "sub/model.safetensors"])
 def test_a_pull_of_a_part(place: str, repository: Repository, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     assert list(pulled(f"{MODEL}/{place}", tmp_path / "copy")["files"]) == ["model.safetensors"]
@@ -390,7 +397,7 @@ def test_a_fault_at_each_request(
         hub.fault = lambda method, path: None
         assert same(stio.sync.load(MODEL), tensors)
         assert len(hub.downloads()) <= 5, "a file that was downloaded is used"
-    assert num_failed > num_requests // 2
+    assert num_failed > 2  # the request for a shard is repeated once
 
 
 # Refusals.
@@ -447,7 +454,7 @@ def test_a_shard_that_the_repository_does_not_have_is_found_before_any_is_downlo
     hub: FakeHub, repository: Repository, files: dict[str, bytes]
 ) -> None:
     repository.commit({name: data for name, data in files.items() if name != SHARDS[1]})
-    with pytest.raises(CheckpointNotFoundError, match="does not exist") as caught:
+    with pytest.raises(CheckpointNotFoundError, match="has no such file") as caught:
         stio.sync.load(MODEL)
     assert caught.value.path == f"{MODEL}@{repository.refs['main']}/{SHARDS[1]}"
     assert hub.downloads() == [INDEX]

@@ -14,17 +14,17 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from fakes import FakeDevice
 from loops import on_all
 from servers import Fault, HttpServer, Request
 from torch import nn
 
 import stio
-import stio.testing
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StioError, StorageError
+from stio.remote.requests import Patience
+from stio.remote.source import RemoteRoot
 from stio.storage.base import Requests
 from stio.storage.open import SingleFileRoot
-from stio.storage.remote.requests import Patience
-from stio.storage.remote.source import RemoteRoot
 
 SIZES = [(300, 257), (64, 64), (), (0, 5), (1000, 33), (7,)]
 
@@ -386,7 +386,7 @@ def test_to_a_device(server: HttpServer, budget_bytes: int, most: int) -> None:
     """The slots of staging memory and the answers that the source holds share the budget."""
     server.latency_seconds = 0.01
     tensors = put_large(server, 12 << 20, 7)
-    device = stio.testing.FakeDevice()
+    device = FakeDevice()
     found = stio.sync.load(f"{server.url}/m.safetensors", device=device, budget_bytes=budget_bytes)
     assert same(found, tensors)
     assert server.most_at_once <= most

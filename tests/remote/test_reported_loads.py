@@ -12,14 +12,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 from fake_hub import FakeHub, Repository, fake_hub, use
+from fakes import checkpoint_bytes, checkpoint_files
 from servers import HttpServer
 from support import require_equal
 
 import stio
 from stio import sync
 from stio.cli.main import main
-from stio.pull import pull
-from stio.testing import checkpoint_bytes, checkpoint_files
+from stio.remote.pull import pull
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 OLD = {"a": torch.zeros(3), "b": torch.full((4,), 2.0)}
@@ -212,7 +212,7 @@ def test_c340_a_cache_on_disk_warns_once(
 ) -> None:
     tensors = {f"w{k}": torch.full((2000,), float(k)) for k in range(9)}
     Bucket(s3).put(checkpoint_files(tensors, 9))
-    for module in ("stio.loading.open", "stio.loading.cache.disk_cache"):
+    for module in ("stio.loading.open", "stio.remote.disk_cache"):
         monkeypatch.setattr(f"{module}.most_open_files", lambda: most)
     cache = stio.DiskCache(tmp_path / "disk", max_bytes=1 << 20)
     for _ in range(2):

@@ -26,11 +26,11 @@ from stio.errors import (
     ConcurrentSaveError,
     StorageError,
 )
-from stio.storage.remote import save as remote_save
-from stio.storage.remote.folder import Folder
-from stio.storage.remote.requests import Patience
-from stio.storage.remote.source import RemoteRoot
-from stio.storage.remote.stores import locate, new_store, signed_url
+from stio.remote import save as remote_save
+from stio.remote.folder import Folder
+from stio.remote.requests import Patience
+from stio.remote.source import RemoteRoot
+from stio.remote.stores import locate, new_store, signed_url
 
 pytestmark = pytest.mark.usefixtures("_no_uploads")
 

@@ -25,10 +25,10 @@ from support import eventually
 import stio
 from stio.cli.main import main
 from stio.errors import CommitUncertainError, ConcurrentSaveError, StioError, StorageError
+from stio.remote import folder as remote_folder
+from stio.remote import save as remote_save
+from stio.remote.source import RemoteRoot
 from stio.storage.base import Note
-from stio.storage.remote import folder as remote_folder
-from stio.storage.remote import save as remote_save
-from stio.storage.remote.source import RemoteRoot
 
 pytestmark = pytest.mark.usefixtures("_no_uploads")
 

@@ -22,31 +22,20 @@ from stio.errors import (
     StioError,
     StorageError,
 )
+from stio.remote.requests import Patience
+from stio.remote.source import RemoteRoot
 from stio.runtime import memory
 from stio.runtime.operation import Operation
 from stio.storage.base import Requests, Source
-from stio.storage.remote.requests import Patience
-from stio.storage.remote.source import RemoteRoot
 from stio.testing.contract import SourceContract, read_guarded
 
 PATIENT = Patience(num_attempts=4, first_pause_seconds=0.01, longest_pause_seconds=0.02, stall_seconds=0.3)
 DATA = random.Random(3).randbytes(700_001)
 
 
-OBSTORE_ALONE = {"client_options": {"user_agent": "test"}}
-"""With settings for obstore's client, a request that was refused is not repeated by `ask`."""
-
-
 def source_of(server: HttpServer, data: bytes = DATA, *, patience: Patience = PATIENT, **options: Any) -> Source:
     server.put("/dir/a.bin", data)
     return RemoteRoot(f"{server.url}/dir", patience=patience, **options).open("a.bin")
-
-
-@pytest.fixture(params=[{}, OBSTORE_ALONE], ids=["asked", "obstore"])
-def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Return settings of a root: requests that were refused are repeated by `ask`, or by obstore alone."""
-    found: dict[str, Any] = request.param
-    return found
 
 
 class TestRemoteSource(SourceContract):
@@ -132,22 +121,19 @@ FAULTS = {
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_c92_c93_c94_one_failure_is_repeated(
-    server: HttpServer, fault: Fault, number: int, options: dict[str, Any]
-) -> None:
+def test_c92_c93_c94_one_failure_is_repeated(server: HttpServer, fault: Fault, number: int) -> None:
     server.fault = nth(number, fault)
-    source = source_of(server, **options)
+    source = source_of(server)
     assert read_guarded(source, 300_000, 3000, 5) == DATA[300_000:303_005]
     source.check_unchanged()
-    # Where it helps, Python's client asks before the request is made again.
-    assert len(server.requests) in (4, 5)
+    assert len(server.requests) == 4
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_c92_c93_c94_failures_without_end(server: HttpServer, fault: Fault, options: dict[str, Any]) -> None:
+def test_c92_c93_c94_failures_without_end(server: HttpServer, fault: Fault) -> None:
     """The last cause is kept."""
-    source = source_of(server, **options)
+    source = source_of(server)
     server.fault = lambda number, request: fault
     with pytest.raises(StorageError) as caught:
         read_guarded(source, 300_000, 3000)
@@ -174,28 +160,26 @@ REFUSED = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("fault", "kind", "words"), REFUSED.values(), ids=REFUSED.keys())
-def test_c91_refusals_are_not_repeated(
-    server: HttpServer, fault: Fault, kind: type[StioError], words: str, options: dict[str, Any]
-) -> None:
-    source = source_of(server, **options)
+def test_c91_refusals_are_not_repeated(server: HttpServer, fault: Fault, kind: type[StioError], words: str) -> None:
+    source = source_of(server)
     server.fault = lambda number, request: fault
     with pytest.raises(kind, match=words):
         read_guarded(source, 300_000, 3000)
     assert len(server.requests) == 2
 
 
-def test_c91_a_server_that_ignores_if_match(server: HttpServer, options: dict[str, Any]) -> None:
+def test_c91_a_server_that_ignores_if_match(server: HttpServer) -> None:
     server.honours_if_match = False
-    source = source_of(server, **options)
+    source = source_of(server)
     server.put("/dir/a.bin", DATA[::-1])
     with pytest.raises(ChangedDuringReadError):
         read_guarded(source, 300_000, 3000)
     assert server.requests[-1].headers["if-match"]
 
 
-def test_weak_etags_are_compared_and_not_sent(server: HttpServer, options: dict[str, Any]) -> None:
+def test_weak_etags_are_compared_and_not_sent(server: HttpServer) -> None:
     server.weak_etags = True
-    source = source_of(server, **options)
+    source = source_of(server)
     assert read_guarded(source, 300_000, 10) == DATA[300_000:300_010]
     assert "if-match" not in server.requests[-1].headers
     server.put("/dir/a.bin", DATA[::-1])
@@ -205,7 +189,7 @@ def test_weak_etags_are_compared_and_not_sent(server: HttpServer, options: dict[
 
 def test_an_expired_signature_is_signed_again(server: HttpServer) -> None:
     expired = Fault(status=403, body=b"<Code>ExpiredToken</Code><Message>it has expired</Message>")
-    source = source_of(server, **OBSTORE_ALONE)
+    source = source_of(server)
     server.fault = nth(1, expired)
     assert read_guarded(source, 300_000, 10) == DATA[300_000:300_010]
     server.fault = lambda number, request: expired
@@ -216,10 +200,10 @@ def test_an_expired_signature_is_signed_again(server: HttpServer) -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault(hang=True), Fault(hang_after=10), Fault(status=503)])
-def test_a_cancel_is_heard(server: HttpServer, fault: Fault, options: dict[str, Any]) -> None:
+def test_a_cancel_is_heard(server: HttpServer, fault: Fault) -> None:
     """It is heard while the store is silent, and in the pause before another attempt."""
     patience = Patience(stall_seconds=600, first_pause_seconds=600, longest_pause_seconds=600)
-    source = source_of(server, patience=patience, **options)
+    source = source_of(server, patience=patience)
     server.fault = lambda number, request: fault
     asked = threading.Event()
 
@@ -263,18 +247,15 @@ def test_names_are_encoded_once(server: HttpServer) -> None:
 
 
 def test_a_repeated_request_has_the_name_and_the_user_of_the_first(server: HttpServer) -> None:
-    """obstore makes the first one, Python's client asks, and obstore makes it again."""
     server.user = "Basic bWU6cHc="
     server.put("/d/a b%ü+#.bin", DATA)
     source = RemoteRoot(server.url.replace("//", "//me:pw@") + "/d?sig=1%2B2", patience=PATIENT).open("a b%ü+#.bin")
     server.fault = nth(1, Fault(status=503))
     assert read_guarded(source, 300_000, 10) == DATA[300_000:300_010]
-    _, first, second, third = server.requests
-    agents = ["Python" in request.headers.get("user-agent", "") for request in (first, second, third)]
-    assert agents == [False, True, False]
+    _, first, second = server.requests
     for name in ("authorization", "range"):
-        assert first.headers[name] == second.headers[name] == third.headers[name]
-    assert first.path == second.path == third.path
+        assert first.headers[name] == second.headers[name]
+    assert first.path == second.path
 
 
 def test_no_server(server: HttpServer) -> None:
@@ -305,7 +286,7 @@ def test_a_forked_process_is_refused(server: HttpServer, call: str) -> None:
 
 def test_attempts_are_logged(server: HttpServer, caplog: pytest.LogCaptureFixture) -> None:
     """The first is a warning, which is shown without logging; others follow after growing pauses."""
-    source = source_of(server, **OBSTORE_ALONE)
+    source = source_of(server)
     caplog.set_level("INFO", logger="stio")
     server.fault = nth(1, Fault(hang=True))
     read_guarded(source, 300_000, 10)
@@ -437,11 +418,11 @@ WRONG = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("data", WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_answer_is_refused(data: bytes, options: dict[str, Any]) -> None:
+def test_a_wrong_answer_is_refused(data: bytes) -> None:
     """None of its bytes reaches the caller's memory."""
     region = memory.allocate(END - BEGIN)
     with answering(lambda connection, begin, end: connection.sendall(data)) as url:
-        source = RemoteRoot(url, patience=PATIENT, **options).open("x.bin")
+        source = RemoteRoot(url, patience=PATIENT).open("x.bin")
         with pytest.raises(StorageError):
             source.read_into(BEGIN, [region])
     assert region.tobytes() == bytes(END - BEGIN)
@@ -475,17 +456,15 @@ def test_a_range_fills_regions_however_it_arrives() -> None:
 
 
 def test_a_proxy_of_the_environment_is_used(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By obstore, and where its request is repeated."""
     monkeypatch.setenv("http_proxy", server.url)
     server.put("/dir/a.bin", DATA)
     source = RemoteRoot("http://no-such-host.invalid/dir", patience=PATIENT).open("a.bin")
     server.fault = nth(1, Fault(status=503))
     assert read_guarded(source, 300_000, 10) == DATA[300_000:300_010]
-    assert [request.path for request in server.requests] == ["http://no-such-host.invalid/dir/a.bin"] * 4
+    assert [request.path for request in server.requests] == ["http://no-such-host.invalid/dir/a.bin"] * 3
 
 
 def test_a_proxy_of_the_settings_is_used(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """obstore takes it among the settings of the store too, and knows it alone."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     server.put("/bucket/a.bin", DATA)

@@ -13,13 +13,13 @@ from support import eventually
 
 import stio
 from stio.errors import StorageError
+from stio.remote import save as remote_save
+from stio.remote.folder import DEFAULT_BYTES, MIN_PART_BYTES, PART_BYTES, Folder, PartMemory, Upload
+from stio.remote.requests import Patience
+from stio.remote.source import RemoteRoot
 from stio.runtime import calls, memory
 from stio.saving.scheduler import WRITE_DEPTH, SaveScheduler
 from stio.saving.staging_pool import StagingPool
-from stio.storage.remote import save as remote_save
-from stio.storage.remote.folder import DEFAULT_BYTES, PART_BYTES, SMALLEST_PART_BYTES, Folder, PartMemory, Upload
-from stio.storage.remote.requests import Patience
-from stio.storage.remote.source import RemoteRoot
 
 pytestmark = pytest.mark.usefixtures("_no_uploads")
 
@@ -90,7 +90,7 @@ def test_the_memory_of_parts_is_within_the_budget() -> None:
         assert changed.buffer_bytes == nbytes <= DEFAULT_BYTES
         assert nbytes < budget
         part = PartMemory(nbytes).part_bytes
-        assert SMALLEST_PART_BYTES <= part <= min(PART_BYTES, nbytes)
+        assert MIN_PART_BYTES <= part <= min(PART_BYTES, nbytes)
     root = RemoteRoot("s3://bucket/m", config={"region": "us-east-1"})
     assert remote_save.open_destination(root).within(64 * MIB)[0].root is root
 
@@ -114,7 +114,7 @@ def test_staging_and_parts_together_fit_the_budget(s3: Any, monkeypatch: pytest.
     monkeypatch.setattr(PartMemory, "__init__", parts)
     tensors = {f"w{k}": torch.zeros(4 * MIB) for k in range(6)}
     stio.sync.save(tensors, "s3://bucket/m", budget_bytes=budget_mib * MIB, max_shard_size="40MB")
-    assert 0 < pools[0].peak_bytes + found[0]._most_bytes <= budget_mib * MIB
+    assert 0 < pools[0].peak_bytes + found[0]._max_bytes <= budget_mib * MIB
 
 
 @pytest.mark.parametrize("place", ["s3://bucket/m", "s3://bucket/m.safetensors"])

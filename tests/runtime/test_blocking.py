@@ -17,9 +17,8 @@ from support import Gate, HookedRoot, eventually, save_file
 
 import stio
 import stio.sync
-from stio.runtime import blocking
-from stio.runtime.blocking import current_task, in_event_loop, run_blocking, runs_blocking
-from stio.runtime.notifier import Notifier
+from stio.runtime import notifier as blocking
+from stio.runtime.notifier import Notifier, current_task, in_event_loop, run_blocking, runs_blocking
 from stio.runtime.operation import Operation, close_all
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import MemoryDestination
 from support import eventually
 
 import stio
@@ -21,7 +22,6 @@ from stio import sync
 from stio.runtime import locks
 from stio.runtime.locks import Condition, new_lock, require_unlocked
 from stio.runtime.notifier import Notifier
-from stio.testing import MemoryDestination
 
 
 def test_a_thread_counts_its_locks() -> None:

@@ -12,7 +12,7 @@ import torch
 from clocks import Clock
 
 import stio
-from stio.runtime.log import RareWarnings, log
+from stio.runtime.text import RareWarnings, log
 from stio.storage.commit import syscalls as calls
 from stio.sync import Saver
 

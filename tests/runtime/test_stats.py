@@ -12,11 +12,11 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
+from fakes import FakeDevice, MemoryDestination
 from support import Gate, HookedRoot, eventually, eventually_async, ramp, run_python, save_sharded, spin
 
 import stio
 from stio import native, sync
-from stio.testing import FakeDevice, MemoryDestination
 
 pytestmark = pytest.mark.anyio
 

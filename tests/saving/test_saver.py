@@ -11,6 +11,7 @@ import threading
 import anyio
 import pytest
 import torch
+from fakes import MemoryDestination
 from loops import others_are_slow
 from support import (
     backend_name,
@@ -27,7 +28,6 @@ from support import (
 
 import stio
 import stio.sync
-from stio.testing import MemoryDestination
 
 pytestmark = pytest.mark.anyio
 

@@ -14,12 +14,12 @@ import warnings
 import anyio
 import pytest
 import torch
+from fakes import MemoryDestination
 from support import eventually, eventually_async, require_equal
 
 import stio
 import stio.sync
-from stio.runtime.blocking import run_blocking
-from stio.testing import MemoryDestination
+from stio.runtime.notifier import run_blocking
 
 pytestmark = pytest.mark.anyio
 
@@ -193,7 +193,7 @@ def test_c113_a_failure_of_a_saver_that_was_dropped_is_logged(caplog, dropped):
 def test_c113_a_failure_is_logged_at_the_interpreters_end(zygote):
     code = """
         import sys, threading, torch, stio.sync
-        from stio.testing import MemoryDestination
+        from fakes import MemoryDestination
         destination = MemoryDestination(gate=threading.Event(), fail_at=1)
         saver = stio.sync.Saver()
         saver.save({"a": torch.ones(3)}, destination)

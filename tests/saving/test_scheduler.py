@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from fakes import MemoryDestination, MemoryRoot, checkpoint_bytes
 from support import PATIENCE_SECONDS, assorted, eventually, nothing_left, ramp, require_equal
 
 import stio.sync
@@ -27,7 +28,6 @@ from stio.saving import scheduler as save_module
 from stio.saving.plan import plan_writes
 from stio.saving.scheduler import AHEAD_BLOCKS, NUM_WORKERS, WRITE_DEPTH, SaveScheduler
 from stio.saving.staging_pool import StagingPool
-from stio.testing import MemoryDestination, MemoryRoot, checkpoint_bytes
 
 pytestmark = pytest.mark.usefixtures("plain_workers")
 

@@ -14,6 +14,7 @@ import anyio
 import pytest
 import safetensors.torch
 import torch
+from fakes import FakeDevice, MemoryDestination, MemoryRoot
 from loops import others_are_slow
 from support import INDEX, bits_of, oracle, ramp
 from torch import nn
@@ -22,7 +23,6 @@ from torch.optim import lr_scheduler
 import stio
 import stio.sync
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR
-from stio.testing import FakeDevice, MemoryDestination, MemoryRoot
 
 pytestmark = pytest.mark.anyio
 

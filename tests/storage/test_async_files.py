@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from fakes import write_checkpoint
 
 import stio.sync
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StorageError, TruncatedError, UnsafePathError
@@ -24,7 +25,7 @@ from stio.storage import async_files
 from stio.storage.async_files import AsyncFile, open_at
 from stio.storage.base import Root, Source
 from stio.storage.local import LocalRoot
-from stio.testing import SourceContract, write_checkpoint
+from stio.testing import SourceContract
 
 DATA = random.Random(4).randbytes(200_000)
 NAME = "model.safetensors"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from stio.remote.download import BLOCK_BYTES, Download, opened_directory
 from stio.storage.base import Requests
 from stio.storage.commit import syscalls as calls
-from stio.storage.download import BLOCK_BYTES, Download, opened_directory
 from stio.storage.local import LocalRoot
 
 DATA = random.Random(1).randbytes(2 * BLOCK_BYTES + 5)

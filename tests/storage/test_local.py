@@ -204,7 +204,7 @@ def test_c89_disk_error(run_faulty: Callable[..., str], tmp_path: Path) -> None:
 def test_c89_disk_error_in_a_load(run_faulty: Callable[..., str], tmp_path: Path) -> None:
     """Through the whole engine: the error comes out as it is, and every descriptor is back."""
     torch = pytest.importorskip("torch")
-    from stio.testing import write_checkpoint
+    from fakes import write_checkpoint
 
     directory = write_checkpoint(tmp_path / "faulty", {f"t{k}": torch.arange(50_000) for k in range(20)}, 2)
     run_faulty(
@@ -229,7 +229,7 @@ def test_c89_disk_error_in_a_load(run_faulty: Callable[..., str], tmp_path: Path
 @pytest.mark.slow
 def test_c98_direct_io_refused_by_the_read(run_faulty: Callable[..., str], tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from stio.testing import write_checkpoint
+    from fakes import write_checkpoint
 
     directory = write_checkpoint(tmp_path / "faulty", {f"t{k}": torch.arange(50_000) for k in range(20)}, 2)
     run_faulty(

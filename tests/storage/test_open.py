@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes import write_checkpoint
 
 import stio.sync
 from stio.errors import CheckpointNotFoundError, UnsafePathError
 from stio.loading.open import open_checkpoint
 from stio.storage import local
 from stio.storage.async_files import AsyncFile
-from stio.testing import write_checkpoint
 
 TENSORS = {f"t{k}": torch.arange(1000) + k for k in range(5)}
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fakes import POISON, FakeDevice
 
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.runtime import memory
 from stio.runtime.memory import Region
-from stio.testing import POISON, FakeDevice
 
 
 def filled(device: FakeDevice, data: bytes) -> Region:

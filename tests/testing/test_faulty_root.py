@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes import FaultyRoot, MemoryDestination, MemoryRoot, Read, Write, checkpoint_files, write_checkpoint
 
 import stio.sync
 from stio.errors import (
@@ -26,17 +27,7 @@ from stio.runtime.limits import PAGE_BYTES
 from stio.saving.options import Destination
 from stio.storage.base import FileWriter, Note, Root, Source, Transaction
 from stio.storage.local import LocalRoot
-from stio.testing import (
-    FaultyRoot,
-    MemoryDestination,
-    MemoryRoot,
-    Read,
-    SourceContract,
-    Write,
-    checkpoint_files,
-    read_guarded,
-    write_checkpoint,
-)
+from stio.testing import SourceContract, read_guarded
 
 DATA = random.Random(3).randbytes(10_000)
 

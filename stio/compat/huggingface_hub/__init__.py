@@ -1,61 +1,69 @@
-"""The hub's serialization helpers, implemented by stio: the same names, files and errors.
+"""huggingface_hub's serialization over the saves and loads of stio: the same names, files and errors.
 
     from stio.compat.huggingface_hub import load_torch_model, save_torch_model
 
-`huggingface_hub` itself is not needed. Saves are atomic and durable; the old checkpoint is removed after the new one is
-in place. The public functions call each other through this module, so that a patched one is used by the others too.
-
-`split` contains the greedy split into files, with sizes, storages and duplicates of tensors, `save` publishes files
-into a directory by the transaction of every save, `load` reads files and indices and fills models.
+The split into files is huggingface_hub's own; that package must be installed. Saves are atomic and durable, and remove
+the old checkpoint after the new one is in place (`save.py`). A load of safetensors fills the model's own memory, as
+`stio.load_into` does, and its rules about files of a directory are those of every load of stio.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from stio.compat.huggingface_hub.load import (
-    MapLocation,
-    OpenFile,
-    PathNotFoundError,
-    fill,
-    load_safetensors,
-    missing_and_unexpected,
-    not_found,
-    only_file,
-    open_files,
-    read_index,
-    require_all,
-)
-from stio.compat.huggingface_hub.save import HubDirectory, index_text, save_pickles, save_tensors
-from stio.compat.huggingface_hub.split import (
-    MAX_SHARD_SIZE,
-    StateDictSplit,
-    as_counted,
-    discard_shared,
-    get_torch_storage_id,
-    get_torch_storage_size,
-    parse_size_to_int,
-    require_contiguous,
+import stio
+from stio.compat.huggingface_hub.save import (
+    HubDirectory,
+    index_text,
     require_plain,
-    split_state_dict_into_shards_factory,
+    save_pickles,
+    save_tensors,
+    without_duplicates,
 )
-from stio.conversion.sources import files_of_index
+from stio.compat.safetensors.torch import _is_complete, _require_contiguous, _require_no_names
+from stio.conversion.sources import pickle_files
 from stio.device.tensor_memory import require_data_of, require_values
-from stio.errors import printable
+from stio.errors import (
+    AmbiguousCheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    IndexFormatError,
+    MismatchError,
+    StorageError,
+    UnsafePathError,
+    install_command,
+    printable,
+)
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
 from stio.loading.module_tree import require_memory_of
-from stio.runtime.contexts import contextmanager
-from stio.storage.open import open_directory
+from stio.runtime.limits import parse_size
+from stio.runtime.notifier import run_blocking
+from stio.runtime.process import contextmanager
+
+try:
+    from huggingface_hub import (
+        StateDictSplit,
+        constants,
+        get_torch_storage_id,
+        get_torch_storage_size,
+        split_state_dict_into_shards_factory,
+        split_torch_state_dict_into_shards,
+    )
+except ModuleNotFoundError as error:
+    if error.name != "huggingface_hub":  # a package that huggingface_hub itself requires
+        raise
+    raise ImportError(
+        f"this is a drop-in for huggingface_hub, which is not installed: {install_command('hub')}"
+    ) from error
 
 __all__ = [
     "StateDictSplit",
@@ -63,7 +71,6 @@ __all__ = [
     "get_torch_storage_size",
     "load_state_dict_from_file",
     "load_torch_model",
-    "parse_size_to_int",
     "save_torch_model",
     "save_torch_state_dict",
     "split_state_dict_into_shards_factory",
@@ -72,41 +79,13 @@ __all__ = [
 
 logger = logging.getLogger("stio")
 
-SAFETENSORS_WEIGHTS_FILE_PATTERN = "model{suffix}.safetensors"
-PYTORCH_WEIGHTS_FILE_PATTERN = "pytorch_model{suffix}.bin"
-
-constants = SimpleNamespace(
-    PYTORCH_WEIGHTS_FILE_PATTERN=PYTORCH_WEIGHTS_FILE_PATTERN,
-    SAFETENSORS_WEIGHTS_FILE_PATTERN=SAFETENSORS_WEIGHTS_FILE_PATTERN,
-)
-"""The hub's names of these constants."""
+_SAFETENSORS, _PICKLES = constants.SAFETENSORS_WEIGHTS_FILE_PATTERN, constants.PYTORCH_WEIGHTS_FILE_PATTERN
+_MAX_SHARD_SIZE = "5GB"
 
 _UNSAFE = (
     "pickles can run code when they are loaded: do not load them from sources that you do not trust. If you mean to "
     "share this model, we strongly recommend using safe serialization (safe_serialization=True)"
 )
-
-
-# Splitting.
-
-
-def split_torch_state_dict_into_shards(
-    state_dict: Mapping[str, torch.Tensor],
-    *,
-    filename_pattern: str = SAFETENSORS_WEIGHTS_FILE_PATTERN,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
-) -> StateDictSplit:
-    """Split torch's tensors into files; see `split_state_dict_into_shards_factory`."""
-    return split_state_dict_into_shards_factory(
-        state_dict,
-        max_shard_size=max_shard_size,
-        filename_pattern=filename_pattern,
-        get_storage_size=get_torch_storage_size,
-        get_storage_id=get_torch_storage_id,
-    )
-
-
-# Saving.
 
 
 def save_torch_model(
@@ -115,7 +94,7 @@ def save_torch_model(
     *,
     filename_pattern: str | None = None,
     force_contiguous: bool = True,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
+    max_shard_size: int | str = _MAX_SHARD_SIZE,
     metadata: dict[str, str] | None = None,
     safe_serialization: bool = True,
     is_main_process: bool = True,
@@ -141,7 +120,7 @@ def save_torch_state_dict(
     *,
     filename_pattern: str | None = None,
     force_contiguous: bool = True,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
+    max_shard_size: int | str = _MAX_SHARD_SIZE,
     metadata: dict[str, str] | None = None,
     safe_serialization: bool = True,
     is_main_process: bool = True,
@@ -171,37 +150,62 @@ def save_torch_state_dict(
         RuntimeError: Tensors overlap and none of them covers their storage; a tensor on meta.
         StorageError: The system refused.
     """
-    if filename_pattern is None:
-        filename_pattern = SAFETENSORS_WEIGHTS_FILE_PATTERN if safe_serialization else PYTORCH_WEIGHTS_FILE_PATTERN
-    require_plain(filename_pattern)
+    pattern = filename_pattern or (_SAFETENSORS if safe_serialization else _PICKLES)
+    require_plain(pattern)
     described: dict[str, Any] = dict(metadata or {})
-    counted = remaining = dict(state_dict)
+    counted = tensors = dict(state_dict)
     if safe_serialization:
-        remaining, dropped = discard_shared(remaining, shared_tensors_to_discard or ())
-        described |= {name: other for name, other in dropped.items() if name not in described}
-        if not force_contiguous:
-            require_contiguous(remaining)
-        counted = {name: as_counted(tensor) for name, tensor in remaining.items()}
+        tensors, dropped = without_duplicates(tensors, shared_tensors_to_discard or ())
+        described = {**described, **dropped, **described}
+        for name in tensors if not force_contiguous else ():
+            _require_contiguous(name, tensors[name])
+        counted = {name: _as_counted(tensor) for name, tensor in tensors.items()}
     else:
         logger.warning(_UNSAFE)
         # torch.save would write a file that nothing can read, or that has no values.
-        require_data_of(state_dict)
-        require_values(state_dict)
-    split = split_torch_state_dict_into_shards(
-        counted, filename_pattern=filename_pattern, max_shard_size=max_shard_size
-    )
+        require_data_of(tensors)
+        require_values(tensors)
+    max_bytes = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    if max_bytes < 0:
+        raise ValueError(f"max_shard_size must be zero or more bytes, not {max_shard_size}")
+    split = split_torch_state_dict_into_shards(counted, filename_pattern=pattern, max_shard_size=max_bytes)
     files = split.filename_to_tensors
     index = index_text({**split.metadata, **described}, split.tensor_to_filename) if split.is_sharded else None
-    place = HubDirectory(os.fsdecode(save_directory), filename_pattern, tuple(files), removes=is_main_process)
+    place = HubDirectory(os.fsdecode(save_directory), pattern, tuple(files), removes=is_main_process)
     if not files:
         place.clear()
     elif safe_serialization:
-        save_tensors(place, remaining, files, described, index)
+        save_tensors(place, tensors, files, described, index)
     else:
-        save_pickles(place, state_dict, files, index)
+        save_pickles(place, tensors, files, index)
+
+
+def _as_counted(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what the split counts: a tensor of as many bytes as the file will have, instead of a whole storage.
+
+    huggingface_hub keeps all empty tensors together, as one storage.
+    """
+    if not tensor.untyped_storage().nbytes():
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 # Loading.
+
+MapLocation = Any
+"""What `torch.load` takes: a device, its name or index, a mapping of them; for pickles a function too."""
+
+_FORMATS = ("pt", "mlx")
+_BY_STIO = ("cpu", "cuda")
+"""Devices that tensors are loaded to; to others they are moved from the CPU."""
+
+
+class NoCheckpointError(CheckpointNotFoundError, ValueError):
+    """The path of a load has no checkpoint: FileNotFoundError or ValueError, by the release of huggingface_hub."""
+
+
+class ModelMismatchError(MismatchError, RuntimeError):
+    """A model cannot be filled from a checkpoint; torch's own `load_state_dict` raises RuntimeError."""
 
 
 def load_torch_model(
@@ -215,11 +219,11 @@ def load_torch_model(
     mmap: bool = False,
     filename_pattern: str | None = None,
 ) -> _IncompatibleKeys:
-    """Load a file, a sharded checkpoint, or the only file of a directory into a model.
+    """Load a file or the checkpoint of a directory into a model.
 
-    All files of a directory are opened, and the headers of safetensors files checked, before the model changes. A file
-    of a directory, or its index, may be no link that leads out of the directory, except into the `blobs/` of the same
-    repository of the hub's cache. A file that the caller names may be a link to any place.
+    All files are opened and checked before the model changes. A file of a directory, or its index, may be no link that
+    leads out of the directory, except into the `blobs/` of the same repository of the hub's cache. A file that the
+    caller names may be a link to any place.
 
     Args:
         model: The model; its parameters are filled in place.
@@ -228,7 +232,7 @@ def load_torch_model(
             loaded. The check is the last step, so the model may have been changed when it fails.
         safe: Whether only safetensors files are loaded, under any name; else pickles are the fallback.
         weights_only: Whether pickles are read by torch's restricted unpickler.
-        map_location: Device on which the tensors are made.
+        map_location: Device on which the tensors of pickles are made; those of safetensors are read into the model.
         mmap: Whether pickles are mapped.
         filename_pattern: Pattern of the files; its index is searched.
 
@@ -237,92 +241,95 @@ def load_torch_model(
 
     Raises:
         FileNotFoundError: The path, or a shard, does not exist.
-        ValueError: It is no checkpoint, or a malformed one; or a file is a link that leads out of its directory; or
-            the memory of a tensor of the model was freed or shrunk, or is read-only (`MismatchError`).
+        ValueError: It is no checkpoint, or a malformed one; or a file is a link that leads out of its directory.
         OSError: A file's metadata name another format; the system refused.
-        RuntimeError: Names or shapes differ.
+        RuntimeError: Names or shapes differ; or the memory of a tensor of the model was freed or shrunk, or is
+            read-only (`MismatchError`).
     """
     path = Path(checkpoint_path)
     if not path.exists():
-        raise PathNotFoundError(f"Checkpoint path {printable(str(path))} does not exist")
-
-    how: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only, "mmap": mmap, "safe": safe}
-    if not path.is_file():
-        pattern = _choose_pattern(path, filename_pattern, safe=safe)
-        if os.path.lexists(path / (pattern.format(suffix="") + INDEX_SUFFIX)):
-            return _load_sharded_checkpoint(model, path, strict=strict, filename_pattern=pattern, **how)
-    with _opened(path, safe=safe) as file:
-        state_dict = load_state_dict_from_file(checkpoint_file=file, **how)
-    return fill(model, state_dict, strict=strict, path=str(path))
-
-
-@contextmanager
-def _opened(path: Path, *, safe: bool) -> Iterator[Path | OpenFile]:
-    """Yield a file that the caller named, or the only file of a directory, opened."""
+        raise NoCheckpointError(f"Checkpoint path {printable(str(path))} does not exist")
+    how: dict[str, Any] = {"strict": strict, "safe": safe}
+    how |= {"weights_only": weights_only, "map_location": map_location, "mmap": mmap}
     if path.is_file():
-        yield path
-        return
-    name = only_file(path, safe=safe)
-    with open_directory(path, follow_symlinks=False) as root, open_files(root, [name], safe=safe) as (file,):
-        yield file
-
-
-def _choose_pattern(path: Path, pattern: str | None, *, safe: bool) -> str:
-    if pattern is None:
-        index = path / (SAFETENSORS_WEIGHTS_FILE_PATTERN.format(suffix="") + INDEX_SUFFIX)
-        return SAFETENSORS_WEIGHTS_FILE_PATTERN if safe or index.is_file() else PYTORCH_WEIGHTS_FILE_PATTERN
-    if safe and not _is_safetensors(pattern.format(suffix="")):
+        return _load(model, path, **how)
+    if filename_pattern is None:
+        is_pickled = not safe and not (path / _index_of(_SAFETENSORS)).is_file()
+        filename_pattern = _PICKLES if is_pickled else _SAFETENSORS
+    elif safe and not _is_safetensors(filename_pattern.format(suffix="")):
         raise ValueError(
-            f"`filename_pattern={printable(pattern)!r}` does not describe safetensors files but `safe=True`: pass "
-            "`safe=False` to load pickles"
+            f"`filename_pattern={printable(filename_pattern)!r}` does not describe safetensors files but `safe=True`: "
+            "pass `safe=False` to load pickles"
         )
-    return pattern
+    if os.path.lexists(path / _index_of(filename_pattern)):
+        return _load_sharded_checkpoint(model, path, filename_pattern=filename_pattern, **how)
+    return _load(model, path, **how)
 
 
 def _load_sharded_checkpoint(
-    model: nn.Module,
-    save_directory: str | os.PathLike[str],
-    *,
-    strict: bool = False,
-    weights_only: bool = True,
-    safe: bool = True,
-    filename_pattern: str = SAFETENSORS_WEIGHTS_FILE_PATTERN,
-    map_location: MapLocation = None,
-    mmap: bool = False,
+    model: nn.Module, save_directory: str | os.PathLike[str], *, filename_pattern: str = _SAFETENSORS, **how: Any
 ) -> _IncompatibleKeys:
-    """Load a sharded checkpoint into a model, one shard at a time; see `load_torch_model`."""
-    directory = Path(save_directory)
-    load = partial(
-        load_state_dict_from_file,
-        map_location="cpu" if map_location is None else map_location,
-        weights_only=weights_only,
-        mmap=mmap,
-        safe=safe,
-    )
-    whole = filename_pattern.format(suffix="")
+    """Load the shards of an index into a model; see `load_torch_model`."""
+    # In the directory stio takes the whole file if all shards are gone.
+    index = "" if filename_pattern == _SAFETENSORS else _index_of(filename_pattern)
+    return _load(model, Path(save_directory, index), **how)
+
+
+def _index_of(pattern: str) -> str:
+    return pattern.format(suffix="") + INDEX_SUFFIX
+
+
+def _load(model: nn.Module, path: Path, *, strict: bool = False, safe: bool = True, **how: Any) -> _IncompatibleKeys:
+    """Load a file, a directory or the shards of an index into a model."""
+    with _refusals(path, safe=safe):
+        pickles = None if safe else pickle_files(str(path))
+        if pickles is None:
+            return run_blocking(_fill(model, path, strict=strict))
     loaded: dict[str, None] = {}
-    with open_directory(directory, follow_symlinks=False) as root:
-        name, suffix = whole + INDEX_SUFFIX, Path(whole).suffix
-        index = read_index(root, name, suffix)
-        shards = files_of_index(root.path, name, whole, index.shards, root.listdir(), (suffix,))
-        with open_files(root, shards, safe=safe) as files:
-            require_memory_of(model, index.weight_map, path=str(directory))
-            for shard, file in zip(shards, files, strict=True):
-                state_dict = load(checkpoint_file=file)
-                if shard in index.shards:  # a stale tensor, which the index has in another shard
-                    for name in [name for name in state_dict if index.weight_map.get(name, shard) != shard]:
-                        del state_dict[name]
-                loaded |= dict.fromkeys(state_dict)
-                fill(model, state_dict, strict=False, path=file.path)
-                del state_dict  # before the next one is loaded
-    # The loaded names are those in the shards: the index may differ from them.
-    unexpected = [name for name in loaded if name not in index.weight_map]
-    if unexpected and shards == index.shards:
-        logger.warning("the shards hold tensors that the index does not name: %s", printable(sorted(unexpected)))
-    if strict:
-        require_all(model, loaded)
-        return _IncompatibleKeys([], [])
-    return _IncompatibleKeys(*missing_and_unexpected(model, loaded))
+    for file in pickles.paths:
+        state_dict = load_state_dict_from_file(file, safe=False, **how)
+        require_memory_of(model, state_dict, path=file)
+        model.load_state_dict(state_dict, strict=False)
+        loaded |= dict.fromkeys(state_dict)
+        del state_dict  # before the next one is loaded
+    return _compared(model, loaded, strict=strict)
+
+
+async def _fill(model: nn.Module, path: Path, *, strict: bool) -> _IncompatibleKeys:
+    async with stio.open(path, strict=False) as checkpoint:
+        _require_format(checkpoint)
+        try:
+            report = await checkpoint.load_into(model)
+        except MismatchError as error:
+            advice = "load by `stio.load_into(assign=True)`"
+            raise ModelMismatchError(str(error).replace("pass assign=True", advice)) from error
+        return _compared(model, checkpoint.keys(), strict=strict, missing=report.missing)
+
+
+def _compared(
+    model: nn.Module, loaded: Iterable[str], *, strict: bool, missing: Iterable[str] | None = None
+) -> _IncompatibleKeys:
+    """Return the names that only the model or only the checkpoint has.
+
+    Args:
+        model: The model.
+        loaded: Names of the checkpoint.
+        strict: Whether they must be those of the model, but for names on memory that was filled under another name.
+        missing: Names that are missing for `strict`; None: all that only the model has.
+
+    Raises:
+        RuntimeError: They must, and are not.
+    """
+    known, loaded = model.state_dict(), dict.fromkeys(loaded)
+    absent, unexpected = [name for name in known if name not in loaded], [name for name in loaded if name not in known]
+    if not strict:
+        return _IncompatibleKeys(absent, unexpected)
+    tensors = {name: value for name, value in known.items() if isinstance(value, torch.Tensor)}
+    filled = {get_torch_storage_id(value) for name, value in tensors.items() if name in loaded and _is_complete(value)}
+    tied = {name for name, value in tensors.items() if get_torch_storage_id(value) in filled}
+    missing = set(absent if missing is None else missing) - tied
+    _require_no_names(model, sorted(missing), unexpected)
+    return _IncompatibleKeys([], [])
 
 
 def load_state_dict_from_file(
@@ -348,23 +355,91 @@ def load_state_dict_from_file(
     Raises:
         FileNotFoundError: There is no such file.
         ValueError: It is not a safetensors file (`FormatError`).
+        TypeError: A function as `map_location` of safetensors: it would need storages, and there are none.
         OSError: Its metadata name another format; the system refused.
     """
     path = os.fsdecode(checkpoint_file)
-    opened = checkpoint_file.opened if isinstance(checkpoint_file, OpenFile) else None
-    if opened is None and not Path(path).is_file():
-        raise not_found(path)
-    if safe or _is_safetensors(path):
-        return load_safetensors(path, map_location, safe=safe, opened=opened)
-    if not weights_only:
-        logger.warning(
-            "%s is loaded without torch's restricted unpickler: it can execute arbitrary code at load time. Trust "
-            "where it comes from",
-            printable(path),
+    if not Path(path).is_file():
+        raise CheckpointNotFoundError(
+            f"No checkpoint file found at '{printable(path)}'; is the path right, and the download complete?"
         )
-    return torch.load(checkpoint_file, map_location=map_location, weights_only=weights_only, mmap=mmap)
+    if not safe and not _is_safetensors(path):
+        if not weights_only:
+            logger.warning(
+                "%s is loaded without torch's restricted unpickler: it can execute arbitrary code at load time. Trust "
+                "where it comes from",
+                printable(path),
+            )
+        return torch.load(checkpoint_file, map_location=map_location, weights_only=weights_only, mmap=mmap)
+    device = _device(map_location)
+
+    async def load() -> dict[str, torch.Tensor]:
+        async with stio.open(path, device=device if device.type in _BY_STIO else "cpu") as checkpoint:
+            _require_format(checkpoint)
+            return await checkpoint.load()
+
+    with _refusals(path, safe=safe):
+        if path.endswith(INDEX_SUFFIX):
+            raise FormatError("an index holds no tensors", path=path)  # stio would load its shards
+        tensors = run_blocking(load())
+    return tensors if device.type in _BY_STIO else {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def _is_safetensors(filename: str | os.PathLike[str]) -> bool:
+def _device(map_location: MapLocation) -> torch.device:
+    if isinstance(map_location, Mapping):
+        map_location = map_location.get("cpu")
+    if callable(map_location):
+        raise TypeError("map_location is a device or a mapping of devices for safetensors files, not a function")
+    device = torch.device("cpu" if map_location is None else map_location)
+    if device.type == "meta":
+        logger.warning("map_location='meta' is not possible for a safetensors file; its tensors are loaded to the CPU")
+        return torch.device("cpu")
+    return device
+
+
+def _is_safetensors(filename: str) -> bool:
     """Return whether a name is that of a safetensors file; some systems ignore case."""
-    return os.fsdecode(filename).lower().endswith(FILE_SUFFIX)
+    return filename.lower().endswith(FILE_SUFFIX)
+
+
+def _require_format(checkpoint: stio.Checkpoint) -> None:
+    """Require that metadata, where they name a format, name one of torch's weights."""
+    found = checkpoint.metadata.get("format", "pt")
+    if found not in _FORMATS:
+        raise StorageError(
+            "the file does not contain the valid metadata: it was not saved as weights for torch",
+            errno=errno.EINVAL,
+            expected=f"format: one of {', '.join(_FORMATS)}",
+            found=found,
+        )
+
+
+@contextmanager
+def _refusals(path: str | os.PathLike[str], *, safe: bool) -> Iterator[None]:
+    """Raise errors about files in the words of the hub."""
+    shown = printable(os.fspath(path))
+    none = f"{'Directory ' if os.path.isdir(path) else ''}'{shown}' does not contain a valid checkpoint"
+    try:
+        yield
+    except FormatError as error:
+        if not safe:
+            raise
+        raise FormatError(
+            f"Cannot load '{shown}' as safetensors. If it is a pickle, pass `safe=False` to allow it; a pickle can run "
+            "code when it is loaded"
+        ) from error
+    except CheckpointNotFoundError as error:
+        raise NoCheckpointError(f"{none}: {error}") from error
+    except (AmbiguousCheckpointError, IndexFormatError, UnsafePathError) as error:
+        before, after = "Invalid index file: ", ""
+        if error.message.startswith("shard name"):
+            before = "Invalid shard filename in index file: "
+            after = f". Expected '{FILE_SUFFIX}' extension"
+        if isinstance(error, UnsafePathError):
+            before, after = before if after else "", ". Shard filenames must be relative paths without '..' components"
+        elif isinstance(error, AmbiguousCheckpointError):
+            before = f"{none}: "
+        message = error.message.replace("pass follow_symlinks=True", "load by `stio.load_into(follow_symlinks=True)`")
+        error.message = before + message + after
+        error.args = (error.message,)
+        raise

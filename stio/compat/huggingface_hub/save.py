@@ -1,5 +1,6 @@
 """Saves to a directory by the hub's rules. The transaction is that of every save; its policy is `HubDirectory.plan`.
 
+Of names whose tensors overlap on one storage, one is saved: the first of those that cover the storage.
 The files always have the hub's names, and the same files are removed as by the hub. A directory is a `Destination`, so
 shards are written as in any other save; `torch.save` writes pickles into the transaction's staging directory. Several
 processes may save to one directory at once: each publication replaces the files that exist at that moment.
@@ -10,22 +11,25 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from stio.errors import StioError, StorageError
+from stio.compat.safetensors.torch import _find_shared_tensors, _remove_duplicate_names
+from stio.device.describe import describe_tensors
+from stio.device.tensor_memory import ON_META
+from stio.errors import DeviceError, StioError, StorageError, printable
 from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, index_name, is_checkpoint_file
-from stio.runtime.blocking import run_blocking
-from stio.runtime.contexts import contextmanager
+from stio.runtime.notifier import run_blocking
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files
-from stio.storage.checks import resolve_links
+from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.destination import CommitPlan, LocalDestination, existing_checkpoint
 from stio.storage.commit.directory_lock import directory_lock
@@ -33,6 +37,36 @@ from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, writ
 from stio.storage.commit.transaction import LocalTransaction
 
 _FORMAT = {"format": "pt"}
+
+
+def require_plain(pattern: str) -> None:
+    """Require a pattern that names files of one directory, each by a name of its own."""
+    if set(index_name(pattern)) & {"/", "\\", "\0"}:
+        raise ValueError(f"filename_pattern {printable(pattern)!r} must name files, without a directory or NUL")
+
+
+def without_duplicates(
+    tensors: Mapping[str, torch.Tensor], discard: Collection[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors without all but one of the names that share memory, and the saved name of each dropped one.
+
+    A tensor that overlaps with none is saved whether or not it covers its storage.
+
+    Raises:
+        SharedTensorsError: Tensors overlap, and none of them covers the storage.
+        DeviceError: A tensor on meta.
+        TypeError: A value is not a tensor, or a tensor without memory of its own; a name is not text.
+        ValueError: A tensor that cannot be saved: sparse, nested, freed.
+    """
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+            raise DeviceError(f"tensor {printable(name)!r} {ON_META}")
+    describe_tensors(tensors)  # refuses what cannot be saved
+    groups = [group for group in _find_shared_tensors(tensors) if len(group) > 1]
+    shared = {name: tensors[name] for group in groups for name in group}
+    duplicates = _remove_duplicate_names(shared, discard_names=discard)
+    dropped = {name: saved for saved, names in duplicates.items() for name in names}
+    return {name: tensor for name, tensor in tensors.items() if name not in dropped}, dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +90,12 @@ class HubDirectory:
             StorageError: The operating system refused.
         """
         real, home_fd = self._open()
-        with self.refusals():
-            destination = LocalDestination(self.path, "update", real, "")
-            return LocalTransaction(destination, self.plan, durable=True, last_wins=True, home_fd=home_fd)
+        destination = LocalDestination(self.path, "update", real, "")
+        return LocalTransaction(destination, self.plan, durable=True, last_wins=True, home_fd=home_fd)
 
     def clear(self) -> None:
         """Remove the old checkpoint if no new one replaces it; its index first."""
-        with closing(self._open()[1]) as home_fd, self.refusals(), directory_lock(home_fd, self.path):
+        with closing(self._open()[1]) as home_fd, _refusals(self.path), directory_lock(home_fd, self.path):
             for name in self.plan(home_fd, "").existing.files:
                 calls.unlink(name, dir_fd=home_fd)
                 if name.endswith(INDEX_SUFFIX):
@@ -73,11 +106,11 @@ class HubDirectory:
         """Make the plan of a save by the hub's rules; a `CommitPolicy`."""
         index = index_name(self.pattern)
         raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=self.path)
-        sharded = len(self.files) > 1
+        is_sharded = len(self.files) > 1
         old = self._old_names(home_fd, index, raw) if self.removes else []
-        names = [name for name in (*old, *self.files) if not (sharded and name == index)]
+        names = [name for name in (*old, *self.files) if not (is_sharded and name == index)]
         existing = existing_checkpoint(home_fd, index, raw, names)
-        if not sharded:
+        if not is_sharded:
             return CommitPlan("file", self.files, None, existing)
         # Existing names are replaced one by one. After a crash, recovery completes the replacement from a record.
         taken = existing.files.keys() & set(self.files)
@@ -90,31 +123,26 @@ class HubDirectory:
             rf"{re.escape(before)}(-[0-9]{{5}}-of-[0-9]{{5}})?{re.escape(after)}({re.escape(INDEX_SUFFIX)})?"
         )
         names = [name for name in sorted(os.listdir(home_fd)) if rule.fullmatch(name)]
-        own: list[str] = []
         if raw is not None and index.endswith(FILE_SUFFIX + INDEX_SUFFIX):
-            try:
+            with suppress(StioError):  # a broken index names no files
                 # Shards with a save id in their names are found by the index only: later saves need it to remove them.
-                shards = parse_index(raw, path=index).shards
-                own = [name for name in shards if is_checkpoint_file(name, self.pattern)]
-            except StioError:
-                pass  # a broken index names no files
-        return sorted(dict.fromkeys((*names, *own)), key=lambda name: not name.endswith(INDEX_SUFFIX))
+                names += [
+                    name for name in parse_index(raw, path=index).shards if is_checkpoint_file(name, self.pattern)
+                ]
+        return sorted(dict.fromkeys(names), key=lambda name: not name.endswith(INDEX_SUFFIX))
 
     def _open(self) -> tuple[str, int]:
         """Return the path of the directory without links, and the directory, open."""
-        with self.refusals("opening the directory", (StorageError, FileNotFoundError, NotADirectoryError)):
+        try:
             real = resolve_links(self.path)
             return real, calls.open_directory(real)
-
-    @contextmanager
-    def refusals(self, action: str = "saving", passed: tuple[type[OSError], ...] = (StorageError,)) -> Iterator[None]:
-        """Raise a `StorageError` for an error of the operating system, but for those that are `passed` on."""
-        try:
-            yield
-        except passed:
+        except (StorageError, FileNotFoundError, NotADirectoryError):
             raise
         except OSError as error:
-            raise write_refused(action, self.path, error) from error
+            raise write_refused("opening the directory", self.path, error) from error
+
+
+_refusals = partial(refusals, "saving", error_of=write_refused, caught=(OSError,))
 
 
 def index_text(metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> bytes:
@@ -156,7 +184,7 @@ def save_pickles(
     """Save files by `torch.save`; returns when they are durable and in place."""
     transaction = place.begin()
     try:
-        with place.refusals():
+        with _refusals(place.path):
             for file, names in split.items():
                 # By path: torch names the archive's inner directory after the file.
                 torch.save({name: state_dict[name] for name in names}, os.path.join(transaction.files_path, file))

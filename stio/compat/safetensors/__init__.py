@@ -3,23 +3,21 @@
 Reading runs in the caller's thread. It maps the file and copies nothing, or reads the requested bytes only
 (`backend="pread"`). Saving is atomic and durable. Intended differences are described at each function.
 
-`_open` has `safe_open`; `_file` has the open file and the base class of a framework; `_arrays`
-(numpy), `_tensors` (torch) and `_accelerator` (torch on a device) are the frameworks. `_prefetch` reads declared
-tensors in the background, `_specs` and `_serialize` have raw tensors without torch, `torch` the saves and shared
-memory, `_errors` the original's errors, `_installed` the objects of `stio.compat.install`. `numpy` works without torch,
-and only a load to a device and a prefetch import stio's loads.
+Start with `_open`, which has `safe_open` and numpy's arrays. `_file` has the open file, the base class of a framework
+and the errors; `_tensors` makes torch's tensors, and loads them to devices and in the background; `_serialize` has raw
+tensors without torch, `torch` the saves and shared memory, `_installed` the objects of `stio.compat.install`. `numpy`
+works without torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from stio.compat.safetensors._errors import SafetensorError
+from stio.compat.safetensors._file import SafetensorError
 from stio.compat.safetensors._open import PySafeSlice, TensorMeta, _safe_open_handle, safe_open
-from stio.compat.safetensors._serialize import deserialize, serialize, serialize_file
-from stio.compat.safetensors._specs import TensorSpec
+from stio.compat.safetensors._serialize import TensorSpec, deserialize, serialize, serialize_file
 
 if TYPE_CHECKING:
-    from stio.compat.safetensors._prefetch import PrefetchLoader as PrefetchLoader
+    from stio.compat.safetensors._tensors import PrefetchLoader as PrefetchLoader
 
 __all__ = [
     "PrefetchLoader",
@@ -45,5 +43,5 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name != "PrefetchLoader":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = import_module("stio.compat.safetensors._prefetch").PrefetchLoader
+        value = globals()[name] = import_module("stio.compat.safetensors._tensors").PrefetchLoader
         return value

@@ -19,8 +19,8 @@ import numpy as np
 from stio.compat.safetensors import _open, _serialize
 from stio.compat.safetensors import numpy as numpy_names
 from stio.compat.safetensors import torch as torch_names
-from stio.compat.safetensors._errors import SafetensorError
-from stio.compat.safetensors._specs import TensorSpec
+from stio.compat.safetensors._file import SafetensorError
+from stio.compat.safetensors._serialize import TensorSpec
 from stio.format.dtypes import LIBRARY_NAMES
 
 originals: dict[str, Any] = {}
@@ -43,7 +43,7 @@ class _KnowsOriginal(type):
 def _kinds(cls: _KnowsOriginal) -> tuple[type, ...]:
     if "drop_in" not in vars(cls):  # a subclass of users
         return ()
-    drop_in = cls.drop_in or getattr(sys.modules.get("stio.compat.safetensors._prefetch"), cls.__name__, None)
+    drop_in = cls.drop_in or getattr(sys.modules.get("stio.compat.safetensors._tensors"), cls.__name__, None)
     return tuple(kind for kind in (drop_in, originals.get(cls.__name__)) if isinstance(kind, type))
 
 

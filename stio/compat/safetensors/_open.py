@@ -1,25 +1,44 @@
-"""`safe_open`: a file whose tensors are made on request.
+"""`safe_open`: a file whose tensors are made on request; and numpy's arrays, which need no torch.
 
 The header is read and checked at once, in the caller's thread. After the `with` block the file object holds nothing;
-tensors and slices made from it stay valid. torch is imported by the first file that is opened for it, so that
-a program that uses numpy only does not import it.
+tensors and slices made from it stay valid. torch is imported by the first file that is opened for it.
+
+Whole arrays are views of the mapping, or have memory of their own (`pread`). They are writable; writing never changes
+the file. numpy itself has no bfloat16 and no float8: these work once `ml_dtypes` has been imported.
 """
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast, final
 
-from stio.compat.safetensors._arrays import Arrays
-from stio.compat.safetensors._errors import SafetensorError, require_plain, wrong_type
-from stio.compat.safetensors._file import Backend, DropInFile, Framework
+import numpy as np
+
+from stio.compat.safetensors._file import (
+    Backend,
+    DropInFile,
+    Framework,
+    SafetensorError,
+    UnsupportedDtypeError,
+    checked,
+    offsets_in,
+    reading,
+    require_plain,
+    wrong_type,
+)
+from stio.format.dtypes import LIBRARY_NAMES
+from stio.format.header import Header
+from stio.format.slicing import select
+from stio.runtime.memory import Region
 
 if TYPE_CHECKING:
-    from stio.compat.safetensors._prefetch import PrefetchLoader
+    from stio.compat.safetensors._tensors import PrefetchLoader
 
 FRAMEWORKS = {
     **dict.fromkeys(("pt", "torch", "pytorch"), "torch"),
@@ -57,9 +76,7 @@ def _framework(name: object, device: str | int) -> Callable[[], Framework]:
         raise SafetensorError(f"framework {name} is not supported here: open the file for 'np', and convert")
     if kind == "numpy":
         return lambda: Arrays(device)
-    if device == "cpu":
-        return lambda: cast(Framework, import_module("stio.compat.safetensors._tensors").Tensors(device))
-    return lambda: cast(Framework, import_module("stio.compat.safetensors._accelerator").AcceleratorTensors(device))
+    return lambda: cast(Framework, import_module("stio.compat.safetensors._tensors").Tensors(device))
 
 
 def _device(device: object) -> str | int:
@@ -261,7 +278,7 @@ class safe_open:  # noqa: N801 -- the original's name
         if operator.index(threads) < 1:
             raise ValueError(f"threads must be positive, not {threads}")
         where = self._device if device is None else _device(device)
-        start = import_module("stio.compat.safetensors._prefetch").prefetch
+        start = import_module("stio.compat.safetensors._tensors").prefetch
         return cast("PrefetchLoader", start(file, plan, where, threads=threads, budget_bytes=budget_bytes))
 
     def __reduce__(self) -> Any:
@@ -302,3 +319,80 @@ def _row(file: DropInFile, name: str) -> int:
         return file.header.positions[name]
     except KeyError:
         raise SafetensorError(f"File does not contain tensor {name}") from None
+
+
+# numpy arrays.
+
+Array = np.ndarray[Any, Any]
+
+_IN_NUMPY = ("F64", "F32", "F16", "I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8", "C64")
+NUMPY_TYPES: dict[str, Any] = {name: getattr(np, LIBRARY_NAMES[name]) for name in _IN_NUMPY} | {"BOOL": bool}
+"""Types that numpy has by itself. It finds the others by name once `ml_dtypes` has registered them."""
+
+# On a little-endian machine `newbyteorder("<")` would be another object, with "<f4" for memoryview, which it refuses.
+_DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(kind) if sys.byteorder == "little" else np.dtype(kind).newbyteorder("<")
+    for name, kind in NUMPY_TYPES.items()
+}
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """Return numpy's dtype for one of the format.
+
+    Raises:
+        UnsupportedDtypeError: numpy has none.
+    """
+    found = _DTYPES.get(dtype)
+    if found is not None:
+        return found
+    name = LIBRARY_NAMES.get(dtype)
+    if name is None or dtype == "F4":  # packed in the file, and in no type of `ml_dtypes`
+        raise UnsupportedDtypeError(f"Dtype not understood: {dtype}; numpy has no such type")
+    try:
+        return np.dtype(name)
+    except TypeError as error:
+        raise UnsupportedDtypeError(
+            f"data type {name!r} not understood: import ml_dtypes first, or use framework='pt'"
+        ) from error
+
+
+class Arrays(Framework):
+    """Makes numpy arrays; see `Framework`."""
+
+    def __init__(self, device: str | int) -> None:
+        if device != "cpu":
+            raise SafetensorError(f"Device {device} is not supported for framework numpy")
+
+    def make(self, region: Region, header: Header, rows: slice) -> dict[str, Array]:
+        columns = header.names[rows], header.dtypes[rows], header.shapes[rows], offsets_in(header, rows)
+        base = region.address - ctypes.addressof(region.owner)
+        return {
+            name: _array(region.owner, base + offset, numpy_dtype(dtype), shape)
+            for name, dtype, shape, offset in zip(*columns, strict=True)
+        }
+
+    def make_part(self, file: DropInFile, row: int, index: Any) -> Array:
+        header = file.header
+        shape, kind = header.shapes[row], numpy_dtype(header.dtypes[row])
+        index = checked(index, shape, negative_steps=True)
+        if file.is_mapped:
+            rows = slice(row, row + 1)
+            return np.asarray(self.make(file.region_of(rows), header, rows)[header.names[row]][index], order="C")
+        with reading(file.path):
+            selection = select(index, shape, kind.itemsize)
+        region = file.gather(row, selection)
+        base = region.address - ctypes.addressof(region.owner)
+        compact = _array(region.owner, base, kind, selection.read_shape)
+        if selection.post is not None:
+            compact = compact[(*selection.post, ...)]
+        if selection.flip:
+            compact = np.flip(compact, selection.flip)
+        return np.asarray(compact, order="C")
+
+
+def _array(owner: Any, at: int, kind: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Return the array at an offset in memory, or a copy of it if it would not be aligned."""
+    if 0 in shape:
+        return np.zeros(shape, kind)
+    array: Array = np.ndarray(shape, kind, owner, at)
+    return array if array.flags.aligned else array.copy()

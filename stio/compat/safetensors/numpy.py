@@ -12,11 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from stio.compat.safetensors._arrays import numpy_dtype
-from stio.compat.safetensors._errors import require_plain
-from stio.compat.safetensors._open import safe_open
-from stio.compat.safetensors._serialize import deserialize, parsed, serialize, serialize_file
-from stio.compat.safetensors._specs import TensorSpec
+from stio.compat.safetensors._file import require_plain
+from stio.compat.safetensors._open import numpy_dtype, safe_open
+from stio.compat.safetensors._serialize import TensorSpec, deserialize, parsed, serialize, serialize_file
 
 __all__ = ["load", "load_file", "save", "save_file"]
 

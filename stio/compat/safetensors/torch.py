@@ -18,28 +18,34 @@ import ctypes
 import errno
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from stio.compat.safetensors._errors import SafetensorError, reading, require_plain, saving
-from stio.compat.safetensors._file import copied
+from stio.compat.safetensors._file import SafetensorError, copied, reading, require_plain, saving
 from stio.compat.safetensors._open import path_of, safe_open
-from stio.compat.safetensors._serialize import header_for, new_bytes, parsed
-from stio.compat.safetensors._specs import TensorSpec, checked_metadata, checked_name, unknown_dtype
+from stio.compat.safetensors._serialize import (
+    TensorSpec,
+    checked_metadata,
+    checked_name,
+    header_for,
+    parsed,
+    unknown_dtype,
+)
 from stio.compat.safetensors._tensors import Tensors
-from stio.device.copy_out import copy_out
 from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import require_data_of, require_no_placeholders
 from stio.device.tensors import FORMAT_DTYPES, tensors_in
-from stio.device.torch_private import copy_of
+from stio.device.torch_private import conj_neg_bits, copy_of
+from stio.errors import SharedTensorsError, printable
 from stio.format.sharding import TensorSource
 from stio.format.shared import overlap_groups
 from stio.loading.module_tree import require_memory_of
-from stio.runtime.blocking import run_blocking
 from stio.runtime.memory import Region
+from stio.runtime.notifier import run_blocking
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
 from stio.saving.plan import WritePlan, plan_files
@@ -71,15 +77,16 @@ def _end_ptr(tensor: torch.Tensor) -> int:
 def _find_shared_tensors(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
     """Return sets of names whose tensors overlap; a name that overlaps with none is alone in its set.
 
-    Tensors without memory (on meta, or empty) are in no set.
+    Tensors without memory (on meta, or empty) are in no set. With a pending conjugation or negation the same memory has
+    other values, which are no duplicate.
     """
-    on_storage: defaultdict[tuple[torch.device, int, int], set[str]] = defaultdict(set)
+    on_storage: defaultdict[Hashable, set[str]] = defaultdict(set)
     for name, tensor in tensors.items():
         if tensor.device.type == "meta":
             continue
         address = storage_ptr(tensor)
         if address and (nbytes := storage_size(tensor)):
-            on_storage[tensor.device, address, nbytes].add(name)
+            on_storage[tensor.device, address, nbytes, conj_neg_bits(tensor)].add(name)
     groups = []
     for names in on_storage.values():
         if len(names) == 1:
@@ -91,8 +98,15 @@ def _find_shared_tensors(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
 
 
 def _is_complete(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor covers its whole storage."""
-    return tensor.data_ptr() == storage_ptr(tensor) and tensor.numel() * tensor.itemsize == storage_size(tensor)
+    """Return whether a tensor's elements are exactly its storage, in any order of dimensions."""
+    if tensor.storage_offset() or tensor.nbytes != storage_size(tensor):
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)) if tensor.nbytes else ():
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _remove_duplicate_names(
@@ -112,14 +126,14 @@ def _remove_duplicate_names(
         discard_names: Names to avoid.
 
     Raises:
-        RuntimeError: No name of a group covers its storage.
+        SharedTensorsError: No name of a group covers its storage.
     """
     preferred, discarded = set(preferred_names or ()), set(discard_names or ())
     to_remove: defaultdict[str, list[str]] = defaultdict(list)
     for names in _find_shared_tensors(tensors):
         complete = {name for name in names if _is_complete(tensors[name])}
         if not complete:
-            raise RuntimeError(
+            raise SharedTensorsError(
                 "Error while trying to find names to remove to save state dict, but found no suitable name to keep for "
                 f"saving amongst: {names}. None is covering the entire storage. Refusing to save/load the model since "
                 "you could be storing much more memory than needed; clone what is a part of something larger."
@@ -152,15 +166,12 @@ def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = Non
         sources = {source.name: source for source in describe_tensors(tensors)}
     require_no_placeholders([*sources.values()])
     header, order = header_for(((name, source.dtype, source.shape) for name, source in sources.items()), text)
-    result, target = new_bytes(header, sum(source.nbytes for source in sources.values()))
-    copies, at = [], 0
-    for name in order:
-        nbytes = sources[name].nbytes
-        copies.append((sources[name].data, 0, target.sub(at, nbytes)))
-        at += nbytes
-    with saving():
-        copy_out(copies)
-    return result
+    return b"".join([header, *(_bytes_of(sources[name].data) for name in order)])
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    """Return an array over the bytes of a contiguous tensor, or over those of a copy on the CPU."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy()
 
 
 def save_file(
@@ -293,13 +304,19 @@ def load_model(
             name for name in names if name not in missing
         ]  # the file has two names for the same memory of the module
         missing -= set(names)
-    if strict and (missing or unexpected):
-        lines = [f"Error(s) in loading state_dict for {type(model).__name__}:"]
-        for kind, found in (("Missing", sorted(missing)), ("Unexpected", sorted(unexpected))):
-            if found:
-                lines.append(f"    {kind} key(s) in state_dict: " + ", ".join(f'"{name}"' for name in found))
-        raise RuntimeError("\n".join(lines))
+    if strict:
+        _require_no_names(model, sorted(missing), sorted(unexpected))
     return missing, unexpected
+
+
+def _require_no_names(model: torch.nn.Module, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Raise RuntimeError, as torch does, if a model and its checkpoint have not the same names."""
+    lines = [f"Error(s) in loading state_dict for {type(model).__name__}:"]
+    for kind, names in (("Missing", missing), ("Unexpected", unexpected)):
+        if names:
+            lines.append(f"    {kind} key(s) in state_dict: " + ", ".join(f'"{printable(name)}"' for name in names))
+    if len(lines) > 1:
+        raise RuntimeError("\n".join(lines))
 
 
 def _evaluate_tensors_for_save(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -329,7 +346,7 @@ def _evaluate_tensors_for_save(tensors: Mapping[str, torch.Tensor]) -> None:
         _evaluate_tensor(name, tensor)
 
 
-def _evaluate_tensor(name: str, tensor: torch.Tensor) -> None:
+def _require_contiguous(name: str, tensor: torch.Tensor) -> None:
     if not tensor.is_contiguous():
         raise ValueError(
             f"You are trying to save a non contiguous tensor: `{name}` which is not allowed. It either means you are "
@@ -337,6 +354,10 @@ def _evaluate_tensor(name: str, tensor: torch.Tensor) -> None:
             "full tensors, and reslice at load time, or simply call `.contiguous()` on your tensor to pack it before "
             "saving."
         )
+
+
+def _evaluate_tensor(name: str, tensor: torch.Tensor) -> None:
+    _require_contiguous(name, tensor)
     if tensor.device.type == "meta":
         raise NotImplementedError(f"Cannot copy out of meta tensor; no data! (`{name}`)")  # a RuntimeError
     if tensor.dtype not in FORMAT_DTYPES:

@@ -28,8 +28,8 @@ from functools import cache
 
 from stio.errors import ConcurrentSaveError, printable
 from stio.runtime import clock
-from stio.runtime.contexts import contextmanager
-from stio.runtime.log import log
+from stio.runtime.process import contextmanager
+from stio.runtime.text import log
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.files import FileAttributes, status_at

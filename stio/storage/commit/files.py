@@ -37,10 +37,10 @@ from typing import Self
 
 from stio import native
 from stio.errors import NoSpaceError, StorageError
-from stio.runtime.contexts import contextmanager
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
+from stio.runtime.process import contextmanager
 from stio.storage.base import Identity
 from stio.storage.checks import OPEN_FLAGS, UNSUPPORTED, open_by_rule, refusals, refused, require_regular, stat_by_rule
 from stio.storage.commit import syscalls as calls

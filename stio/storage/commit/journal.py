@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from stio.format.naming import INDEX_SUFFIX
-from stio.runtime.log import log
+from stio.runtime.text import log
 from stio.storage.base import Note
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls

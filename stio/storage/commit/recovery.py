@@ -29,7 +29,7 @@ from operator import add
 
 from stio.errors import CheckpointNotFoundError, ConcurrentSaveError
 from stio.runtime import clock
-from stio.runtime.log import log
+from stio.runtime.text import log
 from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import (

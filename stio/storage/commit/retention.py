@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 from stio.errors import StioError, listed, printable
 from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, is_shard_name
-from stio.runtime.contexts import contextmanager
-from stio.runtime.log import log
+from stio.runtime.process import contextmanager
+from stio.runtime.text import log
 from stio.storage.base import Identity
 from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls

@@ -28,10 +28,10 @@ from typing import Literal, Self
 import msgspec
 
 from stio.errors import StorageError
-from stio.runtime.hashing import Hasher
-from stio.runtime.log import log
+from stio.format.manifest import Hasher
 from stio.runtime.memory import allocate
 from stio.runtime.operation import mark_progress
+from stio.runtime.text import log
 from stio.storage.base import Ending, Note, Transaction, digest_of_source
 from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls

@@ -1,4 +1,4 @@
-"""The drop-in and huggingface_hub side by side, on random state dicts: the same split, files, index and refusals."""
+"""The drop-in and huggingface_hub side by side, on random state dicts: the same files, index and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch import nn
 from stio.compat import huggingface_hub as ours
 
 theirs = pytest.importorskip("huggingface_hub.serialization")
-base = pytest.importorskip("huggingface_hub.serialization._base")
 
 QUICK = settings(
     max_examples=int(os.environ.get("HUB_EXAMPLES", "60")), deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -99,36 +98,6 @@ def is_better(state: Mapping[str, torch.Tensor]) -> bool:
 
 
 @QUICK
-@given(state=state_dicts(), most=SIZES, pattern=st.sampled_from(["model{suffix}.safetensors", "x{suffix}.bin"]))
-def test_split(state: dict[str, torch.Tensor], most: Any, pattern: str) -> None:
-    mine = ours.split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=most)
-    other = theirs.split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=most)
-    assert vars(mine) == vars(other)
-    assert list(mine.tensor_to_filename.items()) == list(other.tensor_to_filename.items())
-    assert list(mine.filename_to_tensors) == list(other.filename_to_tensors)
-
-
-@QUICK
-@given(
-    values=st.dictionaries(
-        NAMES, st.one_of(st.tuples(st.sampled_from([None, 1, 2]), st.integers(0, 9)), st.just("text"))
-    ),
-    most=st.integers(0, 12),
-)
-def test_factory(values: dict[str, Any], most: int) -> None:
-    keywords: dict[str, Any] = {
-        "get_storage_size": lambda value: value[1],
-        "get_storage_id": lambda value: value[0],
-        "filename_pattern": "f{suffix}",
-        "max_shard_size": most,
-    }
-    mine = ours.split_state_dict_into_shards_factory(values, **keywords)
-    other = theirs.split_state_dict_into_shards_factory(values, **keywords)
-    assert vars(mine) == vars(other)
-    assert list(mine.tensor_to_filename) == list(other.tensor_to_filename)
-
-
-@QUICK
 @given(
     state=state_dicts(),
     most=SIZES,
@@ -181,18 +150,6 @@ def all_contiguous(state: Mapping[str, torch.Tensor]) -> bool:
 def same_but_for_order(one: bytes, two: bytes) -> bool:
     cut = 8 + int.from_bytes(one[:8], "little")
     return len(one) == len(two) and one[cut:] == two[cut:] and sorted(one[:cut]) == sorted(two[:cut])
-
-
-@QUICK
-@given(text=st.one_of(st.from_regex(r"\s?[0-9]{0,3}(\.[0-9]{0,3})?(e[0-9])? ?[KMGTkx][Bb]\s?", fullmatch=True), TEXT))
-def test_sizes(text: str) -> None:
-    (mine, failed), (other, refused) = outcome(ours.parse_size_to_int, text), outcome(base.parse_size_to_int, text)
-    if refused is None and other > 0:
-        assert mine == other
-    elif failed is not None:
-        assert isinstance(failed, ValueError)
-    else:
-        assert text.strip().isdigit()  # Better: digits alone are bytes
 
 
 class Model(nn.Module):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors import safe_open
@@ -86,12 +87,17 @@ def test_saving_a_model_is_saving_its_state(tmp_path: Path) -> None:
     save.assert_called_once_with(state_dict=model.state_dict.return_value, save_directory=tmp_path, **keywords)
 
 
-def test_saving_splits_through_the_module(tmp_path: Path) -> None:
-    found = hub.StateDictSplit({"total_size": 7}, {"x.safetensors": ["layer.1"]}, {"layer.1": "x.safetensors"})
-    with mock.patch("stio.compat.huggingface_hub.split_torch_state_dict_into_shards", return_value=found) as split:
-        hub.save_torch_state_dict(state(), tmp_path, max_shard_size="7KB")
-    assert split.call_args.kwargs == {"filename_pattern": "model{suffix}.safetensors", "max_shard_size": "7KB"}
-    assert names_in(tmp_path) == ["x.safetensors"]
+@pytest.mark.parametrize(("most", "num_files"), [("1KiB", 1), ("1.0 kb", 2), ("1000", 2), (1024, 1), (1023, 2), (0, 2)])
+def test_b_sizes_of_shards(tmp_path: Path, most: Any, num_files: int) -> None:
+    hub.save_torch_state_dict({"a": torch.ones(128), "b": torch.ones(128)}, tmp_path, max_shard_size=most)
+    assert len(list(tmp_path.glob("*.safetensors"))) == num_files
+
+
+@pytest.mark.parametrize("most", [-1, "-1KB", "infGB", "1XB", ""])
+def test_b_no_sizes(tmp_path: Path, most: Any) -> None:
+    with pytest.raises(ValueError, match="size"):
+        hub.save_torch_state_dict(state(), tmp_path, max_shard_size=most)
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.parametrize("pattern", ["model.fp16{suffix}.safetensors", "a{suffix}b.safetensors", "weights{suffix}.bin"])
@@ -421,18 +427,22 @@ def test_no_warning_on_a_running_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_huggingface_hub_is_not_needed(torch_zygote: Any) -> None:
+def test_what_to_install_is_named(torch_zygote: Any) -> None:
     code = (
-        "import sys; sys.modules['huggingface_hub'] = sys.modules['safetensors'] = None\n"
-        "import tempfile, torch\n"
-        "from stio.compat.huggingface_hub import save_torch_state_dict, load_state_dict_from_file\n"
-        "where = tempfile.mkdtemp()\n"
-        "save_torch_state_dict({'a': torch.ones(2)}, where)\n"
-        "print(load_state_dict_from_file(where + '/model.safetensors')['a'].tolist())"
+        "import sys; sys.modules['huggingface_hub'] = None\n"
+        "import stio.sync, stio.compat.safetensors.torch\n"
+        "try:\n"
+        "    import stio.compat.huggingface_hub\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
     )
     done = subprocess.run([torch_zygote.python, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[1.0, 1.0]"
+    assert done.stdout.endswith("which is not installed: pip install 'stio-torch[hub]'\n"), done.stderr
+
+
+def test_the_split_is_the_hubs_own() -> None:
+    for name in ("StateDictSplit", "split_torch_state_dict_into_shards", "get_torch_storage_id"):
+        assert getattr(hub, name) is getattr(huggingface_hub, name)
 
 
 def test_names_are_sorted_and_there() -> None:

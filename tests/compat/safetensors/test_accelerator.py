@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import safetensors.torch as official
 import torch
+from fakes import FakeDevice
 from support import nothing_left, ramp, require_equal
 
-from stio.compat.safetensors import SafetensorError, _accelerator, safe_open
+from stio.compat.safetensors import SafetensorError, _tensors, safe_open
 from stio.compat.safetensors.torch import load_file, load_model
 from stio.device.base import resolve_device
 from stio.errors import DeviceError, StorageError
 from stio.storage.local import LocalFile
-from stio.testing import FakeDevice
 
 BACKENDS = ("mmap", "pread")
 
@@ -47,7 +47,7 @@ def file(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Stand for "cuda:0"."""
     fake = FakeDevice()
-    monkeypatch.setattr(_accelerator, "served", lambda device: fake if device in ("cuda:0", 0) else None)
+    monkeypatch.setattr(_tensors, "served", lambda device: fake if device in ("cuda:0", 0) else None)
     return fake
 
 
@@ -97,7 +97,7 @@ def test_a_device_that_the_engine_does_not_serve_is_torch_s(
         moved.append(device)
         return self
 
-    monkeypatch.setattr(_accelerator, "served", lambda device: None)
+    monkeypatch.setattr(_tensors, "served", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "to", to)
     require_equal(load_file(file, device="xla"), tensors)
     assert moved == ["xla:0"] * len(tensors)
@@ -106,7 +106,7 @@ def test_a_device_that_the_engine_does_not_serve_is_torch_s(
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_a_device_that_is_not_there(file: Path) -> None:
     for device in ("cuda", "cuda:5", "xpu", "mps"):
-        assert _accelerator.served(device) is None
+        assert _tensors.served(device) is None
     with pytest.raises((RuntimeError, AssertionError)):
         load_file(file, device="cuda")
 
@@ -114,10 +114,10 @@ def test_a_device_that_is_not_there(file: Path) -> None:
 @pytest.mark.parametrize("has_streams", [False, True])
 def test_what_is_served(monkeypatch: pytest.MonkeyPatch, has_streams: bool) -> None:
     found = torch.device("cuda", 1)
-    monkeypatch.setattr(_accelerator, "resolve_device", lambda device: found if device == 1 else resolve_device("cpu"))
-    monkeypatch.setattr(_accelerator, "has_streams", lambda device: has_streams)
-    assert _accelerator.served(1) == (found if has_streams else None)
-    assert _accelerator.served("cpu") is None
+    monkeypatch.setattr(_tensors, "resolve_device", lambda device: found if device == 1 else resolve_device("cpu"))
+    monkeypatch.setattr(_tensors, "has_streams", lambda device: has_streams)
+    assert _tensors.served(1) == (found if has_streams else None)
+    assert _tensors.served("cpu") is None
 
 
 # Errors.
@@ -133,13 +133,13 @@ def test_a_dtype_that_torch_has_not(tmp_path: Path, device: FakeDevice) -> None:
 
 
 def test_a_device_that_is_full(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_accelerator, "served", lambda device: FakeDevice(memory_bytes=1000))
+    monkeypatch.setattr(_tensors, "served", lambda device: FakeDevice(memory_bytes=1000))
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         load_file(file, device="cuda")
 
 
 def test_a_device_that_fails(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_accelerator, "served", lambda device: FakeDevice(fail_copy=1))
+    monkeypatch.setattr(_tensors, "served", lambda device: FakeDevice(fail_copy=1))
     with pytest.raises(SafetensorError, match="failed") as caught:
         load_file(file, device="cuda")
     assert isinstance(caught.value.__cause__, DeviceError)

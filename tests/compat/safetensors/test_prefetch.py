@@ -22,6 +22,7 @@ import pytest
 import safetensors.torch as official
 import torch
 from accelerators import gpu, rig_of
+from fakes import FakeDevice
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import PATIENCE_SECONDS, eventually, needs_f4, nothing_left, num_threads, ramp, require_equal
@@ -29,12 +30,11 @@ from support import PATIENCE_SECONDS, eventually, needs_f4, nothing_left, num_th
 import stio
 import stio.compat.safetensors as package
 from stio import native
-from stio.compat.safetensors import PrefetchLoader, SafetensorError, TensorMeta, _accelerator, safe_open
+from stio.compat.safetensors import PrefetchLoader, SafetensorError, TensorMeta, _tensors, safe_open
 from stio.device.base import resolve_device
 from stio.errors import StorageError
 from stio.runtime.operation import Operation
 from stio.storage.local import LocalFile
-from stio.testing import FakeDevice
 
 BACKENDS = ("mmap", "pread")
 Tensors = dict[str, torch.Tensor]
@@ -87,7 +87,7 @@ def own_file(tmp_path: Path, tensors: Tensors) -> Path:
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """Stand for "cuda:0"."""
     fake = FakeDevice(delay_seconds=0.0001)
-    monkeypatch.setattr(_accelerator, "served", lambda device: fake if device in ("cuda:0", 0) else None)
+    monkeypatch.setattr(_tensors, "served", lambda device: fake if device in ("cuda:0", 0) else None)
     return fake
 
 
@@ -238,9 +238,8 @@ def test_a_device_without_streams_is_torchs(file: Path, tensors: Tensors, monkey
         return self
 
     there = torch.device("mps", 0)
-    monkeypatch.setattr(_accelerator, "served", lambda device: None)
-    prefetch = __import__("stio.compat.safetensors._prefetch", fromlist=["resolve_device"])
-    monkeypatch.setattr(prefetch, "resolve_device", lambda device: there)
+    monkeypatch.setattr(_tensors, "served", lambda device: None)
+    monkeypatch.setattr(_tensors, "resolve_device", lambda device: there)
     monkeypatch.setattr(torch.Tensor, "to", to)
     with safe_open(file, "pt") as opened, opened.prefetch({"w": None}, device="mps") as loader:
         assert torch.equal(loader.take("w"), tensors["w"])
@@ -460,7 +459,7 @@ def test_any_order_ends_within_the_budget(
         seen.append(name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_accelerator, "served", lambda device: fake)
+        patch.setattr(_tensors, "served", lambda device: fake)
         on_device = backend == "device"
         with (
             safe_open(
@@ -761,7 +760,7 @@ def test_a_file_that_was_replaced(own_file: Path, tensors: Tensors, backend: str
 
 
 def test_a_device_that_is_full(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_accelerator, "served", lambda device: FakeDevice(memory_bytes=1000))
+    monkeypatch.setattr(_tensors, "served", lambda device: FakeDevice(memory_bytes=1000))
     with safe_open(file, "pt") as opened, opened.prefetch(device="cuda") as loader:
         with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
             list(loader)
@@ -770,7 +769,7 @@ def test_a_device_that_is_full(file: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_device_that_fails(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_accelerator, "served", lambda device: FakeDevice(fail_copy=1))
+    monkeypatch.setattr(_tensors, "served", lambda device: FakeDevice(fail_copy=1))
     with (
         safe_open(file, "pt", device="cuda") as opened,
         opened.prefetch() as loader,

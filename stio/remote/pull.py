@@ -1,0 +1,348 @@
+"""Copies a checkpoint from a URL to a new directory: resumed after an interruption, verified, published by one rename.
+
+The files are fetched into a directory beside the new one, which later takes its name. It has a list of the states that
+they have in the store, so another call fetches only what is missing or has changed, and a call that finds the new
+directory complete fetches nothing. Files of the Hugging Face hub come from the hub's own cache. Before the rename,
+headers and index are checked, files are compared with the manifest if there is one, and the states in the store are
+compared once more.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stio.errors import StioError, StorageError, UnsafePathError
+from stio.format.naming import (
+    FILE_SUFFIX,
+    FILE_SUFFIXES,
+    PICKLE_SUFFIXES,
+    is_index,
+    names_checkpoint,
+    shard_number,
+)
+from stio.loading.integrity import judge_files, read_manifest
+from stio.loading.open import OpenCheckpoint, open_checkpoint
+from stio.remote import hub
+from stio.remote.download import (
+    LOCK_SUFFIX,
+    PART_SUFFIX,
+    Download,
+    check_interrupted,
+    object_key,
+    opened_directory,
+    wait_until,
+)
+from stio.runtime.limits import DEFAULT_BUDGET_BYTES
+from stio.runtime.text import is_url, without_secrets
+from stio.storage.base import ParallelRoot, RequestedSource, Requests, Source
+from stio.storage.checks import local_directory, refusals
+from stio.storage.commit import syscalls as calls
+from stio.storage.commit.directory_lock import FileLock
+from stio.storage.commit.files import read_small, remove_file, status_at, write_small
+from stio.storage.local import LocalFile
+from stio.storage.open import SingleFileRoot, is_hub
+
+RECORD_NAME = "stio-pull.json"
+"""File of a pulled directory that names its source, and the state of each of its files in the store."""
+
+_LOCAL = Requests(nbytes=8 << 20, num_in_flight=4, gap_bytes=0)
+"""How a file of this machine is copied."""
+_STAGING_SUFFIX = ".stio-pull"
+_MAX_RECORD_BYTES = 64 << 20
+_OTHER_WEIGHTS = (*FILE_SUFFIXES, ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+"""Files of a directory that are not fetched unless they belong to the checkpoint, by the ends of their names. An index
+is not either."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """What a pull did."""
+
+    url: str
+    """The source, without secrets; of the hub with the commit."""
+    path: str
+    """The directory."""
+    files: dict[str, int]
+    """Size of each file in bytes, by its name."""
+    fetched_bytes: int
+    """Bytes that were read from the store, or from the hub's cache; the rest was there from an earlier call."""
+    verified: str
+    """`"sha256"` or `"xxh3"`: all files of the checkpoint had the digests of its manifest, or those in the hub's cache,
+    when the directory got its name; a later call that finds it complete compares sizes only. `"headers"`: there are no
+    digests; sizes, headers and index were checked."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files."""
+        return sum(self.files.values())
+
+
+def pull(
+    url: str,
+    directory: str | os.PathLike[str],
+    *,
+    also: Sequence[str] = (),
+    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    progress: Callable[[int, int], object] = lambda nbytes, total_bytes: None,
+) -> PullResult:
+    """Copy a checkpoint from a URL to a directory; blocks.
+
+    Calls for one directory, in several processes of one machine, wait for each other.
+
+    Args:
+        url: URL of a file, an index or a directory; see `stio.load`. A file with another name is stored as
+            NAME.safetensors. Of a directory that the store can list, all other files are copied too (configuration,
+            tokenizer), except for those of other weights. The hub's files are in its cache then too; shards are hard
+            links to that on one filesystem.
+        directory: The directory. It must not exist, be empty, or be the result of an earlier call.
+        also: Names of further files beside the checkpoint, for servers that list no directories.
+        budget_bytes: Memory that may be used.
+        progress: Called with a number of bytes that are there, and that of all, on several threads.
+
+    Raises:
+        ValueError: It is no URL.
+        IntegrityError: A file differs from the checkpoint's manifest. It is fetched again by the next call.
+        ChangedDuringReadError: The store has other files by now.
+        StorageError: The directory holds something else, or cannot be written; what was fetched stays for another call.
+        FormatError: It is the URL of a file of `torch.save`.
+        StioError: The checkpoint cannot be read; see `stio.load`.
+        Cancelled: The calling thread should end.
+    """
+    target = _destination(url, directory)
+    parent, name = os.path.split(target)
+    with ExitStack() as owned, refusals("writing", target, caught=(OSError,)):
+        with refusals("writing", target):
+            os.makedirs(parent, exist_ok=True)
+        parent_fd = owned.enter_context(opened_directory(parent))
+        lock = FileLock(f".{name}{_STAGING_SUFFIX}{LOCK_SUFFIX}", parent_fd)
+        owned.callback(lock.release)
+        wait_until(lock.try_lock)
+        place, commit = url, ""
+        if is_hub(url):
+            root, object_name = hub.open_url(url)
+            commit = root.resolve()
+            place = f"{commit}/{object_name}"
+        result = PullResult(without_secrets(commit or url), target, {}, 0, "headers")
+        record, sizes = _found(target)
+        if commit and record["place"] == place and record["sizes"] == sizes and sizes.keys() >= {*also}:
+            progress(sum(sizes.values()), sum(sizes.values()))
+            return replace(result, files=sizes, verified=record["verified"])
+        opened = open_checkpoint(place, with_manifest=True, strict=False, check=check_interrupted)
+        owned.callback(opened.close)
+        sources = _sources(opened, also, owned)
+        result = replace(result, files={name: file.identity.nbytes for name, file in sorted(sources.items())})
+        states = {name: object_key(file.path, file.identity) for name, file in sources.items()}
+        if record["files"] == states and sizes == result.files:
+            progress(result.total_bytes, result.total_bytes)
+            return replace(result, verified=record["verified"])
+        record = {"place": without_secrets(place), "verified": "headers", "files": states, "sizes": result.files}
+        copy = _Copy(opened, sources, record, result, parent_fd)
+        return copy.run(budget_bytes, lambda nbytes: progress(nbytes, result.total_bytes))
+
+
+def _destination(url: str, directory: str | os.PathLike[str]) -> str:
+    """Return the path of the new directory; see `pull` for the errors."""
+    if not is_url(url):
+        raise ValueError(f"pull copies from a URL, such as s3://bucket/model, and {without_secrets(url)!r} is no URL")
+    target = local_directory(directory, "pull")
+    if os.path.ismount(target):
+        message = "this is a mount point, which a complete directory cannot replace; give a directory below it"
+        raise StorageError(message, path=target, errno=errno.EBUSY)
+    return target
+
+
+def _sources(opened: OpenCheckpoint, also: Sequence[str], owned: ExitStack) -> dict[str, Source]:
+    """Open all files of a checkpoint and those beside it; return them by their names in the new directory."""
+    root = opened.root
+    assert root is not None
+    shards = [header.shard for header in opened.headers]
+    if isinstance(root, SingleFileRoot):
+        shards = [_loadable(root.name)]
+    others = [*also]
+    if opened.index is not None:
+        others.append(opened.index)
+    if opened.manifest is not None and opened.manifest.texts:
+        others.append(os.path.basename(opened.manifest.path))
+    if opened.path == root.path and not root.path.startswith("http"):  # a directory; a server of http lists none
+        names = root.list_all() if isinstance(root, hub.HubRoot) else root.listdir()
+        others += [one for one in names if not (one.endswith(_OTHER_WEIGHTS) or is_index(one) or _is_own(one))]
+    for one in others:
+        if one in ("", ".", "..") or _is_own(one) or {*one} & {"/", os.sep, "\0"}:
+            message = "this name of a file is not allowed: it is no plain name, or one of stio's own"
+            raise UnsafePathError(message, path=opened.path, found=one)
+    sources = dict(zip(shards, opened.open_files(range(len(opened.files)), owned), strict=True))
+    others = [one for one in dict.fromkeys(others) if one not in sources]
+    if isinstance(root, ParallelRoot):
+        root.open_ahead(others)
+    for one in others:
+        check_interrupted()
+        sources[one] = root.open(one)
+        owned.callback(sources[one].close)
+    return sources
+
+
+def _is_own(name: str) -> bool:
+    return name == RECORD_NAME or name.startswith(".stio-")
+
+
+def _loadable(name: str) -> str:
+    """Return the name of the copy of a file, by which a load of its directory finds it."""
+    if names_checkpoint(name):
+        return name
+    stem = next((name.removesuffix(end) for end in PICKLE_SUFFIXES if name.endswith(end)), name)
+    is_plain = re.fullmatch(r"\w[\w.-]*", stem, re.ASCII) and shard_number(stem) is None
+    return f"{stem if is_plain else 'model'}{FILE_SUFFIX}"
+
+
+def _found(directory: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the record in a directory, and the size of each of its files that is there."""
+    with suppress(OSError), opened_directory(directory) as fd:
+        record = _read_record(fd)
+        return record, _sizes(fd, record["files"])
+    return _read_record(-1), {}
+
+
+def _read_record(fd: int) -> dict[str, Any]:
+    """Return the record in a directory; an empty one if there is none that can be read."""
+    with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+        record = json.loads(read_small(fd, RECORD_NAME, _MAX_RECORD_BYTES) or b"")
+        if isinstance(record["files"], dict):
+            return {key: record[key] for key in ("place", "verified", "files", "sizes")}
+    return {"place": "", "verified": "", "files": {}, "sizes": {}}
+
+
+def _write_record(record: Mapping[str, Any], fd: int) -> None:
+    temporary = RECORD_NAME + PART_SUFFIX
+    write_small(fd, temporary, json.dumps(record, indent=1).encode())
+    calls.rename(temporary, RECORD_NAME, source_fd=fd, target_fd=fd)
+    calls.sync_directory(fd)
+
+
+def _sizes(fd: int, names: Iterable[str]) -> dict[str, int]:
+    """Return the size of each file that is there: its name came with a rename, when it was whole."""
+    found = {name: status_at(fd, name) for name in sorted(names)}
+    return {name: status.st_size for name, status in found.items() if status is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The copy of one state of a checkpoint."""
+
+    opened: OpenCheckpoint
+    sources: Mapping[str, Source]
+    """All files by their names, those of the checkpoint first."""
+    record: dict[str, Any]
+    """What the record of the new directory says."""
+    result: PullResult
+    parent_fd: int
+
+    def run(self, budget_bytes: int, report: Callable[[int], object]) -> PullResult:
+        parent, name = os.path.split(self.result.path)
+        staging = f".{name}{_STAGING_SUFFIX}"
+        path = os.path.join(parent, staging)
+        self._require_free()
+        with suppress(FileExistsError):
+            calls.make_directory(staging, dir_fd=self.parent_fd)
+        with opened_directory(staging, parent_fd=self.parent_fd) as fd:
+            ready = self._prepare(path, fd)
+            fetched_bytes = 0
+            for name, source in self.sources.items():
+                if name in ready:
+                    report(source.identity.nbytes)
+                else:
+                    fetched_bytes += _fetch(source, name, fd, budget_bytes, report)
+            for source in self.sources.values():
+                check_interrupted()
+                source.check_unchanged()
+            try:
+                verified = self._verify(path, budget_bytes)
+            except StioError as error:
+                if not isinstance(error, StorageError):  # the files are wrong: they are fetched again
+                    calls.remove_tree(staging, dir_fd=self.parent_fd)
+                raise
+            self._sync_folders(path)
+            _write_record(self.record | {"verified": verified}, fd)
+        calls.rename(staging, os.path.basename(self.result.path), source_fd=self.parent_fd, target_fd=self.parent_fd)
+        calls.sync_directory(self.parent_fd)
+        return replace(self.result, fetched_bytes=fetched_bytes, verified=verified)
+
+    def _require_free(self) -> None:
+        path = self.result.path
+        if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or os.listdir(path)):
+            raise StorageError(
+                "the destination holds something else, or an earlier state of the checkpoint; give a new directory",
+                path=path,
+                errno=errno.EEXIST,
+            )
+
+    def _prepare(self, path: str, fd: int) -> Collection[str]:
+        """Remove what is not of these states, and write the record; return the names of the files that are there."""
+        states = self.record["files"]
+        before = _read_record(fd)["files"]
+        sizes = _sizes(fd, [name for name, state in states.items() if state and before.get(name) == state])
+        ready = {name for name, nbytes in sizes.items() if nbytes == self.result.files[name]}
+        for name in states.keys() - ready:
+            remove_file(fd, name)
+        kept = {name.partition("/")[0] for name in ready} | {state + PART_SUFFIX for state in states.values() if state}
+        for name in {*os.listdir(fd)} - kept - {RECORD_NAME}:
+            calls.remove_tree(name, dir_fd=fd)
+            with suppress(OSError):
+                calls.unlink(name, dir_fd=fd)
+        self._sync_folders(path)
+        _write_record(self.record, fd)  # after the removals: what it names is of the state that it names
+        return ready
+
+    def _sync_folders(self, path: str) -> None:
+        """Make the folders of shards, and make durable what was done there."""
+        for folder in {os.path.dirname(name) for name in self.sources} - {""}:
+            os.makedirs(os.path.join(path, folder), exist_ok=True)
+            with opened_directory(os.path.join(path, folder)) as fd:
+                calls.sync_directory(fd)
+
+    def _verify(self, path: str, budget_bytes: int) -> str:
+        """Check the files on this machine; return what they were compared by."""
+        verified = "headers"
+        shards = [*self.sources][: len(self.opened.files)]
+        main = self.opened.index or (shards[0] if len(shards) == 1 else "")
+        where = os.path.join(path, main)
+        with closing(open_checkpoint(where, with_manifest=True, strict=False, check=check_interrupted)) as copy:
+            for one in (self.opened, copy):
+                manifest = read_manifest(one)
+                if manifest is not None and (one is copy or manifest.in_names):
+                    judge_files(one, manifest, check=check_interrupted, budget_bytes=budget_bytes, to_the_end=False)
+                    verified = manifest.algorithm
+        return verified
+
+
+def _fetch(source: Source, name: str, fd: int, budget_bytes: int, report: Callable[[int], object]) -> int:
+    """Give a file its name in a directory, when it is whole and durable; return how many bytes were fetched."""
+    nbytes = source.identity.nbytes
+    if _linked(source, name, fd):
+        report(nbytes)
+        return nbytes
+    requests = source.requests if isinstance(source, RequestedSource) else _LOCAL
+    part = Download(f"{object_key(source.path, source.identity) or 'unknown'}{PART_SUFFIX}", nbytes, fd)
+    with closing(part):
+        missing_bytes = part.missing_bytes
+        report(nbytes - missing_bytes)
+        part.fill(source, requests.within(max(1, budget_bytes // 2)), report=report)
+        part.publish(name, read_only=False)
+    return missing_bytes
+
+
+def _linked(source: Source, name: str, fd: int) -> bool:
+    """Give a file of this machine its name here too, if it is one of those that are not edited; or return False."""
+    if not isinstance(source, LocalFile) or not name.endswith(FILE_SUFFIXES):
+        return False
+    with suppress(OSError):  # another filesystem, or one without hard links
+        calls.fsync(source.fd)
+        os.link(os.path.realpath(source.path), name, dst_dir_fd=fd)
+        return os.path.samestat(os.stat(name, dir_fd=fd, follow_symlinks=False), os.fstat(source.fd))
+    return False

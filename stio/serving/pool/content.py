@@ -1,0 +1,299 @@
+"""The tensors of one model of a pool: how they come to the device, and how they leave it.
+
+A model is a dictionary of tensors, or a module. A module is made once; between two loads its tensors are on `meta`.
+Memory counts as free when no storage of the model is referenced any more, by whatever tensor or view.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from stio.device.base import resolve_device
+from stio.device.cuda import TorchAccelerator
+from stio.device.tensors import TORCH_DTYPES, bytes_to_count, cast_dtype, require_dtypes, torch_shape
+from stio.errors import listed, with_article
+from stio.format.dtypes import tensor_nbytes
+from stio.format.state_tree import STATE_KEY
+from stio.loading.api import fill_from
+from stio.loading.body import collect, open_with_options, verify
+from stio.loading.casts import planned_casts
+from stio.loading.module import ModuleTarget
+from stio.loading.module_tree import ModuleTree
+from stio.loading.nested import StateTarget
+from stio.loading.open import OpenCheckpoint
+from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.select import select_tensors
+from stio.runtime import clock
+from stio.runtime.notifier import run_blocking
+from stio.runtime.operation import Operation
+from stio.runtime.progress import ProgressEvent
+
+_UPDATE_BYTES = 64 << 20
+"""Budget of an update in place. A larger tensor is on the way alone."""
+
+_BLOCK_BYTES = 512
+"""Allocators of devices round sizes up to it."""
+_PATIENCE_SECONDS = 1.0
+"""Threads that have just ended may still refer to tensors for so long."""
+_POLL_SECONDS = 0.01
+_POLLS_BEFORE_COLLECTION = 5
+
+Make = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint holds of a model."""
+
+    nbytes: int
+    """Bytes on the device, in the allocator's blocks, with those that casts need on the way."""
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Dtype and shape of each tensor, as in the format."""
+    update_bytes: int
+    """Bytes of the device that an update in place needs on the way."""
+    can_replace: bool
+    """Whether its tensors can be copied into those that are there."""
+    files: Sequence[str]
+    """Paths of its files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Memory of an evicted model that is still referenced."""
+
+    model: str
+    """Name of the model."""
+    storages: Mapping[str, tuple[StorageWeakRef, int]]
+    """The memory and its size, by the name of its tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return sum(nbytes for _, nbytes in self.storages.values())
+
+    def now(self) -> Leftover | None:
+        """Return what of it is still referenced; None if nothing is."""
+        left = {name: pair for name, pair in self.storages.items() if not pair[0].expired()}  # type: ignore[no-untyped-call]
+        return Leftover(self.model, left) if left else None
+
+    def later(self) -> Leftover | None:
+        """Return what of it is still referenced a second later; None as soon as nothing is."""
+        until = clock.monotonic() + _PATIENCE_SECONDS
+        num_polls = 0
+        left = self.now()
+        while left is not None and clock.monotonic() < until:
+            clock.sleep(_POLL_SECONDS)
+            num_polls += 1
+            if num_polls == _POLLS_BEFORE_COLLECTION:
+                gc.collect()  # tensors in cycles
+            left = left.now()
+        return left
+
+    def __str__(self) -> str:
+        return f"{listed(self.storages)} of {self.model!r}"
+
+
+class Content:
+    """The tensors of one model on a device.
+
+    Args:
+        name: Name of the model.
+        make: Makes the module; None: the model is a dictionary.
+        options: Options of its loads.
+    """
+
+    def __init__(self, name: str, make: Make | None, options: LoadOptions) -> None:
+        self._name = name
+        self._make = make
+        self.options = replace(options, progress=self._count)
+        """See above."""
+        self.progress = 0.0
+        """How much of its load is done, from 0 to 1."""
+        self._module: nn.Module | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._opened: OpenCheckpoint | None = None  # from `measure` to a load that follows at once
+
+    def _count(self, event: ProgressEvent) -> None:
+        self.progress = event.done_bytes / event.total_bytes if event.total_bytes else 1.0
+
+    def value(self) -> Any:
+        """Return what a user gets: the module, or a new dictionary of the tensors."""
+        return dict(self._tensors) if self._module is None else self._module
+
+    def measure(self, operation: Operation[Any], source: SourceLike) -> Contents:
+        """Read the headers of a checkpoint; make the module, if it is not made yet.
+
+        Raises:
+            TypeError: `make` returned something else than a module.
+            StioError: See `stio.load`.
+        """
+        if self._make is not None and self._module is None:
+            made = self._make()
+            if not isinstance(made, nn.Module):
+                raise TypeError(f"make= of {self._name!r} returned {with_article(type(made).__name__)}, not a module")
+            self._module = made
+        self.close()
+        with ExitStack() as closing_opened:
+            opened = open_with_options(operation, source, replace(self.options, verify=False))
+            closing_opened.callback(opened.close)
+            contents = self._contents_of(opened)
+            if not self.options.verify:  # which needs the manifest
+                closing_opened.pop_all()
+                self._opened = opened
+            return contents
+
+    def close(self) -> None:
+        """Close the files that `measure` left open. The load that would use them did not follow at once."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+
+    def _open(self, operation: Operation[Any], source: SourceLike) -> tuple[OpenCheckpoint, bool]:
+        """Return the open checkpoint, and whether `measure` has opened it."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            return opened, True
+        return open_with_options(operation, source, self.options), False
+
+    def load(self, operation: Operation[Any], source: SourceLike, expected: Contents) -> Contents:
+        """Load all tensors; they are there for every stream.
+
+        Returns:
+            What the checkpoint holds. Nothing is loaded if that is not what was expected.
+
+        Raises:
+            ClosedError: The operation was cancelled.
+            StioError: See `stio.load` and `stio.load_into`.
+        """
+        options, found = self.options, expected
+        opened, is_measured = self._open(operation, source)
+        with closing(opened):
+            self.progress = 0.0
+            if not is_measured and (found := self._contents_of(opened)) != expected:
+                return found
+            verify(operation, opened, options)
+            if self._module is None:
+                self._tensors = collect(operation, select_tensors(opened, None, options), options)()
+                return found
+            target = ModuleTarget(self._module, assign=True)
+            run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
+        device = resolve_device(options.device)
+        with _own_stream(device):
+            self._move_unstored(device)
+        return found
+
+    def replace(self, operation: Operation[Any], source: SourceLike) -> None:
+        """Copy the tensors of another checkpoint into those that are there; shapes and dtypes are equal.
+
+        Raises:
+            StioError: See `load`. Some tensors have new values then.
+        """
+        target = StateTarget(self._tensors) if self._module is None else ModuleTarget(self._module)
+        # The device of the target is that of its tensors.
+        options = replace(self.options, device="cpu", budget_bytes=_UPDATE_BYTES)
+        opened, _ = self._open(operation, source)
+        with closing(opened), _own_stream(resolve_device(self.options.device)):
+            verify(operation, opened, options)
+            run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
+
+    def drop(self) -> Leftover | None:
+        """Remove the tensors from the device; return what is still referenced."""
+        self.close()
+        return Leftover(self._name, self._release()).now()
+
+    def forget(self) -> None:
+        """Drop the references to the tensors and to the module, which their users keep."""
+        self.close()
+        self._module, self._tensors = None, {}
+
+    def _release(self) -> dict[str, tuple[StorageWeakRef, int]]:
+        """Drop all references to the tensors; return their storages by name."""
+        if self._module is None:
+            storages = _storages(self._tensors.items())
+            self._tensors.clear()
+            return storages
+        tree = ModuleTree(self._module)
+        storages = _storages((name, tree.get(name)) for name in tree.tensors)
+        made: dict[int, torch.Tensor] = {}  # tied names get one tensor
+        for name in tree.tensors:
+            old = tree.get(name)
+            tree.put(name, made.setdefault(id(old), _on_meta(old)))
+        tree.tensors.clear()
+        with suppress(RuntimeError):  # a device that does not answer
+            self._move_unstored(torch.device("cpu"))
+        return storages
+
+    def _contents_of(self, opened: OpenCheckpoint) -> Contents:
+        found = opened.dtypes_and_shapes()
+        require_dtypes([dtype for dtype, _ in found.values()], path=opened.path)
+        casts = planned_casts({name: dtype for name, (dtype, _) in found.items()}, self.options.casts, path=opened.path)
+        stored = [tensor_nbytes(*pair) for pair in found.values()]
+        made, cast, counted = [], [0], [0]
+        for (name, (dtype, shape)), nbytes in zip(found.items(), stored, strict=True):
+            own = TORCH_DTYPES[dtype]
+            wanted = own if casts is None else cast_dtype(name, own, casts)
+            if wanted != own:
+                cast.append(nbytes)
+                counted.append(bytes_to_count(torch.Size(torch_shape(dtype, shape)).numel()))
+                made.append(wanted.itemsize * torch.Size(torch_shape(dtype, shape)).numel())
+            else:
+                made.append(nbytes)
+        if self._module is not None:
+            made += [one.nbytes for one in _unstored(self._module).values()]
+        total = sum(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for nbytes in made)
+        # What is cast is there twice. A group is at least one tensor, and groups under way are within the budget.
+        total += min(sum(cast), (self.options.budget or 0) + max(cast)) + max(counted)
+        if resolve_device(self.options.device).type != "cpu":
+            total += _BLOCK_BYTES  # for a moment, when torch puts a tensor over a storage
+        on_the_way = min(sum(stored), max(_UPDATE_BYTES, max(stored, default=0))) + _BLOCK_BYTES * len(stored)
+        can_replace = self._module is not None or STATE_KEY not in opened.metadata
+        return Contents(total, found, on_the_way, can_replace, [file.path for file in opened.files])
+
+    def _move_unstored(self, device: torch.device) -> None:
+        """Move the buffers that no checkpoint holds (`persistent=False`), except those without data."""
+        assert self._module is not None
+        tree = ModuleTree(self._module)
+        for name, old in _unstored(self._module).items():
+            if not old.is_meta:
+                tree.put(name, old.to(device))
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which memory and copies are of the stream of all loads; its work has ended at the end."""
+    return nullcontext() if device.type == "cpu" else TorchAccelerator(device).on_stream()
+
+
+def _unstored(module: nn.Module) -> dict[str, torch.Tensor]:
+    tree = ModuleTree(module)
+    return {name: tree.get(name) for name in tree.never_stored}
+
+
+def _storages(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[StorageWeakRef, int]]:
+    """Return a weak reference to each storage, and its size, by the name of its first tensor."""
+    found: dict[str, tuple[StorageWeakRef, int]] = {}
+    known = set()
+    for name, tensor in named:
+        if tensor.is_meta:
+            continue
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            known.add(storage._cdata)
+            found[name] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+    return found
+
+
+def _on_meta(old: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(old.detach(), device="meta")
+    if not isinstance(old, nn.Parameter):
+        return empty
+    made = torch.Tensor._make_subclass(type(old), empty, old.requires_grad)
+    made.__dict__.update(old.__dict__)
+    return made

@@ -1,0 +1,44 @@
+"""The schemes of URLs, and the modules that read from and save to them.
+
+Packages above this one register their schemes, by the names of modules: these import packages that are not installed
+everywhere, and are needed with a URL only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+_reading: dict[str, str] = {}
+_saving: dict[str, str] = {}
+
+
+def register(schemes: Iterable[str], *, reads: str, saves: str | None = None) -> None:
+    """Have modules open the URLs with these schemes.
+
+    Args:
+        schemes: The schemes, in lower case.
+        reads: Name of the module with `open_url` and `place_of_url`, as `stio.storage.open` has them.
+        saves: Name of the module with `open_destination`; None: nothing is saved there.
+    """
+    for scheme in schemes:
+        _reading[scheme] = reads
+        if saves is not None:
+            _saving[scheme] = saves
+
+
+def scheme_of(url: str) -> str:
+    """Return the scheme of a URL, in lower case."""
+    return url.partition("://")[0].lower()
+
+
+def reader_of(url: str) -> Any:
+    """Return the module that opens a URL for reading."""
+    return import_module(_reading[scheme_of(url)])
+
+
+def saver_of(url: str) -> Any:
+    """Return the module that opens a URL for saves; None: nothing is saved there."""
+    name = _saving.get(scheme_of(url))
+    return None if name is None else import_module(name)
