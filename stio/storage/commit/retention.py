@@ -138,7 +138,11 @@ class _Removal:
         emptied = [directory for directory, names in by_directory.items() if self._remove_files(directory, names)]
         for path in sorted(self._made, reverse=True):
             if any(is_below_any(directory, [path]) for directory in emptied):
-                self._remove_empty(path)
+                parent, name = os.path.split(path)
+                with self._opened(parent) as fd, self._opened(path) as below:
+                    if fd is not None and below is not None:
+                        with suppress(OSError):  # it is not empty
+                            calls.remove_directory(name, dir_fd=fd)
 
     def _remove_whole(self, path: str) -> bool:
         """Delete a directory that the save made, if it holds only what was written with it.
@@ -202,14 +206,6 @@ class _Removal:
                 elif path not in self._spare and (now is not None or calls.exists(name, dir_fd=fd)):
                     self._warn(path, "another program has replaced or changed it")
         return is_any_removed
-
-    def _remove_empty(self, path: str) -> None:
-        """Delete a directory that the save made, if it is empty and the same one."""
-        parent, name = os.path.split(path)
-        with self._opened(parent) as fd, self._opened(path) as below:
-            if fd is not None and below is not None:
-                with suppress(OSError):  # it is not empty
-                    calls.remove_directory(name, dir_fd=fd)
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[int | None]:
