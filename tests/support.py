@@ -32,7 +32,7 @@ from stio import native
 from stio.runtime.memory import Region
 from stio.storage.base import Identity
 from stio.storage.commit import syscalls
-from stio.storage.commit.file_writer import LocalFileWriter
+from stio.storage.commit.files import LocalFileWriter
 from stio.storage.local import LocalRoot
 
 INDEX = "model.safetensors.index.json"

@@ -229,7 +229,7 @@ INTEGRATION_INTERNALS = {
     "runtime/spans.py",
     # What is saved, kept and removed.
     *("saving/nested.py", "saving/pending.py", "saving/retention.py", "storage/commit/retention.py"),
-    *("storage/commit/destination.py", "storage/commit/transaction.py", "storage/commit/written_list.py"),
+    *("storage/commit/destination.py", "storage/commit/transaction.py"),
     # What a source is.
     *("conversion/torch_files.py", "format/directory.py", "format/naming.py", "format/other_sources.py"),
     *("format/state_tree.py", "storage/base.py", "storage/open.py"),

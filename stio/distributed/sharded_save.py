@@ -329,7 +329,6 @@ class RankTransaction(Transaction):
         self._first, self._ranks, self.path, self.shard_names = first, ranks, path, shard_names
         self.takes_index = first is not None and first.takes_index
         self.is_recorded = first is not None and first.is_recorded
-        self._is_prepared = False
 
     def read_note(self, name: str) -> bytes | None:
         """Return a note on the first rank, which writes the notes."""
@@ -348,15 +347,12 @@ class RankTransaction(Transaction):
             raise MismatchError("the ranks have not hashed the files of this save", path=self.path)
         return [found[number] for number in range(len(self.shard_names))]
 
-    def prepare_commit(self, check: Callable[[], None] = _nothing) -> None:
+    def _prepare(self, check: Callable[[], None]) -> None:
         """Finish what this rank writes; on the first rank wait for the others, and take what the commit needs."""
-        if self._is_prepared:
-            return
         self._finish(check)
         if self._first is not None:
             run_blocking(self._ranks.arrive("agreed"))
             self._complete(check)
-        self._is_prepared = True
 
     def published(self) -> Published | None:
         """Return what was published, on the first rank."""

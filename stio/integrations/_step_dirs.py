@@ -19,9 +19,8 @@ from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.runtime.text import log
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
-from stio.storage.commit.retention import remove_checkpoint
+from stio.storage.commit.retention import read_list, remove_checkpoint, write_list
 from stio.storage.commit.transaction import begin_directory
-from stio.storage.commit.written_list import read_list, write_list
 
 STATE_NAME = "training_state"
 """Directory in a checkpoint that holds everything but the model; read by `stio.load_state`."""
@@ -197,7 +196,7 @@ class PublishedSave(JoinedSave):
         Only those of this class count, also of earlier processes: each has a list of its files. What is not in the
         list, or was replaced since, stays. So do the newest one and the protected ones.
         """
-        own = [(path, read_list(path, STATE_NAME)) for path, _ in _checkpoints(self._all, until=self._step)]
+        own = [(path, read_list(path)) for path, _ in _checkpoints(self._all, until=self._step)]
         found = [(path, written) for path, written in own if written is not None]
         stay = {os.path.realpath(path) for path in protected} | {os.path.realpath(path) for path, _ in found[-1:]}
         others = [(path, written) for path, written in found if os.path.realpath(path) not in stay]

@@ -195,7 +195,7 @@ class Uploads(Transaction):
 
     def leave(self) -> None:
         """Leave the objects, which are complete, to the process that publishes or deletes them."""
-        self.has_ended = True
+        self.state = "published"
 
     def _end(self, ending: Ending) -> None:
         """Abort the uploads, and delete what was uploaded, as far as the store answers, if the save is rolled back.

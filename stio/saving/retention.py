@@ -22,8 +22,7 @@ from stio.runtime.text import is_url, log, without_secrets
 from stio.storage.base import Identity, Published
 from stio.storage.checks import CHECKPOINT_SUFFIXES, steps_in
 from stio.storage.commit.destination import DirectoryIdentity
-from stio.storage.commit.retention import WrittenFiles
-from stio.storage.commit.written_list import EarlierSave, find_earlier_saves
+from stio.storage.commit.retention import EarlierSave, WrittenFiles, find_earlier_saves, is_below_any
 
 _Place: TypeAlias = tuple[str, str | None]
 """Path of a destination and pattern of the file names in it; None: it is one file."""
@@ -259,7 +258,7 @@ class Retention:
         saves = self._steps[key].saves
         above = {named[1] for path, _ in saves if (named := step_of(path)) is not None and named[1] != path}
         others = [path for other, step in self._steps.items() if other != key for path, _ in step.saves]
-        return any(_is_below(path, folder) for path in others for folder in above)
+        return any(is_below_any(path, above) for path in others)
 
     def _taken_out(self, key: int, reason: str) -> list[Published]:
         """Take a step out, to delete it; return what was published, with the directories that the saver made."""
@@ -279,12 +278,8 @@ class Retention:
         for directory in [*_made]:
             if not os.path.isdir(directory):
                 _made.pop(directory, None)
-        made = {directory: _made[directory] for directory in [*_made] if any(_is_below(directory, top) for top in tops)}
+        made = {directory: _made[directory] for directory in [*_made] if is_below_any(directory, tops)}
         return [WrittenFiles(files, directories | made, made.keys()), *remote]
-
-
-def _is_below(path: str, directory: str) -> bool:
-    return path == directory or path.startswith(os.path.join(directory, ""))
 
 
 def _earlier_saves(directory: str) -> list[tuple[int, EarlierSave]]:

@@ -38,7 +38,7 @@ from stio.saving.plan import Run, WriteBlock, WritePlan
 from stio.saving.staging_pool import StagingPool
 from stio.saving.tensors import ProducedTensors
 from stio.storage.base import FileWriter, OrderedWriter
-from stio.storage.commit.file_writer import LocalFileWriter
+from stio.storage.commit.files import LocalFileWriter
 
 WRITE_DEPTH = 4
 """Most writes under way at once; so many reach the rate of the disk."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from stio.errors import ChangedDuringReadError, CommitUncertainError
 from stio.format.manifest import Hasher
@@ -214,13 +214,24 @@ class Note:
 Ending: TypeAlias = Literal["published", "uncertain", "rolled back"]
 """How a save ends. Uncertain: it is not known whether readers find the new checkpoint, also after a power cut."""
 
+State: TypeAlias = Literal["open", "prepared", "committing"] | Ending
+"""The life of a save; see `Transaction`."""
+
 
 class Transaction:
     """One save: prepare new files that no reader sees, then commit (one step publishes them all) or roll back.
 
     The base of the transactions of all destinations. It has the order of the steps, and says what ends a save; a
-    destination has the steps: `_create`, `_publish`, `_end`. One operation calls `create`, then `FileWriter.write_from`
-    and `finish` of all files, then `prepare_commit` and `commit`. Before the commit it may call `roll_back`.
+    destination has the steps: `_create`, `_prepare`, `_publish`, `_end`. One operation calls `create`, then
+    `FileWriter.write_from` and `finish` of all files, then `prepare_commit` and `commit`. Before the commit it may call
+    `roll_back`.
+
+    | state | `prepare_commit` | `commit` | its step succeeds | is uncertain | fails | `roll_back` |
+    |---|---|---|---|---|---|---|
+    | open | prepared | prepared, then committing | | | | rolled back |
+    | prepared | prepared | committing | | | | rolled back |
+    | committing | | `ValueError` | published | uncertain | rolled back | rolled back |
+    | one of the endings | the same | `ValueError` | | | | the same |
 
     A save ends in one of three ways (`Ending`), once. A commit that raises a `StioError` has rolled back; only after
     `CommitUncertainError` the new files stay, since the checkpoint may consist of them. After another exception in the
@@ -235,11 +246,15 @@ class Transaction:
     """Whether `commit` takes an index (more than one shard, or a directory that has one already)."""
     is_recorded = False
     """Whether `published` says what was published, so that a `Saver` may delete it later."""
-    has_ended = False
-    """Whether it was committed or rolled back."""
-    _has_begun_to_commit = False
+    state: State = "open"
+    """See above."""
     _rolls_back_at_once = True  # False: by the caller of a commit that failed
     _writers: Sequence[Any] = ()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it was committed or rolled back."""
+        return self.state in get_args(Ending)
 
     def require_names(self, *names: str) -> None:
         """Require that files can have names of this length.
@@ -289,6 +304,9 @@ class Transaction:
         Raises:
             StioError: The files cannot be published; the caller rolls back.
         """
+        if self.state == "open":
+            self._prepare(check)
+            self.state = "prepared"
 
     def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
         """Publish the new files. A commit that has started cannot be cancelled.
@@ -306,9 +324,9 @@ class Transaction:
         self._require_open()
         self._require((index is not None) == self.takes_index, "an index is missing" if index is None else "no index")
         self._require_complete(notes)
-        self._has_begun_to_commit = True
         try:
             self.prepare_commit()
+            self.state = "committing"
             self._publish(index, notes)
         except BaseException as error:
             if isinstance(error, CommitUncertainError):
@@ -339,6 +357,9 @@ class Transaction:
     def _require_complete(self, notes: Sequence[Note]) -> None:
         """Require that all files are finished; raise `ValueError` otherwise."""
 
+    def _prepare(self, check: Callable[[], None]) -> None:
+        """Do what precedes the commit; see `prepare_commit`."""
+
     def _publish(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Make the new files visible in one step; see `commit`."""
         raise NotImplementedError
@@ -348,11 +369,11 @@ class Transaction:
 
     def _end_once(self, ending: Ending) -> None:
         if not self.has_ended:
-            self.has_ended = True
+            self.state = ending
             self._end(ending)
 
     def _require_open(self) -> None:
-        self._require(not (self.has_ended or self._has_begun_to_commit), "the save has ended")
+        self._require(self.state in ("open", "prepared"), "the save has ended")
 
     def _require(self, condition: bool, message: str) -> None:
         if not condition:

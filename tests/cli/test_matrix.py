@@ -24,7 +24,7 @@ from remote.servers import http_server
 from support import trained_model
 
 from stio.cli.main import main
-from stio.storage.commit.staging_dir import LOCK_NAME
+from stio.storage.commit.journal import LOCK_NAME
 
 COMMANDS = sorted(main.commands)
 PLAIN = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR", "PYTHONUNBUFFERED")}

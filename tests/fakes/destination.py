@@ -22,8 +22,7 @@ from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.storage.base import Ending, Identity, Note, Transaction
 from stio.storage.commit.destination import CommitPlan, ExistingCheckpoint, LocalDestination, choose_names
-from stio.storage.commit.file_writer import write_refused
-from stio.storage.commit.files import digest_of
+from stio.storage.commit.files import digest_of, write_refused
 
 Step = Literal["begin", "create", "write", "finish", "commit", "confirm"]
 """Kinds of steps that can fail. `confirm` follows the commit, as the sync of a directory does."""

@@ -163,8 +163,12 @@ def test_c409_the_last_steps_of_a_save_of_ranks_are_progress(tmp_path: Path, mon
     assert len(marks) == 3
     sync.distributed.save(state, tmp_path / "step-2", max_shard_size=100, hash="sha256")
     assert len(marks) == 9
-    transaction._sync_tree(str(tmp_path / "step-1"), lambda: None)
-    assert len(marks) == 9 + len([*(tmp_path / "step-1").iterdir()])
+    staged = transaction.begin_directory(tmp_path / "step-3", durable=True)
+    for k in range(3):
+        (Path(staged.files_path) / str(k)).touch()
+    staged.prepare_commit()
+    assert len(marks) == 9 + 3 + 1
+    staged.roll_back()
 
 
 def test_c463_a_program_that_ends_before_its_first_save_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -104,12 +104,11 @@ def test_c227_the_documentation_says_that_a_cancel_may_come_too_late(where: str)
     assert [claim for claim in claims(text) if not re.search("commit|publish|late", claim)] == []
 
 
-# 229: access control lists and extended attributes.
+# 229: access control lists.
 
 
 LIST = acl((USER_OBJ, 6, None), (USER, 4, 1234), (GROUP_OBJ, 0, None), (MASK, 4, None), (OTHER, 0, None))
 """The user 1234 may read, the owning group may nothing; the mode shows the mask, 0640."""
-ATTRIBUTES = {"user.origin": b"run 7", ACCESS_ACL: LIST}
 
 
 def set_attribute(path: Path, name: str, value: bytes) -> None:
@@ -153,31 +152,10 @@ def save_index(number: int, directory: Path) -> list[Path]:
     return [directory / "w" / INDEX]
 
 
-def save_manifest(number: int, directory: Path) -> list[Path]:
-    """Save a file with a manifest; the manifest is meant."""
-    sync.save(generation(number), directory / "w.safetensors", hash="sha256")
-    return [directory / "w.safetensors.manifest.json"]
-
-
 def save_by_drop_in(number: int, directory: Path) -> list[Path]:
     """Save to a file as users of the safetensors package do."""
     save_file(generation(number), directory / "w.safetensors")
     return [directory / "w.safetensors"]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("attribute", ATTRIBUTES)
-@pytest.mark.parametrize(
-    "save", [save_one_file, save_directory, save_shards, save_index, save_manifest, save_by_drop_in]
-)
-def test_c229_a_replaced_file_keeps_its_attributes(
-    tmp_path: Path, save: Callable[[int, Path], list[Path]], attribute: str
-) -> None:
-    value = ATTRIBUTES[attribute]
-    for path in save(1, tmp_path):
-        set_attribute(path, attribute, value)
-    files = save(2, tmp_path)
-    assert {path.name: attribute_of(path, attribute) for path in files} == {path.name: value for path in files}
 
 
 @pytest.mark.parametrize("save", [save_one_file, save_directory, save_shards, save_index, save_by_drop_in])

@@ -200,8 +200,8 @@ FALLIBLE = [
     "unlink", "write", "write_bytes",
 ]  # fmt: skip
 INFALLIBLE = [
-    "close", "copy_owner", "exists", "fchmod", "read_attributes", "remove_attribute",
-    "remove_directory", "remove_tree", "start_writeback", "try_lock", "unlock", "write_attribute",
+    "close", "copy_owner", "exists", "fchmod", "has_access_list", "remove_access_list",
+    "remove_directory", "remove_tree", "start_writeback", "try_lock", "unlock",
 ]  # fmt: skip
 
 
@@ -249,8 +249,13 @@ class System:
                         raise OSError(error_number, os.strerror(error_number))
                 if self.num_calls == kill_at and not kill_after:
                     self._die(name)
-                # No power cut here, so nothing has to reach the disk.
-                result = None if name in drop or name in ("fsync", "sync_directory") else function(*args, **kwargs)
+                try:
+                    # No power cut here, so nothing has to reach the disk.
+                    result = None if name in drop or name in ("fsync", "sync_directory") else function(*args, **kwargs)
+                except OSError:
+                    if self.num_calls == kill_at:
+                        self._die(name)
+                    raise
                 if name.startswith("open_"):
                     self._open.add(result)
                 elif name == "close":

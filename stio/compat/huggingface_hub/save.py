@@ -33,8 +33,7 @@ from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.destination import CommitPlan, LocalDestination, existing_checkpoint
 from stio.storage.commit.directory_lock import directory_lock
-from stio.storage.commit.file_writer import write_refused
-from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small
+from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, write_refused
 from stio.storage.commit.transaction import LocalTransaction
 
 _FORMAT = {"format": "pt"}

@@ -121,47 +121,31 @@ def make_and_open(directory: str, *, durable: bool) -> tuple[int, dict[str, Dire
     Raises:
         OSError: The operating system reported an error.
     """
-    where, missing, fd = directory, list[str](), -1
-    while fd < 0:
-        try:
-            fd = calls.open_directory(where)
-        except FileNotFoundError:
-            where, name = os.path.split(where)
-            if not name:
-                raise
-            missing.append(name)
     made: dict[str, DirectoryIdentity] = {}
-    try:
-        if not missing and durable:
-            _sync_parent(directory)
-        while missing:
-            name = missing.pop()
-            where = os.path.join(where, name)
-            is_made = False
-            with suppress(FileExistsError):  # another save has just made it, and may not have synced it yet
-                calls.make_directory(name, dir_fd=fd)
-                is_made = True
-            if durable:
-                calls.sync_directory(fd)
-            below = calls.open_directory(name, dir_fd=fd)
-            calls.close(fd)
-            fd = below
-            if is_made:
-                made[where] = directory_identity(fd)
-    except BaseException:
-        calls.close(fd)
-        raise
-    return fd, made
+    return _make_and_open(directory, durable, made), made
 
 
-def _sync_parent(directory: str) -> None:
-    """Make the name of a directory durable: the caller may have made it a moment ago, without a sync."""
+def _make_and_open(directory: str, durable: bool, made: dict[str, DirectoryIdentity]) -> int:
+    parent, name = os.path.split(directory)
     try:
-        fd = calls.open_directory(os.path.dirname(directory))
-    except PermissionError:
-        return
-    with closing(fd):
-        calls.sync_directory(fd)
+        if durable:
+            # Somebody may have made it a moment ago, without a sync.
+            with suppress(PermissionError), closing(calls.open_directory(parent)) as above:
+                calls.sync_directory(above)
+        return calls.open_directory(directory)
+    except FileNotFoundError:
+        if not name:
+            raise
+    with closing(_make_and_open(parent, durable, made)) as above:
+        with suppress(FileExistsError):  # another save has just made it, and may not have synced it yet
+            calls.make_directory(name, dir_fd=above)
+            made[directory] = 0, 0
+        if durable:
+            calls.sync_directory(above)
+        fd = calls.open_directory(name, dir_fd=above)
+    if directory in made:
+        made[directory] = directory_identity(fd)
+    return fd
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +158,8 @@ class ExistingCheckpoint:
     """SHA-256 of the index's content; None if there is none."""
     files: dict[str, Identity] = field(default_factory=dict)
     """Its files of tensors: those that the index names, and those with the name of a checkpoint's file."""
-    index_attributes: FileAttributes | None = None
-    """Those of the index."""
     shard_attributes: FileAttributes | None = None
-    """Those of the shard that the fewest users may read, for new shards that replace no file of their name."""
+    """Attributes of the shard that the fewest users may read, for new shards that replace no file of their name."""
 
 
 DirectoryIdentity: TypeAlias = tuple[int, int]
@@ -190,8 +172,8 @@ def directory_identity(fd: int) -> DirectoryIdentity:
     Raises:
         OSError: The operating system reported an error.
     """
-    found = os.fstat(fd)
-    return (found.st_dev, found.st_ino) if is_local(fd) else (0, 0)
+    status = os.fstat(fd)
+    return (status.st_dev, status.st_ino) if is_local(fd) else (0, 0)
 
 
 def identity_at(dir_fd: int, name: str) -> Identity | None:
@@ -200,10 +182,10 @@ def identity_at(dir_fd: int, name: str) -> Identity | None:
     Raises:
         OSError: The operating system reported an error.
     """
-    found = file_at(dir_fd, name)
-    if found is None:
+    status = file_at(dir_fd, name)
+    if status is None:
         return None
-    identity = identity_of(found)
+    identity = identity_of(status)
     # Some FUSE filesystems assign a new inode at each call.
     return identity if is_local(dir_fd) else Identity(0, 0, identity.nbytes, identity.mtime_ns)
 
@@ -223,8 +205,8 @@ def describe_existing(home_fd: int, destination: LocalDestination, pattern: str)
         return ExistingCheckpoint()
     if destination.kind == "file":
         identity = identity_at(home_fd, destination.name)
-        found = {destination.name: identity} if identity else {}
-        return ExistingCheckpoint(files=found, shard_attributes=attributes_at(home_fd, destination.name))
+        files = {destination.name: identity} if identity else {}
+        return ExistingCheckpoint(files=files, shard_attributes=attributes_at(home_fd, destination.name))
     index = index_name(pattern)
     raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=destination.path)
     shards: tuple[str, ...] = ()
@@ -249,11 +231,11 @@ def existing_checkpoint(home_fd: int, index: str, raw: bytes | None, names: Iter
     Raises:
         OSError: The operating system reported an error.
     """
-    files = {name: found for name in dict.fromkeys(names) if (found := identity_at(home_fd, name)) is not None}
+    files = {name: file for name in dict.fromkeys(names) if (file := identity_at(home_fd, name)) is not None}
     statuses = {name: status_at(home_fd, name, follow_symlinks=True) for name in files if name != index}
     readers = {name: status.st_mode & 0o044 for name, status in statuses.items() if status is not None}
     shard = attributes_at(home_fd, min(readers, key=readers.__getitem__)) if readers else None
-    return ExistingCheckpoint(index, digest_of(raw), files, attributes_at(home_fd, index), shard)
+    return ExistingCheckpoint(index, digest_of(raw), files, shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,11 +302,11 @@ def choose_names(
 def require_replaceable(home_fd: int, destination: LocalDestination, names: tuple[str, ...]) -> None:
     """Require that an existing entry with the name of a new file is a file or a link, so that it may be replaced."""
     for name in names:
-        found = status_at(home_fd, name)
-        if found is not None and not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
+        status = status_at(home_fd, name)
+        if status is not None and not (stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)):
             raise StorageError(
                 "the save needs this name, and what has it is not a file; move it, or save elsewhere",
                 path=os.path.join(destination.path, name),
-                errno=errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EEXIST,
-                found=kind_of_file(found.st_mode),
+                errno=errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EEXIST,
+                found=kind_of_file(status.st_mode),
             )

@@ -4,8 +4,9 @@ A lock file (`FileLock`) is locked by `flock`. Its owner removes it before it re
 left is free: the next owner of the lock takes and removes it. `stio pull` and `DiskCache` have such files too. The
 lock of a staging directory is one that stays.
 
-The lock of a directory is the file `.stio-lock` in it. Its mode, or its access control list, follows from the
-directory's: the users that may write the directory may open the file. Other users cannot hold the lock. In a sticky
+The lock of a directory is the file `.stio-lock` in it. Its mode follows from the directory's: the users that may write
+the directory may open the file. Other users cannot hold the lock. A user who may write only by an access control list
+saves without the lock, with a warning. In a sticky
 directory such as /tmp each user has a file of its own, `.stio-lock-<uid>`: there no user can replace files of another
 user. The owner of the lock writes its process into the file. Locks alone decide nothing: each change compares first
 what is in the directory.
@@ -31,7 +32,7 @@ from stio.runtime.process import contextmanager
 from stio.runtime.text import log
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.files import ACCESS_LIST, USER_OBJ, FileAttributes, entries_of, packed_list, status_at
+from stio.storage.commit.files import FileAttributes, status_at
 
 LOCK_TIMEOUT_SECONDS = 60.0
 """Default of `lock_timeout=`."""
@@ -42,9 +43,6 @@ DIRECTORY_LOCK_NAME = ".stio-lock"
 _LOCK_FILE = re.compile(rf"{re.escape(DIRECTORY_LOCK_NAME)}(-\d+)?(\.[0-9a-f]{{10}})?")
 """The name of a lock file. A new one has a suffix until its rights are set: all users that may use the lock can open
 it, even if its maker dies."""
-
-_SHORT_SECONDS = 0.5
-"""Longest wait for a lock file that cannot be opened: its maker may be about to set its rights."""
 
 _OWNER_BYTES = 512
 """Length of the owner's description, padded by spaces: so a new owner replaces all of an old one's."""
@@ -125,7 +123,7 @@ def directory_lock(
         OSError: The lock file could not be made.
     """
     timeout = timeout or LockTimeout()
-    lock = _DirectoryLock(dir_fd, path)
+    lock = _DirectoryLock(dir_fd)
     try:
         if not timeout.wait_until(lambda: lock.try_lock() is not False, check):
             raise ConcurrentSaveError(
@@ -134,6 +132,9 @@ def directory_lock(
                 path=path if destination is None else destination,
                 found=lock.owner,
             )
+        if lock.is_unusable:
+            message = "%s cannot be used as a lock; the files are compared and replaced without it"
+            log(logging.WARNING, message, printable(os.path.join(path, lock.name)))
         yield
     finally:
         lock.release()
@@ -142,10 +143,10 @@ def directory_lock(
 def remove_free_lock(dir_fd: int, name: str) -> None:
     """Remove a lock file that a crash left. One that is held, or that another user made, stays. Never raises."""
     with suppress(OSError):
-        lock = _DirectoryLock(dir_fd, "")
+        lock = _DirectoryLock(dir_fd)
         if name.startswith(f"{lock.name}."):
-            found = status_at(dir_fd, name)  # its maker, if it lives, makes another one
-            if found is not None and (not lock.is_sticky or found.st_uid == os.geteuid()):
+            status = status_at(dir_fd, name)  # its maker, if it lives, makes another one
+            if status is not None and (not lock.is_sticky or status.st_uid == os.geteuid()):
                 calls.unlink(name, dir_fd=dir_fd)
         elif name == lock.name:
             lock.try_lock(may_create=False)
@@ -231,13 +232,13 @@ class _DirectoryLock(FileLock):
 
     Args:
         dir_fd: The directory; the caller keeps it open.
-        path: Name of the directory, for messages.
     """
 
-    def __init__(self, dir_fd: int, path: str) -> None:
-        self._path, self._home = path, os.fstat(dir_fd)
+    def __init__(self, dir_fd: int) -> None:
+        self._home = os.fstat(dir_fd)
         self.is_sticky = bool(self._home.st_mode & stat.S_ISVTX)
-        self._unusable_since: float | None = None
+        self.is_unusable = False
+        """Whether what has its name is no lock file that this process may use."""
         super().__init__(f"{DIRECTORY_LOCK_NAME}-{os.geteuid()}" if self.is_sticky else DIRECTORY_LOCK_NAME, dir_fd)
 
     def try_lock(self, *, may_create: bool = True) -> bool | None:
@@ -248,71 +249,53 @@ class _DirectoryLock(FileLock):
         """
         must_create = may_create and status_at(self._dir_fd, self.name) is None
         try:
-            fd = self._create() if must_create else self._open()
-            return self._refused() if fd is None else self._try(fd)
+            if must_create:
+                fd = self._create()
+            else:
+                fd = calls.open_file(self.name, os.O_RDWR | getattr(os, "O_NONBLOCK", 0), dir_fd=self._dir_fd)
+            status = os.fstat(fd)
+            # Another user may have put it here: a link to a file of this user would be written.
+            is_own = not self.is_sticky or status.st_uid == os.geteuid()
+            if is_own and stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+                return self._try(fd)
+            calls.close(fd)
+        except FileExistsError:
+            return False
         except NoLocksError:
             return None
-
-    def _open(self) -> int | None:
-        """Open the file; None if it is not there any more, or is none that this process may use."""
-        try:
-            fd = calls.open_file(self.name, os.O_RDWR | getattr(os, "O_NONBLOCK", 0), dir_fd=self._dir_fd)
-        except FileNotFoundError:
-            return None
         except OSError as error:
+            if not must_create and error.errno == errno.ENOENT:
+                return False  # it was removed in this moment
             if error.errno not in _UNUSABLE:
                 raise
-            self._unusable_since = self._unusable_since or clock.monotonic()
-            return None
-        found = os.fstat(fd)
-        # Another user may have put it here: a link to a file of this user would be written.
-        is_own = not self.is_sticky or found.st_uid == os.geteuid()
-        if is_own and stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
-            self._unusable_since = None
-            return fd
-        calls.close(fd)
-        self._unusable_since = self._unusable_since or clock.monotonic()
+        self.is_unusable = True
         return None
 
-    def _create(self) -> int | None:
-        """Make the file; None if another process has made it meanwhile."""
+    def _create(self) -> int:
+        """Make the file.
+
+        Raises:
+            FileExistsError: Another process has made it meanwhile, or a recovery has removed this one.
+        """
         new = f"{self.name}.{secrets.token_hex(5)}"
         fd = calls.open_file(new, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=self._dir_fd, mode=0o600)
         try:
-            self._attributes(fd).apply(fd)
+            calls.remove_access_list(fd)
+            if not self.is_sticky:  # who may write the directory may read and write the file
+                mode = 0o600 | sum(6 << shift for shift in (3, 0) if self._home.st_mode >> shift & 2)
+                status = os.stat_result((stat.S_IFREG | mode, *tuple(self._home)[1:]))
+                FileAttributes(status, calls.has_access_list(self._dir_fd)).apply(fd)
             calls.rename_new(new, self.name, source_fd=self._dir_fd, target_fd=self._dir_fd)
         except BaseException as error:
             calls.close(fd)
             with suppress(OSError):
                 calls.unlink(new, dir_fd=self._dir_fd)
-            if isinstance(error, FileExistsError | FileNotFoundError):  # not found: a recovery has removed it
-                return None
+            if isinstance(error, FileNotFoundError):
+                raise FileExistsError(*error.args[:2]) from error
             if isinstance(error, OSError) and error.errno in UNSUPPORTED:
                 raise NoLocksError(*error.args[:2]) from error
             raise
         return fd
-
-    def _attributes(self, fd: int) -> FileAttributes:
-        """Return those of a new file: the users that may write the directory, and its maker, may read and write it."""
-        if self.is_sticky:
-            return FileAttributes(_with_mode(os.fstat(fd), 0o600))
-        mode = 0o600 | sum(6 << shift for shift in (3, 0) if self._home.st_mode >> shift & 2)
-        found = entries_of(calls.read_attributes(self._dir_fd).get(ACCESS_LIST))
-        entries = [(tag, 6 if rights & 2 or tag == USER_OBJ else 0, number) for tag, rights, number in found]
-        return FileAttributes(_with_mode(self._home, mode), {ACCESS_LIST: packed_list(entries)} if entries else {})
-
-    def _refused(self) -> bool | None:
-        """Return the answer of `try_lock` where the file was not opened."""
-        if self._unusable_since is None or clock.monotonic() - self._unusable_since < _SHORT_SECONDS:
-            return False  # its maker may be about to set its mode
-        where = os.path.join(self._path, self.name)
-        message = "%s cannot be used as a lock; the files are compared and replaced without it"
-        log(logging.WARNING, message, printable(where))
-        return None
-
-
-def _with_mode(found: os.stat_result, mode: int) -> os.stat_result:
-    return os.stat_result((stat.S_IFREG | mode, *tuple(found)[1:]))
 
 
 # The owner of a lock.
@@ -336,8 +319,8 @@ def boot_id() -> str:
 
 def is_same(dir_fd: int, name: str, fd: int) -> bool:
     """Return whether a name in a directory still is that of an open file or directory."""
-    found = status_at(dir_fd, name)
-    return found is not None and os.path.samestat(found, os.fstat(fd))
+    status = status_at(dir_fd, name)
+    return status is not None and os.path.samestat(status, os.fstat(fd))
 
 
 def _read_owner(fd: int) -> str | None:

@@ -1,13 +1,26 @@
-"""Files in an open directory: small ones read, written, compared, removed; what a new one keeps of the one it replaces.
+"""Files in an open directory: small ones read, written, compared, removed; new shards, written by several threads.
 
 Each function takes the descriptor of a directory and a name in it. Functions that compare or remove a file never follow
 a link: they compare or remove the link itself.
 
-Kept are owner, mode, access control list, extended attributes. All of it is set before the new file is visible. What
-the system refuses is left out, and then no user gets wider rights than before: a mode shows the mask of an access
-control list as the rights of the group, so without its list the file gets only the rights that the list grants to all.
-The same holds for the group's rights if the group cannot be kept. Not kept: capabilities and signatures, which are
-about the old content; attributes in `trusted.`.
+A file that replaces another one gets its mode, and its owner and group as far as this process may set them, before it
+is visible. Access control lists and extended attributes are not copied; a new file has the list that its directory
+gives new files. Nobody gets wider rights by that: the rights of a group are not given to another group, and the group
+bits of a file with a list of its own, which show the list's mask, are not taken for rights of its group.
+
+A shard is written in blocks of tens of megabytes. The engine writes them (`add_range`): whole pages with O_DIRECT
+(measured 4.2-4.5 GB/s against 2.6 buffered), the rest buffered. Where it cannot, a thread of Python writes a block
+through the page cache (`write_from`), with one call.
+
+Several processes may write one file, each its own ranges. A page that two ranges share is written through the page
+cache by both: next to a direct write the kernel drops what the cache holds of the page. So only pages that are whole
+in a range are written directly.
+
+Between hosts there is no common page cache. A client that holds a page may send all of it, and so write old bytes over
+those of another host (`nfs_can_extend_write` of Linux, FUSE with a write-back cache). So on a filesystem that is not
+local the writers of one file send their exact ranges past the cache. The NFS client of Linux has no alignment rules for
+O_DIRECT (open(2)). A filesystem that has them answers EINVAL, and gets whole pages and buffered edges by the engine, as
+a local one.
 """
 
 from __future__ import annotations
@@ -16,41 +29,32 @@ import errno
 import hashlib
 import os
 import stat
-import struct
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Self
 
-from stio.errors import StorageError
+from stio import native
+from stio.errors import NoSpaceError, StorageError
+from stio.runtime.limits import PAGE_BYTES
+from stio.runtime.locks import new_lock
+from stio.runtime.memory import Region
 from stio.runtime.process import contextmanager
-from stio.storage.checks import OPEN_FLAGS, open_by_rule, require_regular, stat_by_rule
+from stio.storage.base import Identity
+from stio.storage.checks import OPEN_FLAGS, UNSUPPORTED, open_by_rule, refusals, refused, require_regular, stat_by_rule
 from stio.storage.commit import syscalls as calls
-
-ACCESS_LIST = "system.posix_acl_access"
-_DEFAULT_LIST = "system.posix_acl_default"
-"""The list that new files in a directory get."""
-
-_OF_CONTENT = frozenset({"security.capability", "security.ima", "security.evm"})
-_VERSION_BYTES = 4
-_ENTRY = struct.Struct("<HHI")  # tag, rights, id; linux/posix_acl_xattr.h
-USER_OBJ, _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 1, 2, 4, 8, 16, 32
-_READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-_DIRECTORY_FLAGS = _READ_FLAGS | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
+from stio.storage.local import is_local
 
 
 @dataclass(frozen=True, slots=True)
 class FileAttributes:
-    """Owner, mode, access control lists and extended attributes of a file or a directory."""
+    """Owner, group and mode of a file or a directory."""
 
     status: os.stat_result
-    """Owner, group and mode."""
-    extended: dict[str, bytes] | None = field(default_factory=dict)
-    """Extended attributes by name, access control lists among them; None if they could not be read."""
-
-    @property
-    def mode(self) -> int:
-        """The bits that `chmod` sets: of a directory also the sticky bit and the one that its group is inherited."""
-        return self.status.st_mode & (0o3777 if stat.S_ISDIR(self.status.st_mode) else 0o777)
+    """All three."""
+    has_list: bool
+    """Whether it has an access control list."""
 
     def apply(self, fd: int) -> None:
         """Give a file, or a directory, these attributes as far as the system allows. Not for one that is visible.
@@ -58,30 +62,12 @@ class FileAttributes:
         A directory stays writable for its owner: otherwise it could not be renamed.
         """
         calls.copy_owner(self.status, fd)
-        extended, present = self.extended or {}, calls.read_attributes(fd)
-        for name, value in _by_kind(extended, "user."):  # before the mode: they need the right to write
-            calls.write_attribute(fd, name, value)
-        is_narrow = all(
-            calls.remove_attribute(fd, name)  # inherited from the directory
-            for name in (ACCESS_LIST, _DEFAULT_LIST)
-            if name in present and name not in extended
-        )
-        same_group = os.fstat(fd).st_gid == self.status.st_gid
-        entries = entries_of(extended.get(ACCESS_LIST))
-        mode, rights = self.mode, _rights_of_all(self.mode, entries)
-        if entries or not same_group or self.extended is None:
+        # Of a directory also the sticky bit and the one that its group is inherited.
+        mode = self.status.st_mode & (0o3777 if stat.S_ISDIR(self.status.st_mode) else 0o777)
+        if os.fstat(fd).st_gid != self.status.st_gid or (self.has_list and not calls.has_access_list(fd)):
+            rights = mode >> 3 & mode & 7
             mode = mode & ~0o077 | rights << 3 | rights
-        if not is_narrow:
-            mode &= ~0o070  # the mask of the list that could not be removed
-        if stat.S_ISDIR(self.status.st_mode):
-            mode |= 0o300
-        calls.fchmod(fd, mode)
-        for name, value in _by_kind(extended, "system.", "security."):
-            if name == ACCESS_LIST and not same_group:
-                value = _narrowed(entries, rights)
-            is_label = name.startswith("security.")  # mostly the one that the system gives each file
-            if name not in _OF_CONTENT and not (is_label and present.get(name) == value):
-                calls.write_attribute(fd, name, value)
+        calls.fchmod(fd, mode | 0o300 if stat.S_ISDIR(self.status.st_mode) else mode)
 
 
 def attributes_at(dir_fd: int, name: str, *, follow_symlinks: bool = True) -> FileAttributes | None:
@@ -95,123 +81,10 @@ def attributes_at(dir_fd: int, name: str, *, follow_symlinks: bool = True) -> Fi
     Raises:
         OSError: The operating system reported an error.
     """
-    try:
-        found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-        is_link = stat.S_ISLNK(found.st_mode)
-        if is_link and follow_symlinks:
-            found = stat_by_rule(name, dir_fd=dir_fd)
-    except FileNotFoundError:
+    status = status_at(dir_fd, name, follow_symlinks=follow_symlinks)
+    if status is None or not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         return None
-    if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
-        return None
-    return FileAttributes(found, _extended_at(dir_fd, name, found, is_link=is_link))
-
-
-def keep_default_list(dir_fd: int, name: str, files_fd: int) -> None:
-    """Give a new directory, still empty, the list for new files of the directory that it will replace. Never raises."""
-    try:
-        replaced = attributes_at(dir_fd, name, follow_symlinks=False)
-    except OSError:
-        return
-    if replaced is None or replaced.extended is None or not stat.S_ISDIR(replaced.status.st_mode):
-        return
-    if _DEFAULT_LIST in replaced.extended:
-        calls.write_attribute(files_fd, _DEFAULT_LIST, replaced.extended[_DEFAULT_LIST])
-    elif _DEFAULT_LIST in calls.read_attributes(files_fd):
-        calls.remove_attribute(files_fd, _DEFAULT_LIST)
-
-
-def keep_tree(dir_fd: int, name: str, files_fd: int) -> None:
-    """Give a new directory, and what is in it, the attributes of the directory that it will replace.
-
-    Args:
-        dir_fd: The directory that holds the old one.
-        name: The old one; if it does not exist, nothing is done.
-        files_fd: The new one, complete.
-
-    Raises:
-        OSError: The operating system reported an error.
-    """
-    attributes = attributes_at(dir_fd, name, follow_symlinks=False)
-    if attributes is None or not stat.S_ISDIR(attributes.status.st_mode):
-        return
-    old_fd = -1
-    with suppress(PermissionError):  # then its own attributes alone are kept
-        old_fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=dir_fd)
-    if old_fd >= 0:
-        try:
-            _keep_entries(old_fd, files_fd)
-        finally:
-            os.close(old_fd)
-    attributes.apply(files_fd)
-
-
-def _keep_entries(old_fd: int, new_fd: int) -> None:
-    with os.scandir(new_fd) as listed:
-        names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in listed if not entry.is_symlink()]
-    for name, is_directory in names:
-        attributes = attributes_at(old_fd, name, follow_symlinks=False)
-        if attributes is None or stat.S_ISDIR(attributes.status.st_mode) != is_directory:
-            continue
-        if is_directory:
-            with closing(calls.open_directory(name, dir_fd=new_fd)) as fd:
-                keep_tree(old_fd, name, fd)
-        else:
-            with closing(calls.open_file(name, _READ_FLAGS, dir_fd=new_fd)) as fd:
-                attributes.apply(fd)
-
-
-def _extended_at(dir_fd: int, name: str, found: os.stat_result, *, is_link: bool) -> dict[str, bytes] | None:
-    """Return the extended attributes of a file whose status is known, None if they cannot be read."""
-    try:
-        fd = open_by_rule(name, _READ_FLAGS, dir_fd=dir_fd)
-    except OSError:
-        # Without the right to read the file. With O_PATH a link itself would be opened.
-        if is_link or not hasattr(os, "O_PATH"):
-            return None if hasattr(os, "listxattr") else {}
-        try:
-            fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
-        except OSError:
-            return None
-        try:
-            is_same = os.path.samestat(os.fstat(fd), found) and os.path.exists(f"/proc/self/fd/{fd}")
-            return calls.read_attributes(f"/proc/self/fd/{fd}") if is_same else None
-        finally:
-            os.close(fd)
-    try:
-        return calls.read_attributes(fd) if os.path.samestat(os.fstat(fd), found) else None
-    finally:
-        os.close(fd)
-
-
-def _by_kind(extended: dict[str, bytes], *prefixes: str) -> Iterator[tuple[str, bytes]]:
-    return ((name, value) for name, value in extended.items() if name.startswith(prefixes))
-
-
-def entries_of(access_list: bytes | None) -> list[tuple[int, int, int]]:
-    """Return tag, rights and id of each entry of an access control list; nothing for None."""
-    raw = b"" if access_list is None else access_list[_VERSION_BYTES:]
-    return list(_ENTRY.iter_unpack(raw[: len(raw) - len(raw) % _ENTRY.size]))
-
-
-def _rights_of_all(mode: int, entries: list[tuple[int, int, int]]) -> int:
-    """Return the rights that all users except the owner have."""
-    rights = mode >> 3 & mode & 7
-    for tag, allowed, _ in entries:
-        if tag not in (USER_OBJ, _MASK):
-            rights &= allowed
-    return rights
-
-
-def _narrowed(entries: list[tuple[int, int, int]], rights: int) -> bytes:
-    """Return a list in which the owning group, which is another one, and all others have only these rights."""
-    changed = ((tag, rights if tag in (_GROUP_OBJ, _OTHER) else allowed, number) for tag, allowed, number in entries)
-    return packed_list(changed)
-
-
-def packed_list(entries: Iterable[tuple[int, int, int]]) -> bytes:
-    """Return an access control list with these entries."""
-    return (2).to_bytes(_VERSION_BYTES, "little") + b"".join(_ENTRY.pack(*entry) for entry in entries)
+    return FileAttributes(status, calls.has_access_list(f"/proc/self/fd/{dir_fd}/{name}"))
 
 
 _ABSENT = {errno.ENOENT, errno.ENAMETOOLONG}
@@ -229,6 +102,11 @@ class Stamp:
     """Size."""
     mtime_ns: int
     """Time of the last change, nanoseconds; a rename does not change it."""
+
+    @classmethod
+    def of(cls, file: Identity) -> Self:
+        """Return the stamp of a file."""
+        return cls(file.nbytes, file.mtime_ns)
 
 
 @contextmanager
@@ -344,11 +222,284 @@ def file_at(dir_fd: int, name: str) -> os.stat_result | None:
     Raises:
         OSError: The operating system reported an error.
     """
-    found = status_at(dir_fd, name)
-    return found if found and (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)) else None
+    status = status_at(dir_fd, name)
+    return status if status and (stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)) else None
 
 
 def stamp_of(dir_fd: int, name: str) -> Stamp | None:
     """Return the stamp of a regular file or a link, None if there is neither of this name."""
-    found = file_at(dir_fd, name)
-    return None if found is None else Stamp(found.st_size, found.st_mtime_ns)
+    status = file_at(dir_fd, name)
+    return None if status is None else Stamp(status.st_size, status.st_mtime_ns)
+
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_WRITEBACK_BYTES = 8 << 20
+"""Buffered writes of at least this size are sent to the disk at once; below it the call costs more than it saves."""
+
+_RANGES_BEHIND = 4
+"""Strided writes after which the pages of one are sent to the disk: the processes that write between them are at about
+the same place, and have then written those pages too."""
+
+
+def free_bytes(fd: int) -> int | None:
+    """Return how many bytes an unprivileged process may still write on the filesystem of an open file or directory.
+
+    None where the filesystem does not count (ramfs, some in user space), or the system does not say.
+    """
+    try:
+        space = os.fstatvfs(fd)
+    except OSError:
+        return None
+    return space.f_bavail * space.f_frsize if space.f_blocks else None
+
+
+def write_refused(
+    action: str,
+    path: str,
+    error: OSError | ValueError,
+    *,
+    offset: int | None = None,
+    needed_bytes: int | None = None,
+    free: int | None = None,
+) -> StorageError:
+    """Return the error to raise for a refused write: `NoSpaceError` if space was missing.
+
+    Args:
+        action: The action that failed, as a participle.
+        path: File or directory.
+        error: The system's error.
+        offset: Byte offset in the file.
+        needed_bytes: Space that was needed.
+        free: Space that was free.
+    """
+    number = getattr(error, "errno", None)
+    if number not in _NO_SPACE:
+        return refused(action, path, error, offset=offset, again="save")
+    reason = {
+        errno.EDQUOT: "the quota of this user is used up",
+        errno.EFBIG: "the file would be larger than the filesystem or the process's limit (ulimit -f) allows",
+    }.get(number or 0, "there is too little space on the filesystem")
+    if needed_bytes is not None:
+        reason += f"; {needed_bytes:,} bytes are needed"
+    if free is not None:
+        reason += f", {free:,} are free" if needed_bytes is not None else f"; {free:,} bytes are free"
+    return NoSpaceError(
+        f"{action} failed: {reason}", path=path, errno=number, offset=offset, needed_bytes=needed_bytes, free_bytes=free
+    )
+
+
+class LocalFileWriter:
+    """One new file; a `FileWriter`. `create_files` creates the file.
+
+    Args:
+        dir_fd: The directory that holds it; it must stay open as long as this object is used.
+        name: Name in it.
+        path: Name for messages: the path that the file will have.
+        nbytes: Its size.
+        attributes: Those that `finish` gives it; None: those that a new file gets.
+        durable: Whether `finish` syncs.
+        is_shared: Whether other processes write the file too.
+    """
+
+    def __init__(
+        self,
+        dir_fd: int,
+        name: str,
+        path: str,
+        nbytes: int,
+        *,
+        attributes: FileAttributes | None,
+        durable: bool,
+        is_shared: bool = False,
+    ) -> None:
+        self.name = name
+        """Name in the staging directory; a commit does not change it."""
+        self.path = path
+        """Name for messages: the path that the file will have."""
+        self._dir_fd, self._attributes, self._durable = dir_fd, attributes, durable
+        self._lock = new_lock()
+        self._fd = self._direct_fd = -1
+        self._written_bytes = 0
+        self._behind: deque[tuple[int, int]] = deque()  # ranges with strided writes
+        self.own_bytes = nbytes
+        """Bytes that this process writes; `finish` requires them. Less than the size where others write the rest."""
+        self.direct_refused = not _O_DIRECT
+        """True once a file could not be opened for direct I/O. The engine finds out by itself what refuses a write."""
+        self._takes_exact_ranges = is_shared and not self.direct_refused and not is_local(dir_fd)
+        self.finished = False
+        """True once the file is complete, and durable if `durable` is set."""
+
+    def write_from(self, offset: int, region: Region) -> None:
+        """Write a region's bytes at `offset`, which here may be any; see `FileWriter.write_from`.
+
+        They go through the page cache. If other hosts may write the file too they go past it, where the filesystem
+        takes that.
+        """
+        done, (fd, direct_fd) = 0, self._opened()
+        while done < region.nbytes:
+            is_exact = self._takes_exact_ranges and direct_fd >= 0
+            try:
+                done += self._write(direct_fd if is_exact else fd, region, done, region.nbytes, offset)
+            except StorageError as error:
+                if not is_exact or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                self._takes_exact_ranges = False  # the filesystem needs an alignment
+        if region.nbytes >= _WRITEBACK_BYTES and not self._takes_exact_ranges:
+            calls.start_writeback(fd, offset, region.nbytes)
+        with self._lock:
+            self._written_bytes += region.nbytes
+
+    def add_range(self, ranges: native.Ranges, group: int, offset: int, region: Region) -> bool:
+        """Add the write of a region at any offset for the engine, which writes whole pages past the page cache.
+
+        `finish` must not be called before the engine has written it. Returns False where only `write_from` can.
+        """
+        if self._takes_exact_ranges:
+            return False
+        ranges.host_to_file(group, region.address, region.nbytes, *self._opened(), offset)
+        return True
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that the engine has written."""
+        with self._lock:
+            self._written_bytes += nbytes
+
+    def error(self, failure: native.Failure) -> StorageError:
+        """Return the error of a write by the engine, to be raised."""
+        return self._refused(OSError(failure.code, ""), failure.offset, failure.nbytes)
+
+    def write_strided(self, offset: int, region: Region, nbytes: int, stride: int) -> None:
+        """Write parts of a region to places at even distances, as one of several processes. Blocks.
+
+        Args:
+            offset: First byte of the first place.
+            region: Host memory; the parts follow each other in it without a gap.
+            nbytes: Length of one part.
+            stride: Distance between the starts of two places.
+
+        Raises:
+            StorageError: See `FileWriter.write_from`.
+        """
+        fd, address, start, at = self._opened()[0], region.address, 0, offset
+        write = calls.write
+        while start < region.nbytes:
+            try:
+                count = write(fd, address + start, nbytes, at)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                raise self._refused(error, at, region.nbytes - start) from error
+            done = count
+            while done < nbytes:
+                done += self._write(fd, region.sub(start, nbytes), done, nbytes, at)
+            start += nbytes
+            at += stride
+        with self._lock:
+            self._written_bytes += region.nbytes
+            self._behind.append((offset, at - offset))
+            ranges = [self._behind.popleft()] if len(self._behind) > _RANGES_BEHIND else []
+        for begin, length in ranges:
+            calls.start_writeback(fd, begin, length)
+
+    def finish(self) -> None:
+        """Make the file durable, if `durable` is set, and close it; see `FileWriter.finish`."""
+        try:
+            if self._written_bytes != self.own_bytes:
+                raise StorageError(
+                    "not all of the file was written",
+                    path=self.path,
+                    expected=self.own_bytes,
+                    found=self._written_bytes,
+                )
+            fd = self._opened()[0]
+            if self._attributes is not None:
+                # Not before: files are opened by name, and a mode without the owner's write bit would refuse that.
+                self._attributes.apply(fd)
+            if self._durable:
+                self._sync(fd)
+            self.finished = True
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the descriptors. Idempotent; no write may be under way."""
+        with self._lock:
+            fds, self._fd, self._direct_fd = (self._fd, self._direct_fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                calls.close(fd)
+
+    def _sync(self, fd: int) -> None:
+        try:
+            calls.fsync(fd)
+        except OSError as error:
+            # The kernel has dropped what it could not write, and marked the pages clean: a second fsync would succeed
+            # and prove nothing. https://wiki.postgresql.org/wiki/Fsync_Errors
+            failure = write_refused("syncing", self.path, error)
+            failure.message += "; the content of this file is not reliable, and the save is rolled back"
+            raise failure from error
+
+    def _opened(self) -> tuple[int, int]:
+        """Return the descriptor, and one for writes past the page cache, or -1."""
+        # Opened at the first write, not when it is created: a save may have hundreds of shards.
+        with self._lock:
+            if self._fd < 0:
+                self._fd = self._open(0)
+            # Less than a page is written past the page cache as an exact range only, and descriptors may be few.
+            needs_direct = self._takes_exact_ranges or self.own_bytes >= PAGE_BYTES
+            if needs_direct and self._direct_fd < 0 and not self.direct_refused:
+                try:
+                    self._direct_fd = self._open(_O_DIRECT)
+                except StorageError as error:
+                    if error.errno not in UNSUPPORTED:
+                        raise
+                    self.direct_refused = True
+            return self._fd, self._direct_fd
+
+    def _open(self, flags: int) -> int:
+        with refusals("opening for writing", self.path):
+            return calls.open_file(self.name, os.O_WRONLY | flags, dir_fd=self._dir_fd)
+
+    def _write(self, fd: int, region: Region, done: int, end: int, offset: int) -> int:
+        """Write the region's bytes from `done` to `end`, or the first of them; return how many."""
+        while True:
+            try:
+                count = calls.write(fd, region.address + done, end - done, offset + done)
+                if count <= 0:
+                    raise OSError(errno.EIO, "the system wrote no bytes")
+                return count
+            except InterruptedError:
+                continue
+            except OSError as error:
+                raise self._refused(error, offset + done, region.nbytes - done) from error
+
+    def _refused(self, error: OSError, offset: int, missing: int) -> StorageError:
+        free = free_bytes(self._dir_fd) if error.errno in _NO_SPACE else None
+        return write_refused("writing", self.path, error, offset=offset, needed_bytes=missing, free=free)
+
+
+def create_files(dir_fd: int, writers: Sequence[LocalFileWriter], *, path: str) -> None:
+    """Create the files of new writers with their space reserved; each is opened at its first write.
+
+    Args:
+        dir_fd: The directory to create them in, that of the writers.
+        writers: Their `own_bytes` are the sizes.
+        path: The destination, for messages.
+
+    Raises:
+        NoSpaceError: They do not fit.
+        StorageError: The operating system reported an error.
+    """
+    needed = sum(writer.own_bytes for writer in writers)
+    free = free_bytes(dir_fd)
+    if free is not None and needed > free:
+        # ext4 allocates all free space before it reports an error: until the files are removed no other process could
+        # write a byte. And space that is reserved for the system is not used for checkpoints, even if root saves.
+        raise write_refused("reserving space", path, OSError(errno.ENOSPC, ""), needed_bytes=needed, free=free)
+    for writer in writers:
+        try:
+            with closing(calls.open_file(writer.name, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=dir_fd)) as fd:
+                calls.reserve(fd, writer.own_bytes)
+        except OSError as error:
+            raise write_refused("reserving space", writer.path, error, needed_bytes=needed, free=free) from error

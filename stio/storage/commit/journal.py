@@ -1,13 +1,18 @@
-"""The journal of a save that changes an existing directory: its record lets recovery complete or undo the save.
+"""The staging directory of a save, and the journal's record in it: by them recovery completes or undoes a dead save.
 
-The record is in the staging directory and is durable before the first visible change. Every step can be repeated, and
-compares first: no file is removed or replaced unless its size and time, or its content, are those in the record. The
-record may come from a downloaded directory, so its names are checked: they stay inside the directory.
+A save works in `.stio-<id>`, and holds a lock on the file `lock` in it until it ends. By a free lock recovery
+recognises a dead owner. The directory's mode is 0700, so other users cannot hold that lock.
+
+A save that changes an existing directory writes its record there, durable before the first visible change. Every step
+can be repeated, and compares first: no file is removed or replaced unless its size and time, or its content, are those
+in the record. The record may come from a downloaded directory, so its names are checked: they stay inside the
+directory.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
@@ -16,18 +21,131 @@ from typing import Literal
 import msgspec
 
 from stio.format.naming import INDEX_SUFFIX
+from stio.runtime.text import log
 from stio.storage.base import Note
+from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
+from stio.storage.commit.directory_lock import FileLock, is_same
 from stio.storage.commit.files import (
     MAX_INDEX_BYTES,
     Stamp,
     attributes_at,
+    closing,
     digest_of,
     read_small,
     remove_file,
     stamp_of,
     write_small,
 )
+
+STAGING_PREFIX = ".stio-"
+"""Prefix of a staging directory's name; the rest is the save's id."""
+
+DELETED_PREFIX = ".stio-trash-"
+"""Prefix of the name of a directory whose deletion has started."""
+
+KEPT_BY_SYSTEM = (".fuse_hidden", ".nfs")
+"""Prefixes of the names that network and user-space filesystems give to files that are removed while they are open."""
+
+LOCK_NAME = "lock"
+"""File in a staging directory; its owner holds the lock on it."""
+
+FILES_NAME = "new"
+"""Directory in a staging directory for the new files."""
+
+
+class NoRenameError(OSError):
+    """The filesystem renames no directories."""
+
+
+class StagingDirectory:
+    """The staging directory of one save, and the lock on it.
+
+    Args:
+        home_fd: The directory that will hold it; the caller keeps it open.
+        save_id: Random; end of its name.
+
+    Raises:
+        FileExistsError: The name is taken, or a recovery took the directory before it was locked.
+        NoRenameError: The filesystem renames no directories, so that nothing could be published.
+        OSError: The operating system reported an error.
+    """
+
+    def __init__(self, home_fd: int, save_id: str) -> None:
+        self._home_fd, self.save_id, self._lock = home_fd, save_id, FileLock(LOCK_NAME, -1, stays=True)
+        self.fd = self.files_fd = -1
+        name = STAGING_PREFIX + save_id
+        calls.make_directory(name, dir_fd=home_fd, mode=0o700)
+        try:
+            self.fd = calls.open_directory(name, dir_fd=home_fd)
+            self._lock = FileLock(LOCK_NAME, self.fd, stays=True)
+            if not self._lock.try_lock() or not is_same(home_fd, name, self.fd):
+                raise FileNotFoundError
+            _make_and_rename(self.fd)
+            self.files_fd = calls.open_directory(FILES_NAME, dir_fd=self.fd)
+        except BaseException as error:
+            self.release()  # first: some filesystems keep the names of open files
+            if isinstance(error, FileNotFoundError):
+                raise FileExistsError(errno.EEXIST, "a recovery has taken the staging directory") from error
+            calls.remove_tree(name, dir_fd=home_fd)
+            raise
+
+    def remove(self) -> None:
+        """Remove the directory and its content as far as possible, and close it. Never raises."""
+        name = None
+        try:
+            name = rename_for_deletion(self._home_fd, STAGING_PREFIX + self.save_id)
+        except FileNotFoundError:
+            pass  # another program has removed it, or all of the destination
+        except OSError as error:
+            message = "a staging directory is left, the next save here or `stio gc` removes it: %s"
+            log(logging.WARNING, message, error)
+        # Before the removal: filesystems in user space keep the names of open files, and the directory with them. By
+        # its new name it belongs to whoever deletes it.
+        self.release()
+        if name is not None:
+            calls.remove_tree(name, dir_fd=self._home_fd)
+
+    def release(self) -> None:
+        """Close the directory and release its lock; the next recovery handles it. Idempotent."""
+        self._lock.release()
+        fds, self.fd, self.files_fd = (self.files_fd, self.fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                calls.close(fd)
+
+
+def _make_and_rename(fd: int) -> None:
+    """Make the directory for the new files by a rename: a mounted bucket would refuse that of the commit too."""
+    calls.make_directory(f"{FILES_NAME}.made", dir_fd=fd)
+    try:
+        calls.rename(f"{FILES_NAME}.made", FILES_NAME, source_fd=fd, target_fd=fd)
+    except OSError as error:
+        if error.errno in UNSUPPORTED or error.errno == errno.EXDEV:
+            raise NoRenameError(*error.args[:2]) from error
+        raise
+
+
+def rename_for_deletion(home_fd: int, name: str) -> str:
+    """Rename a directory of stio to a name with `DELETED_PREFIX`, before it is deleted; return the new name.
+
+    Where the filesystem has no renames it keeps its name, and loses its record.
+
+    Raises:
+        OSError: The operating system reported an error.
+    """
+    # Before any file is deleted: recovery must not roll a half-deleted staging directory forward.
+    deleted = DELETED_PREFIX + name.removeprefix(STAGING_PREFIX)
+    try:
+        calls.rename(name, deleted, source_fd=home_fd, target_fd=home_fd)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        with closing(calls.open_directory(name, dir_fd=home_fd)) as fd:
+            remove_record(fd, durable=False)
+        return name
+    return deleted
+
 
 MAX_NOTE_BYTES = 64 << 20
 """Longest note."""

@@ -25,10 +25,20 @@ from stio.storage.commit.destination import (
     identity_at,
 )
 from stio.storage.commit.directory_lock import is_same
-from stio.storage.commit.files import MAX_INDEX_BYTES, Stamp, digest_of, read_small, stamp_of, write_small
+from stio.storage.commit.files import (
+    MAX_INDEX_BYTES,
+    Stamp,
+    attributes_at,
+    digest_of,
+    read_small,
+    stamp_of,
+    write_small,
+)
 from stio.storage.commit.journal import (
+    FILES_NAME,
     MAX_NOTE_BYTES,
     JournalRecord,
+    StagingDirectory,
     apply_notes,
     clean_up,
     has_old_index,
@@ -39,9 +49,7 @@ from stio.storage.commit.journal import (
     stage_notes,
     write_record,
 )
-from stio.storage.commit.retention import WrittenFiles, survey
-from stio.storage.commit.staging_dir import FILES_NAME, Aside, StagingDirectory, aside_directory, put_back
-from stio.storage.commit.written_list import merge_replaced
+from stio.storage.commit.retention import WrittenFiles, aside_directory, put_back, survey
 
 _INTERRUPTED = "replacing the files was interrupted; the next save here, or collect_garbage, completes it"
 _SHADOWED = "the old index could not be removed, so readers load the old checkpoint; the next save here removes it"
@@ -68,8 +76,6 @@ class Publication:
     """Whether anything is synced."""
     parents: Mapping[str, DirectoryIdentity]
     """The parents of the destination that were made for this save."""
-    lock: ExitStack
-    """Holds that lock; closed early where a directory is replaced."""
     written: WrittenFiles = field(default_factory=WrittenFiles)
     """What was published."""
     needs_recovery: bool = False
@@ -128,26 +134,18 @@ class Publication:
                         put_back(home_fd, self.destination.home, aside)
                 raise
             self.written = written
-            self.lock.close()
             self._confirm()
             if aside is not None:
-                self._remove_replaced(aside)
-
-    def _remove_replaced(self, aside: Aside) -> None:
-        """Delete what a save has written in the directory that was replaced; keep the rest."""
-        home_fd, home = self.home_fd, self.destination.home
-        where = os.path.join(home, aside.name)
-        try:
-            put_back(home_fd, home, aside, lambda name: merge_replaced(where, aside.fd, home_fd, name))
-        except OSError as error:
-            self.cleanup_error = error
+                try:
+                    put_back(home_fd, self.destination.home, aside)
+                except OSError as error:
+                    self.cleanup_error = error
 
     def _publish_files(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Publish files in a directory that exists, under its lock."""
         self._require_unchanged()
         try:
-            record = self._record(index, notes)
-            files = {name: identity_at(self.staging.files_fd, name) for name in (*record.moves, record.last)}
+            record, files = self._record(index, notes)
         except OSError as error:
             self._withdraw(error)
             raise
@@ -178,68 +176,68 @@ class Publication:
             if identity_at(self.home_fd, name) != existing.files.get(name):
                 raise self._conflict()
 
-    def _record(self, index: bytes | None, notes: Sequence[Note]) -> JournalRecord:
-        """Write index and notes into the staging directory, and the journal's record of the commit."""
+    def _record(self, index: bytes | None, notes: Sequence[Note]) -> tuple[JournalRecord, dict[str, Identity]]:
+        """Write index and notes into the staging directory, and the journal's record of the commit.
+
+        Returns:
+            The record, and the new files.
+        """
         plan, staging, shards = self.plan, self.staging, self.plan.shards
         assert plan.commit != "directory" and plan.commit != "replacement"
         moves, last = (shards, plan.index) if plan.index is not None else ((), shards[0])
         if plan.index is not None:
             assert index is not None
-            write_small(
-                staging.files_fd, plan.index, index, attributes=plan.existing.index_attributes, durable=self.durable
-            )
+            attributes = attributes_at(self.home_fd, plan.index)
+            write_small(staging.files_fd, plan.index, index, attributes=attributes, durable=self.durable)
+        files = {name: self._staged(name) for name in (*moves, last)}
         record = JournalRecord(
             version=1,
             save_id=staging.save_id,
             commit=plan.commit,
             notes=stage_notes(self.home_fd, staging.fd, notes, durable=self.durable),
             last=last,
-            last_stamp=self._stamp(last),
+            last_stamp=Stamp.of(files[last]),
             last_sha256=digest_of(index),
             old_sha256=plan.existing.index_sha256,
-            moves={name: self._stamp(name) for name in moves},
-            unlink={
-                name: Stamp(identity.nbytes, identity.mtime_ns)
-                for name, identity in plan.existing.files.items()
-                if name not in shards
-            },
+            moves={name: Stamp.of(files[name]) for name in moves},
+            unlink={name: Stamp.of(old) for name, old in plan.existing.files.items() if name not in shards},
         )
         if record.commit == "files":
             self._sync(staging.files_fd)  # this record is the commit: all that it names must be durable
         if _needs_record(record):
             write_record(staging.fd, record, durable=self.durable)
             self._sync(self.home_fd)  # the staging directory's own name
-        return record
+        return record, files
 
     def _surveyed(self) -> WrittenFiles:
         """Return what the rename of the staged directory will publish."""
-        found = survey(self.staging.files_fd, self.destination.real)
+        new = survey(self.staging.files_fd, self.destination.real)
         parents = {self.destination.home: directory_identity(self.home_fd), **self.parents}
-        return WrittenFiles(found.files, {**found.directories, **parents}, found.made | self.parents.keys())
+        return WrittenFiles(new.files, {**new.directories, **parents}, new.made | self.parents.keys())
 
-    def _written(self, files: Mapping[str, Identity | None], notes: Sequence[Note]) -> WrittenFiles:
+    def _written(self, files: Mapping[str, Identity], notes: Sequence[Note]) -> WrittenFiles:
         """Return what was published in a directory that existed: files that were staged, and notes."""
-        home, found = self.destination.home, dict(files)
+        home, published = self.destination.home, dict(files)
         for note in notes:
             identity = identity_at(self.home_fd, note.name)
-            if note.after is not None and read_small(self.home_fd, note.name, MAX_NOTE_BYTES) == note.after:
-                found[note.name] = identity
+            if identity is not None and read_small(self.home_fd, note.name, MAX_NOTE_BYTES) == note.after:
+                published[note.name] = identity
         return WrittenFiles(
-            {os.path.join(home, name): identity for name, identity in found.items() if identity is not None},
+            {os.path.join(home, name): identity for name, identity in published.items()},
             {home: directory_identity(self.home_fd), **self.parents},
             self.parents.keys(),
         )
 
-    def _stamp(self, name: str) -> Stamp:
-        stamp = stamp_of(self.staging.files_fd, name)
-        if stamp is None:
+    def _staged(self, name: str) -> Identity:
+        identity = identity_at(self.staging.files_fd, name)
+        if identity is None:
             raise StorageError(
                 "a new file was removed from the staging directory during the save; save again",
                 path=self.destination.path,
                 errno=errno.ENOENT,
                 expected=name,
             )
-        return stamp
+        return identity
 
     def _rename_files(self, record: JournalRecord) -> None:
         """Make the changes that are visible before the commit, then the commit; undo them if it fails."""

@@ -21,8 +21,9 @@ import re
 import secrets
 import socket
 import stat
+from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass
 from operator import add
 
@@ -41,28 +42,21 @@ from stio.storage.commit.directory_lock import (
 )
 from stio.storage.commit.files import MAX_INDEX_BYTES, closing, digest_of, read_small, status_at
 from stio.storage.commit.journal import (
+    DELETED_PREFIX,
+    FILES_NAME,
+    LOCK_NAME,
+    STAGING_PREFIX,
     JournalRecord,
     UnknownRecordError,
     clean_up,
     has_version,
     is_committed,
     read_record,
+    rename_for_deletion,
     replace_files,
     roll_back,
 )
-from stio.storage.commit.staging_dir import (
-    ASIDE_PREFIX,
-    DELETED_PREFIX,
-    FILES_NAME,
-    LOCK_NAME,
-    STAGING_PREFIX,
-    Aside,
-    entries,
-    put_back,
-    remove_aside,
-    rename_for_deletion,
-)
-from stio.storage.commit.written_list import merge_replaced
+from stio.storage.commit.retention import ASIDE_PREFIX, Aside, entries, put_back, remove_aside
 from stio.storage.local import is_local
 
 MAX_AGE_SECONDS = 24 * 3600.0
@@ -163,155 +157,150 @@ def recover(
         max_age_seconds: See `collect_garbage`.
         dry_run: Change nothing.
     """
-    report, timeout = GarbageReport(), timeout or LockTimeout()
-    try:
+    outcomes: dict[str, list[str]] = defaultdict(list)
+    recovery = _Recovery(home_fd, path, timeout or LockTimeout(), check, max_age_seconds, dry_run)
+    names: list[str] = []
+    with suppress(OSError):
         names = [name for name in os.listdir(home_fd) if name.startswith(STAGING_PREFIX)]
-    except OSError:
-        return report
     # Interrupted deletions come first: one of them may have the name that a staging directory gets next.
     for name in sorted(names, key=lambda name: not name.startswith(DELETED_PREFIX)):
-        where = os.path.join(path, name)
         check()
+        for outcome in recovery.run(name):
+            outcomes[outcome].append(os.path.join(path, name))
+    return GarbageReport(**{outcome: tuple(where) for outcome, where in outcomes.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Recovery:
+    """The recovery of one directory; see `recover`."""
+
+    home_fd: int
+    path: str
+    timeout: LockTimeout
+    check: Callable[[], None]
+    max_age_seconds: float
+    dry_run: bool
+
+    def run(self, name: str) -> tuple[str, ...]:
+        """Clean up after what has this name; return the fields of the report to which it belongs."""
         if name.startswith(DELETED_PREFIX):
-            is_trusted = _is_trusted(home_fd, status_at(home_fd, name))
-            has_failed = is_trusted and not dry_run and not _delete(home_fd, name, check)
-            report += GarbageReport(**{"removed" if is_trusted and not has_failed else "kept": (where,)})
-            report += GarbageReport(failed=(where,) if has_failed else ())
-        elif is_directory_lock(name) and not dry_run:
-            remove_free_lock(home_fd, name)
-        elif _STAGING_NAME.fullmatch(name) or name.startswith(ASIDE_PREFIX):
-            try:
-                outcome, deleted = _recover_one(home_fd, name, path, max_age_seconds, dry_run, timeout, check)
-                if deleted is not None and not _delete(home_fd, deleted, check) and deleted == name:
-                    raise OSError(errno.ENOTEMPTY, "it cannot be removed")
-            except (OSError, ConcurrentSaveError) as error:
-                # A read-only directory too: a process that can write there will clean it up.
-                log(logging.DEBUG, "%s is left alone: %s", where, error)
-                outcome = "kept"
-                if isinstance(error, OSError):
-                    is_newer = isinstance(error, UnknownRecordError)
-                    report += GarbageReport(**{"newer" if is_newer else "failed": (where,)})
-            if outcome is not None:
-                report += GarbageReport(**{outcome: (where,)})
-    return report
-
-
-def _delete(home_fd: int, name: str, check: Callable[[], None]) -> bool:
-    """Delete a directory; return whether it does not exist any more."""
-    calls.remove_tree(name, dir_fd=home_fd, check=check)
-    try:
-        return not calls.exists(name, dir_fd=home_fd)
-    except OSError:
-        return False
-
-
-def _recover_one(
-    home_fd: int,
-    name: str,
-    path: str,
-    max_age_seconds: float,
-    dry_run: bool,
-    timeout: LockTimeout,
-    check: Callable[[], None],
-) -> tuple[str | None, str | None]:
-    """Roll one save forward or back, or put back what was set aside, if its owner is dead.
-
-    Returns:
-        What was done, None if another recovery did it; and the directory's new name, to delete it by. It is deleted
-        when none of its files is open: filesystems in user space keep the names of open files.
-    """
-    is_aside, fd = name.startswith(ASIDE_PREFIX), -1
-    with ExitStack() as stack:
+            if not self._is_trusted(status_at(self.home_fd, name)):
+                return ("kept",)
+            return ("removed",) if self.dry_run or self._delete(name) else ("kept", "failed")
+        if is_directory_lock(name):
+            if not self.dry_run:
+                remove_free_lock(self.home_fd, name)
+            return ()
+        if not _STAGING_NAME.fullmatch(name) and not name.startswith(ASIDE_PREFIX):
+            return ()
         try:
-            fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=home_fd)))
-            if not _is_trusted(home_fd, os.fstat(fd)):
+            outcome, deleted = self._recover(name)
+            if deleted is not None and not self._delete(deleted) and deleted == name:
+                raise OSError(errno.ENOTEMPTY, "it cannot be removed")
+            return () if outcome is None else (outcome,)
+        except (OSError, ConcurrentSaveError) as error:
+            # A read-only directory too: a process that can write there will clean it up.
+            log(logging.DEBUG, "%s is left alone: %s", os.path.join(self.path, name), error)
+            if not isinstance(error, OSError):
+                return ("kept",)
+            return ("kept", "newer" if isinstance(error, UnknownRecordError) else "failed")
+
+    def _delete(self, name: str) -> bool:
+        """Delete a directory; return whether it does not exist any more."""
+        calls.remove_tree(name, dir_fd=self.home_fd, check=self.check)
+        try:
+            return not calls.exists(name, dir_fd=self.home_fd)
+        except OSError:
+            return False
+
+    def _recover(self, name: str) -> tuple[str | None, str | None]:
+        """Roll one save forward or back, or put back what was set aside, if its owner is dead.
+
+        Returns:
+            What was done, None if another recovery did it; and the directory's new name, to delete it by. It is deleted
+            when none of its files is open: filesystems in user space keep the names of open files.
+        """
+        home_fd, is_aside, fd = self.home_fd, name.startswith(ASIDE_PREFIX), -1
+        with ExitStack() as stack:
+            try:
+                fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=home_fd)))
+                lock = None
+                if self._is_trusted(os.fstat(fd)):
+                    lock = fd if is_aside else self._open_lock(fd)
+            except FileNotFoundError:
+                return None, None
+            except PermissionError:
+                if fd >= 0:
+                    raise
+                return "kept", None  # that of another user, whose save may run
+            if lock is None:
                 return "kept", None
-            lock = fd if is_aside else _open_lock(home_fd, fd, may_create=not dry_run)
+            if lock != fd:
+                stack.callback(calls.close, lock)
+            held = calls.try_lock(lock)
+            if held:
+                stack.callback(calls.unlock, lock)
+            if held is False or not ((held and is_local(lock)) or self._is_old(lock, is_aside=is_aside)):
+                return "kept", None
+            if not is_same(home_fd, name, fd):
+                return None, None
+            # What is set aside has names of its own; in a staging directory a record with another name has a version.
+            if not is_aside and has_version(read_small(fd, LOCK_NAME, _MAX_LOCK_BYTES) or b""):
+                raise UnknownRecordError(errno.ENOTSUP, "the lock of another version of stio")
+            if self.dry_run:
+                return "finished" if not is_aside and _is_forward(home_fd, read_record(fd)) else "undone", None
+            with directory_lock(home_fd, self.path, self.timeout, self.check):
+                if not is_aside:
+                    return _roll(home_fd, fd), rename_for_deletion(home_fd, name)
+                put_back(home_fd, self.path, Aside(name, fd))
+            remove_aside(home_fd, Aside(name, fd))
+            return "kept" if entries(Aside(name, fd)) else "undone", None
+
+    def _is_trusted(self, status: os.stat_result | None) -> bool:
+        """Return whether a directory may be deleted, and its record may decide what is deleted beside it.
+
+        In a directory such as /tmp every user may create files, and may delete only files of that user. There, the
+        record of another user would cause deletions with the rights of this process.
+        """
+        home = os.fstat(self.home_fd)
+        return status is None or not home.st_mode & stat.S_ISVTX or status.st_uid in (os.geteuid(), home.st_uid)
+
+    def _open_lock(self, fd: int) -> int | None:
+        """Open the lock of a staging directory; None if its owner may be about to create it."""
+        try:
+            return calls.open_file(LOCK_NAME, os.O_RDWR, dir_fd=fd)
         except FileNotFoundError:
-            return None, None
-        except PermissionError:
-            if fd < 0:  # that of another user, whose save may run
-                return "kept", None
-            raise
-        if lock is None:
-            return "kept", None
-        if lock != fd:
-            stack.callback(calls.close, lock)
-        held = calls.try_lock(lock)
-        if held:
-            stack.callback(calls.unlock, lock)
-        is_dead = held is not False and (
-            (held and is_local(lock))
-            or (
-                _age_seconds(home_fd, lock, dry_run=dry_run) >= max_age_seconds
-                and (is_aside or not _owner_runs_here(lock))
-            )
-        )
-        if not is_dead:
-            return "kept", None
-        if not is_same(home_fd, name, fd):
-            return None, None
-        # What is set aside has names of its own; in a staging directory a record with another name has a version.
-        if not is_aside and has_version(read_small(fd, LOCK_NAME, _MAX_LOCK_BYTES) or b""):
-            raise UnknownRecordError(errno.ENOTSUP, "the lock of another version of stio")
-        if dry_run:
-            return "finished" if not is_aside and _is_forward(home_fd, read_record(fd)) else "undone", None
-        with directory_lock(home_fd, path, timeout, check):
-            if not is_aside:
-                return _roll(home_fd, fd), rename_for_deletion(home_fd, name)
-            aside, where = Aside(name, fd), os.path.join(path, name)
-            put_back(home_fd, path, aside, lambda entry: merge_replaced(where, fd, home_fd, entry))
-        remove_aside(home_fd, aside)
-        return "kept" if entries(aside) else "undone", None
-
-
-def _is_trusted(home_fd: int, found: os.stat_result | None) -> bool:
-    """Return whether a directory may be deleted, and its record may decide what is deleted beside it.
-
-    In a directory such as /tmp every user may create files, and may delete only files of that user. There, the record
-    of another user would cause deletions with the rights of this process.
-
-    Args:
-        home_fd: The directory that holds it.
-        found: Its status; None: it does not exist.
-    """
-    home = os.fstat(home_fd)
-    return found is None or not home.st_mode & stat.S_ISVTX or found.st_uid in (os.geteuid(), home.st_uid)
-
-
-def _open_lock(home_fd: int, fd: int, *, may_create: bool) -> int | None:
-    """Open the lock of a staging directory; None if its owner may be about to create it."""
-    try:
-        return calls.open_file(LOCK_NAME, os.O_RDWR, dir_fd=fd)
-    except FileNotFoundError:
-        if _age_seconds(home_fd, fd, dry_run=not may_create) < _UNLOCKED_SECONDS:
+            if self._age_seconds(fd) < _UNLOCKED_SECONDS:
+                return None
+        if self.dry_run:
+            return calls.open_directory(".", dir_fd=fd)  # in place of the lock: an owner that has made none is dead
+        try:
+            # Created and held here: an owner that is only slow cannot take it, and makes another staging directory.
+            return calls.open_file(LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=fd)
+        except FileExistsError:
             return None
-    if not may_create:
-        return calls.open_directory(".", dir_fd=fd)  # in place of the lock: an owner that has made none by now is dead
-    try:
-        # Created and held here: an owner that is only slow cannot take it, and makes another staging directory.
-        return calls.open_file(LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=fd)
-    except FileExistsError:
-        return None
 
+    def _is_old(self, lock: int, *, is_aside: bool) -> bool:
+        """Return whether the owner of a lock counts as dead where the lock proves nothing."""
+        return self._age_seconds(lock) >= self.max_age_seconds and (is_aside or not _owner_runs_here(lock))
 
-def _age_seconds(home_fd: int, fd: int, *, dry_run: bool) -> float:
-    """Return the time since a file, or a directory, of a directory was changed.
+    def _age_seconds(self, fd: int) -> float:
+        """Return the time since a file, or a directory, of a directory was changed.
 
-    A network filesystem sets that time by its own clock, which may differ from the one of this machine by hours. So it
-    is compared with the time of a new directory beside it; in a dry run with this machine's clock.
-    """
-    changed = os.fstat(fd).st_mtime
-    if dry_run:
-        return clock.now() - changed
-    name = DELETED_PREFIX + secrets.token_hex(5)  # if this process dies, the next recovery deletes it
-    try:
-        calls.make_directory(name, dir_fd=home_fd, mode=0o700)
-        made = status_at(home_fd, name)
-        calls.remove_directory(name, dir_fd=home_fd)
-    except OSError:  # nothing can be recovered here
-        return -math.inf
-    return -math.inf if made is None else made.st_mtime - changed
+        A network filesystem sets that time by its own clock, which may differ from the one of this machine by hours. So
+        it is compared with the time of a new directory beside it; in a dry run with this machine's clock.
+        """
+        changed = os.fstat(fd).st_mtime
+        if self.dry_run:
+            return clock.now() - changed
+        name = DELETED_PREFIX + secrets.token_hex(5)  # if this process dies, the next recovery deletes it
+        with suppress(OSError):
+            calls.make_directory(name, dir_fd=self.home_fd, mode=0o700)
+            new = status_at(self.home_fd, name)
+            calls.remove_directory(name, dir_fd=self.home_fd)
+            if new is not None:
+                return new.st_mtime - changed
+        return -math.inf  # nothing can be recovered here
 
 
 def _owner_runs_here(lock_fd: int) -> bool:

@@ -1,35 +1,48 @@
-"""Deletes what a save has written, and nothing else.
+"""What saves have written in a directory: it is deleted, or replaced by a whole directory, and nothing else is.
 
 A transaction records the identity of each file and directory that it published (`WrittenFiles`). A deletion compares
-again: what another program has replaced, changed or added since stays, and a warning names it. A directory that the
-save made, and that holds nothing else, disappears in one step; then its content is deleted. Directories and files are
-first set aside (`staging_dir.py`) and compared there: what took the name, or was added, between a comparison and the
-move is put back. A reader that opened the checkpoint before can read its open files to the end.
+once more: what another program has replaced, changed or added since stays, and a warning names it. Only what arrives
+between that comparison and the deletion, within microseconds, is lost. A directory that the save made, and that holds
+nothing else, disappears in one step; then its content is deleted. A reader that opened the checkpoint before can read
+its open files to the end. Each directory is opened by its path without links, one component at a time, and compared
+with the recorded one.
 
-Each directory is opened by its path without links, one component at a time, and compared with the recorded one.
+What earlier processes have saved has no such record. Complete checkpoints are found by their names
+(`find_earlier_saves`): an index, its shards, one file, a manifest. A list that is stored with a checkpoint
+(`write_list`) contains names relative to its directory, with the identities that a deletion compares. It is read as
+untrusted data: it can name only files and directories below its own directory. A copy of a checkpoint on the same
+filesystem is another directory, so its list is not valid.
+
+A directory that another one replaces is moved under its own name into a new directory, `.stio-aside-<id>`. If the save
+dies, recovery puts it back. If the name is in use by then, what is in the list and unchanged is deleted, and what
+others have added moves into the new directory. If anything is left, it gets a name `.stio-kept-<id>`, which nothing in
+stio deletes, and a warning says so.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from stio.errors import listed, printable
-from stio.format.naming import INDEX_SUFFIX, MANIFEST_SUFFIX
+from stio.errors import StioError, listed, printable
+from stio.format.index import parse_index
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, is_shard_name
 from stio.runtime.process import contextmanager
 from stio.runtime.text import log
 from stio.storage.base import Identity
-from stio.storage.checks import refusals, refused, resolve_links
+from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.destination import DirectoryIdentity, directory_identity, identity_at
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
-from stio.storage.commit.files import closing, remove_file
-from stio.storage.commit.staging_dir import DELETED_PREFIX, KEPT_BY_SYSTEM, Aside, aside_directory, put_back
+from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, remove_file, status_at, write_small
+from stio.storage.commit.journal import DELETED_PREFIX, KEPT_BY_SYSTEM, rename_for_deletion
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +72,16 @@ def survey(fd: int, path: str) -> WrittenFiles:
         OSError: The operating system reported an error.
     """
     files: dict[str, Identity] = {}
-    directories = {path: directory_identity(fd)}
-    for name in sorted(os.listdir(fd)):
-        below = os.path.join(path, name)
-        found = identity_at(fd, name)
-        if found is not None:
-            files[below] = found
-        elif stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
-            with closing(calls.open_directory(name, dir_fd=fd)) as opened:
-                deeper = survey(opened, below)
-            files |= deeper.files
-            directories |= deeper.directories
+    directories: dict[str, DirectoryIdentity] = {}
+    for folder, folders, names, below in os.fwalk(dir_fd=fd, onerror=_raise):
+        where = path if folder == "." else os.path.join(path, folder.removeprefix("./"))
+        directories[where] = directory_identity(below)
+        files |= _identities(below, where, [*folders, *names])  # links to directories are among these
     return WrittenFiles(files, directories, frozenset(directories))
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def describe_file(path: str) -> WrittenFiles:
@@ -83,16 +94,16 @@ def describe_file(path: str) -> WrittenFiles:
         StorageError: The operating system reported an error.
     """
     folder, name = os.path.split(path)
-    files, directories = {}, {}
     with refusals("examining the checkpoint", path), suppress(FileNotFoundError):
         where = resolve_links(folder or ".")
         with closing(calls.open_directory(where)) as fd:
-            directories[where] = directory_identity(fd)
-            for file in (name, f"{name}{MANIFEST_SUFFIX}"):
-                found = identity_at(fd, file)
-                if found is not None:
-                    files[os.path.join(where, file)] = found
-    return WrittenFiles(files, directories)
+            return WrittenFiles(_identities(fd, where, [name, name + MANIFEST_SUFFIX]), {where: directory_identity(fd)})
+    return WrittenFiles()
+
+
+def _identities(fd: int, path: str, names: Iterable[str]) -> dict[str, Identity]:
+    """Return the identities of those of these files that exist in a directory, by path."""
+    return {os.path.join(path, name): file for name in names if (file := identity_at(fd, name)) is not None}
 
 
 def remove_checkpoint(written: WrittenFiles, *, spare: Set[str] = frozenset()) -> None:
@@ -105,29 +116,8 @@ def remove_checkpoint(written: WrittenFiles, *, spare: Set[str] = frozenset()) -
     Raises:
         StorageError: The operating system reported an error.
     """
-    removal = _Removal(written, spare)
-    try:
-        removal.run()
-    except OSError as error:
-        raise refused("deleting the old checkpoint", removal.path, error) from error
-
-
-def remove_unchanged(dir_fd: int, name: str, path: str, written: WrittenFiles) -> bool:
-    """Delete what a save published in a directory, as far as it is unchanged; and the directory, if it is empty.
-
-    Args:
-        dir_fd: The directory that holds it.
-        name: Its name there.
-        path: Its path in `written`.
-        written: What the save published.
-
-    Returns:
-        Whether it held nothing else.
-
-    Raises:
-        OSError: The operating system reported an error.
-    """
-    return _Removal(written, frozenset())._clear(dir_fd, name, path)
+    with refusals("deleting the old checkpoint", next(iter(written.files), "")):
+        _Removal(written, spare).run()
 
 
 class _Removal:
@@ -136,72 +126,49 @@ class _Removal:
     def __init__(self, written: WrittenFiles, spare: Set[str]) -> None:
         self._files, self._directories, self._made = written.files, written.directories, written.made
         self._spare = spare
-        self._ended: set[str] = set()  # directories of which nothing is left to do
-        self._emptied: set[str] = set()  # directories in or below which files were removed
         self._warned: set[str] = set()
-        self.path = next(iter(written.files), "")
-        """What it works on, for messages."""
 
     def run(self) -> None:
-        made = sorted(self._made)
-        for path in made:
-            if os.path.dirname(path) not in self._made:
-                self._remove_whole(path)
+        tops = [path for path in self._made if os.path.dirname(path) not in self._made]
+        ended = [path for path in sorted(tops) if self._remove_whole(path)]
         by_directory: dict[str, list[str]] = {}
         for path in self._files:
-            by_directory.setdefault(os.path.dirname(path), []).append(path)
-        for directory, paths in by_directory.items():
-            if not self._has_ended(directory):
-                names = [os.path.basename(path) for path in paths]
-                # Without the index no reader takes the shards for a checkpoint.
-                self._remove_files(directory, sorted(names, key=lambda name: not name.endswith(INDEX_SUFFIX)))
-        for path in reversed(made):
-            if not self._has_ended(path) and path in self._emptied:
-                self._remove_empty(path)
+            if not is_below_any(path, ended):
+                by_directory.setdefault(os.path.dirname(path), []).append(os.path.basename(path))
+        emptied = [directory for directory, names in by_directory.items() if self._remove_files(directory, names)]
+        for path in sorted(self._made, reverse=True):
+            if any(is_below_any(directory, [path]) for directory in emptied):
+                parent, name = os.path.split(path)
+                with self._opened(parent) as fd, self._opened(path) as below:
+                    if fd is not None and below is not None:
+                        with suppress(OSError):  # it is not empty
+                            calls.remove_directory(name, dir_fd=fd)
 
-    # Directories.
+    def _remove_whole(self, path: str) -> bool:
+        """Delete a directory that the save made, if it holds only what was written with it.
 
-    def _remove_whole(self, path: str) -> None:
-        """Delete a directory that the save made, if it holds only what was written with it."""
-        parent, name = os.path.split(self._at(path))
+        Returns:
+            Whether nothing is left to do in it.
+        """
+        parent, name = os.path.split(path)
         with self._opened(parent) as fd:
             if fd is None:
-                self._ended.add(path)
-                return
-            with self._opened(path, name, fd) as below:
+                return True
+            with self._opened(path) as below:
                 if below is None:
-                    self._ended.add(path)
-                    return
-                num_files, is_pure = self._compare(below, path, warn=True)
+                    return True
+                num_files, is_pure = self._compare(below, path)
             if not (num_files and is_pure):
-                return
-            with ExitStack() as stack:
-                try:
-                    aside = stack.enter_context(aside_directory(fd))
-                except OSError:  # the filesystem may be full; then its files are deleted one by one
-                    return
-                calls.rename(name, name, source_fd=fd, target_fd=aside.fd)
-                if self._delete_aside(fd, aside, name, path):
-                    self._ended.add(path)
-                    return
-                # It was exchanged, or something was put into it, since it was compared: its files go one by one.
-                put_back(fd, parent, aside)
-                self._warn(path, "another program is changing it")
-
-    def _delete_aside(self, fd: int, aside: Aside, name: str, path: str) -> bool:
-        """Delete a directory that is set aside, if it still is the one of this path and holds nothing else."""
-        with self._opened(path, name, aside.fd) as below:
-            if below is None or not self._compare(below, path, warn=False)[1]:
                 return False
-        deleted = f"{DELETED_PREFIX}{secrets.token_hex(5)}"
-        calls.rename(name, deleted, source_fd=aside.fd, target_fd=fd)
-        is_pure = self._clear(fd, deleted, path)
-        if not is_pure:
-            with suppress(FileNotFoundError):
-                calls.rename(deleted, name, source_fd=fd, target_fd=aside.fd)
-        return is_pure
+            deleted = f"{DELETED_PREFIX}{secrets.token_hex(5)}"
+            try:
+                calls.rename(name, deleted, source_fd=fd, target_fd=fd)
+            except OSError:  # the filesystem may be full; then its files are deleted one by one
+                return False
+            calls.remove_tree(deleted, dir_fd=fd)  # what cannot be deleted is left to the next recovery
+            return True
 
-    def _compare(self, fd: int, path: str, *, warn: bool) -> tuple[int, bool]:
+    def _compare(self, fd: int, path: str) -> tuple[int, bool]:
         """Return how many of the files are in a directory and below it, and whether nothing else is."""
         num_files, is_pure, added = 0, True, []
         for name in sorted(os.listdir(fd)):
@@ -210,139 +177,54 @@ class _Removal:
                 remove_free_lock(fd, name)
                 is_pure = is_pure and not calls.exists(name, dir_fd=fd)
             elif below in self._files:
-                is_own = _is_same(self._files[below], identity_at(fd, name))
+                is_own = is_unchanged(self._files[below], identity_at(fd, name))
                 num_files, is_pure = num_files + is_own, is_pure and is_own
             elif below in self._made:
-                with self._opened(below, name, fd) as opened:
-                    inside = (0, False) if opened is None else self._compare(opened, below, warn=warn)
+                with self._opened(below) as opened:
+                    inside = (0, False) if opened is None else self._compare(opened, below)
                 num_files, is_pure = num_files + inside[0], is_pure and inside[1]
             elif not name.startswith(KEPT_BY_SYSTEM):
                 is_pure = False
-                if not any(file == below or file.startswith(f"{below}{os.sep}") for file in self._spare):
+                if not any(is_below_any(file, [below]) for file in self._spare):
                     added.append(name)
-        if added and warn:
+        if added:
             self._warn(path, f"it holds what its save did not write: {listed(added)}")
         return num_files, is_pure
 
-    def _clear(self, dir_fd: int, name: str, path: str) -> bool:
-        """Delete a directory with its files, if it is the one of this path; return whether it holds nothing else."""
-        is_pure = True
-        try:
-            fd = calls.open_directory(name, dir_fd=dir_fd)
-        except FileNotFoundError:
-            return True  # a recovery has deleted it
-        except NotADirectoryError:
-            return False
-        with closing(fd):
-            if not self._is_directory(fd, path):
+    def _remove_files(self, directory: str, names: list[str]) -> bool:
+        """Delete files of one directory that are those of the save; return whether there were any."""
+        is_any_removed = False
+        with self._opened(directory) as fd:
+            if fd is None:
                 return False
-            for entry in sorted(os.listdir(fd)):
-                below = os.path.join(path, entry)
-                if below in self._files and _is_same(self._files[below], identity_at(fd, entry)):
-                    remove_file(fd, entry)
-                elif not calls.exists(entry, dir_fd=fd):
-                    continue
-                elif below in self._made:
-                    is_pure = self._clear(fd, entry, below) and is_pure
-                elif not entry.startswith(KEPT_BY_SYSTEM):
-                    is_pure = False
-        if is_pure:
-            # What the system keeps there goes later: by its name, the directory belongs to the next recovery.
-            with suppress(OSError):
-                calls.remove_directory(name, dir_fd=dir_fd)
-        return is_pure
-
-    def _remove_empty(self, path: str) -> None:
-        """Delete a directory that the save made, if it is empty and the same one."""
-        parent, name = os.path.split(self._at(path))
-        with self._opened(parent) as fd:
-            if fd is None:
-                return
-            with self._opened(path, name, fd) as below:
-                is_own = below is not None and not os.listdir(below)
-            if is_own:
-                with suppress(OSError):  # a file was added in this moment
-                    calls.remove_directory(name, dir_fd=fd)
-
-    # Files.
-
-    def _remove_files(self, directory: str, names: list[str]) -> None:
-        """Delete files of one directory that are those of the save."""
-        with self._opened(self._at(directory)) as fd:
-            if fd is None:
-                return
-            own = []
-            for name in names:
-                found = identity_at(fd, name)
-                if found is None and not calls.exists(name, dir_fd=fd):
-                    continue
-                if _is_same(self._files[os.path.join(directory, name)], found):
-                    own.append(name)
-                else:
-                    self._warn_changed(directory, name)
-            if own:
-                self._unlink(fd, directory, own)
-                while directory and directory not in self._emptied:
-                    self._emptied.add(directory)
-                    directory = os.path.dirname(directory)
-
-    def _unlink(self, fd: int, directory: str, names: list[str]) -> None:
-        with ExitStack() as stack:
-            try:
-                aside = stack.enter_context(aside_directory(fd))
-            except OSError:  # the filesystem may be full
-                for name in names:
+            # Without the index no reader takes the shards for a checkpoint.
+            for name in sorted(names, key=lambda name: not name.endswith(INDEX_SUFFIX)):
+                path, now = os.path.join(directory, name), identity_at(fd, name)
+                if is_unchanged(self._files[path], now):
                     remove_file(fd, name)
-                return
-            for name in names:
-                recorded = self._files[os.path.join(directory, name)]
-                try:
-                    calls.rename(name, name, source_fd=fd, target_fd=aside.fd)
-                except FileNotFoundError:  # another program has removed the new directory, or the file
-                    if _is_same(recorded, identity_at(fd, name)):
-                        remove_file(fd, name)
-                    continue
-                if _is_same(recorded, identity_at(aside.fd, name)):
-                    remove_file(aside.fd, name)
-                else:
-                    put_back(fd, directory, aside)
-                    self._warn_changed(directory, name)
-
-    # Comparing.
+                    is_any_removed = True
+                elif path not in self._spare and (now is not None or calls.exists(name, dir_fd=fd)):
+                    self._warn(path, "another program has replaced or changed it")
+        return is_any_removed
 
     @contextmanager
-    def _opened(self, path: str, name: str = "", dir_fd: int | None = None) -> Iterator[int | None]:
-        """Open a directory, by its path or in another one; None if it does not exist, or is not the recorded one."""
+    def _opened(self, path: str) -> Iterator[int | None]:
+        """Open a directory; None if it does not exist, or is not the recorded one."""
         try:
-            fd = calls.open_directory(name or path, dir_fd=dir_fd)
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError):
-                if dir_fd is None and not isinstance(error, NotADirectoryError):
-                    raise
-                self._warn(path, "it is a link, or no directory")
+            fd = calls.open_directory(path)
+        except FileNotFoundError:
+            yield None
+            return
+        except NotADirectoryError:
+            self._warn(path, "it is a link, or no directory")
             yield None
             return
         with closing(fd):
-            yield fd if self._is_directory(fd, path, warn=True) else None
-
-    def _is_directory(self, fd: int, path: str, *, warn: bool = False) -> bool:
-        recorded = self._directories.get(path, (0, 0))
-        is_same = recorded == (0, 0) or recorded == directory_identity(fd)
-        if warn and not is_same:
-            self._warn(path, "another directory has its name")
-        return is_same
-
-    def _at(self, path: str) -> str:
-        self.path = path
-        return path
-
-    def _has_ended(self, path: str) -> bool:
-        return any(path == ended or path.startswith(f"{ended}{os.sep}") for ended in self._ended)
-
-    def _warn_changed(self, directory: str, name: str) -> None:
-        path = os.path.join(directory, name)
-        if path not in self._spare:
-            self._warn(path, "another program has replaced or changed it")
+            recorded = self._directories.get(path, (0, 0))
+            is_same = recorded == (0, 0) or recorded == directory_identity(fd)
+            if not is_same:
+                self._warn(path, "another directory has its name")
+            yield fd if is_same else None
 
     def _warn(self, path: str, reason: str) -> None:
         if path not in self._warned:
@@ -350,9 +232,334 @@ class _Removal:
             log(logging.WARNING, "%s stays, although its checkpoint is to be deleted: %s", printable(path), reason)
 
 
-def _is_same(recorded: Identity, found: Identity | None) -> bool:
-    if found is None or recorded == found:
-        return found is not None
+def is_below_any(path: str, directories: Iterable[str]) -> bool:
+    """Return whether a path is one of these directories, or below one."""
+    return any(path == directory or path.startswith(os.path.join(directory, "")) for directory in directories)
+
+
+def is_unchanged(recorded: Identity, now: Identity | None) -> bool:
+    """Return whether what has a name now is the recorded file."""
+    if now is None or recorded == now:
+        return now is not None
     # A record from another start of the machine has no inode that could be compared.
     has_inode = recorded.device or recorded.inode
-    return not has_inode and (recorded.nbytes, recorded.mtime_ns) == (found.nbytes, found.mtime_ns)
+    return not has_inode and (recorded.nbytes, recorded.mtime_ns) == (now.nbytes, now.mtime_ns)
+
+
+# Checkpoints of earlier processes.
+
+
+_MAX_DEPTH = 4
+"""Most directories inside each other that are searched: `run/epoch-1/step-100/model/`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierSave:
+    """A checkpoint of an earlier process."""
+
+    path: str
+    """Its destination: absolute, links resolved."""
+    filename_pattern: str | None
+    """Pattern of the file names in a directory; None: it is one file."""
+    written: WrittenFiles
+    """Its files, and the directories below the one that was searched."""
+
+
+def find_earlier_saves(directory: str) -> list[EarlierSave]:
+    """Return the checkpoints in a directory and below it; none if it does not exist. Links in it are not followed.
+
+    A file that may be a whole directory's checkpoint is returned as both.
+
+    Raises:
+        StorageError: The operating system reported an error.
+    """
+    with refusals("looking for earlier checkpoints", directory), suppress(FileNotFoundError):
+        root = resolve_links(directory)
+        with closing(calls.open_directory(root)) as fd:
+            return [*_saves_in(fd, root, {}, _MAX_DEPTH)]
+    return []
+
+
+def _saves_in(fd: int, path: str, above: dict[str, DirectoryIdentity], depth: int) -> Iterator[EarlierSave]:
+    """Yield the checkpoints of an open directory.
+
+    Args:
+        fd: The directory.
+        path: Its path.
+        above: It and the directories above it, up to the one that is searched, which is not among them.
+        depth: How many levels below it are searched.
+    """
+    names = sorted(name for name in os.listdir(fd) if not name.startswith("."))
+    indexed: set[str] = set()
+    for name in names:
+        if name.endswith(FILE_SUFFIX + INDEX_SUFFIX):
+            with suppress(StioError):  # no index that can be followed: its files stay
+                shards = _shards(fd, path, name)
+                indexed.update(shards)
+                stem = name.removesuffix(INDEX_SUFFIX)
+                if shards and (files := _files(fd, path, [name, *shards], stem)) is not None:
+                    yield EarlierSave(path, _pattern(stem), WrittenFiles(files, above, above.keys()))
+    for name in names:
+        if not name.endswith(FILE_SUFFIX) or name in indexed or is_shard_name(name):
+            continue
+        if (files := _files(fd, path, [name], name)) is not None:
+            written = WrittenFiles(files, above, above.keys())
+            yield EarlierSave(os.path.join(path, name), None, written)
+            yield EarlierSave(path, _pattern(name), written)  # a save to the directory may have written this file
+    for name in names if depth else ():
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if not stat.S_ISDIR(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+                continue
+            with closing(calls.open_directory(name, dir_fd=fd)) as below:
+                place_below = os.path.join(path, name)
+                own = {**above, place_below: directory_identity(below)}
+                yield from _saves_in(below, place_below, own, depth - 1)
+
+
+def _pattern(stem: str) -> str:
+    return f"{stem.removesuffix(FILE_SUFFIX)}{{suffix}}{FILE_SUFFIX}"
+
+
+def _shards(fd: int, path: str, index: str) -> tuple[str, ...]:
+    raw = read_small(fd, index, MAX_INDEX_BYTES, where=path) or b""
+    shards = parse_index(raw, path=os.path.join(path, index)).shards
+    return () if any("/" in shard for shard in shards) else shards
+
+
+def _files(fd: int, path: str, names: Sequence[str], stem: str) -> dict[str, Identity] | None:
+    """Return the identities of files and of their manifest; None if one does not exist."""
+    files = _identities(fd, path, [*names, stem + MANIFEST_SUFFIX])
+    return files if all(os.path.join(path, name) in files for name in names) else None
+
+
+LIST_NAME = ".stio-written.json"
+"""Name of the list."""
+
+_VERSION = 1
+_MAX_BYTES = 64 << 20
+
+
+def write_list(directory: str, within: str) -> None:
+    """Write the list of all files of a directory that is complete, before it is published; its sync is the caller's.
+
+    Args:
+        directory: The directory, a path without links.
+        within: Name of a directory in it that will hold the list; if it does not exist, or if this is empty, the
+            directory itself.
+
+    Raises:
+        StorageError: The operating system reported an error.
+    """
+    with refusals("writing the list of files", directory), closing(calls.open_directory(directory)) as fd:
+        written = survey(fd, "")
+        text = {
+            "version": _VERSION,
+            "device": written.directories[""][0],
+            "directories": {name: inode for name, (_, inode) in written.directories.items()},
+            "files": {name: [file.inode, file.nbytes, file.mtime_ns] for name, file in written.files.items()},
+        }
+        with closing(calls.open_directory(within if within and within in written.made else ".", dir_fd=fd)) as where:
+            write_small(where, LIST_NAME, json.dumps(text).encode(), durable=False)
+
+
+def read_list(directory: str) -> WrittenFiles | None:
+    """Return what a save published to a directory, None if there is no valid list in it, or in a directory in it.
+
+    Args:
+        directory: The directory. Links to its parent are followed; a link in its place has no list.
+    """
+    with suppress(OSError):
+        parent, name = os.path.split(os.path.abspath(directory))
+        real = os.path.join(resolve_links(parent), name)
+        with closing(calls.open_directory(real)) as fd:
+            for folder in (".", *sorted(os.listdir(fd))):
+                with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                    with closing(calls.open_directory(folder, dir_fd=fd)) as where:
+                        own, raw = identity_at(where, LIST_NAME), read_small(where, LIST_NAME, _MAX_BYTES)
+                    if own is not None and raw is not None:
+                        path = os.path.normpath(os.path.join(real, folder, LIST_NAME))
+                        written = _parsed(json.loads(raw), real, directory_identity(fd), {path: own})
+                        if written is not None:
+                            return written
+    return None
+
+
+def _parsed(text: Any, path: str, identity: tuple[int, int], own: dict[str, Identity]) -> WrittenFiles | None:
+    device = int(text["device"])
+    # After a move to another filesystem, or on one without stable inodes, there is none to compare.
+    has_inodes = device == identity[0] != 0
+    if text["version"] != _VERSION or (has_inodes and int(text["directories"][""]) != identity[1]):
+        return None
+    directories = {
+        _below(path, name) if name else path: (device, int(inode)) if has_inodes else (0, 0)
+        for name, inode in text["directories"].items()
+    }
+    files = {
+        _below(path, name): Identity(*((device, int(inode)) if has_inodes else (0, 0)), int(nbytes), int(mtime_ns))
+        for name, (inode, nbytes, mtime_ns) in text["files"].items()
+    }
+    return WrittenFiles(files | own, directories, directories.keys())
+
+
+def _below(path: str, name: str) -> str:
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"not a name below the directory: {name!r}")
+    return os.path.join(path, *parts)
+
+
+ASIDE_PREFIX = ".stio-aside-"
+"""Prefix of the name of a directory for what is set aside."""
+
+KEPT_PREFIX = ".stio-kept-"
+"""Prefix of the name of what could not be put back."""
+
+
+class Aside(NamedTuple):
+    """An open directory for what is set aside."""
+
+    name: str
+    """Its name in the directory that holds it."""
+    fd: int
+    """The directory itself."""
+
+
+@contextmanager
+def aside_directory(home_fd: int) -> Iterator[Aside]:
+    """Make a directory for what is set aside. At the end it is removed if it is empty.
+
+    Args:
+        home_fd: The directory that will hold it; the caller has its lock, for which recovery waits.
+
+    Raises:
+        OSError: The operating system reported an error.
+    """
+    name = f"{ASIDE_PREFIX}{secrets.token_hex(5)}"
+    calls.make_directory(name, dir_fd=home_fd, mode=0o700)
+    with closing(calls.open_directory(name, dir_fd=home_fd)) as fd:
+        try:
+            yield Aside(name, fd)
+        finally:
+            remove_aside(home_fd, Aside(name, fd))
+
+
+def entries(aside: Aside) -> list[str]:
+    """Return the names of what is set aside."""
+    return [name for name in sorted(os.listdir(aside.fd)) if not name.startswith(KEPT_BY_SYSTEM)]
+
+
+def remove_aside(home_fd: int, aside: Aside) -> None:
+    """Remove the directory if nothing is left in it. Never raises."""
+    with suppress(OSError):
+        if not entries(aside):
+            try:
+                calls.remove_directory(aside.name, dir_fd=home_fd)
+            except OSError:
+                rename_for_deletion(home_fd, aside.name)  # the system keeps a file; the next recovery deletes it
+
+
+def put_back(home_fd: int, home: str, aside: Aside) -> None:
+    """Put all that is set aside back to its names. Where a name is in use by now, keep what no save has written.
+
+    Args:
+        home_fd: The directory that it comes from.
+        home: Path of this directory.
+        aside: Where it is.
+
+    Raises:
+        OSError: The operating system reported an error.
+    """
+    for name in entries(aside):
+        status = status_at(aside.fd, name)
+        is_directory = status is not None and stat.S_ISDIR(status.st_mode)
+        try:
+            calls.rename_new(name, name, source_fd=aside.fd, target_fd=home_fd, is_directory=is_directory)
+            continue
+        except FileNotFoundError:
+            continue
+        except OSError:
+            if not calls.exists(name, dir_fd=home_fd):
+                raise
+        path = os.path.join(home, aside.name, name)
+        is_merged = False
+        if is_directory and (written := read_list(path)) is not None:
+            with suppress(OSError):
+                is_merged = _merge(aside.fd, home_fd, name, path, written)
+        if is_merged:
+            with suppress(FileNotFoundError):  # if it is there, it holds only what the system keeps
+                deleted = f"{DELETED_PREFIX}{secrets.token_hex(5)}"
+                calls.rename(name, deleted, source_fd=aside.fd, target_fd=home_fd)
+            continue
+        kept = f"{KEPT_PREFIX}{secrets.token_hex(5)}"
+        calls.rename(name, kept, source_fd=aside.fd, target_fd=home_fd)
+        log(
+            logging.WARNING,
+            "%s was replaced; what stio did not write, or others have changed, is kept as %s",
+            printable(os.path.join(home, name)),
+            printable(os.path.join(home, kept)),
+        )
+
+
+def _merge(old_dir_fd: int, new_dir_fd: int, name: str, path: str, written: WrittenFiles) -> bool:
+    """Delete what a save published in a directory, and move what others have added into the one that replaced it.
+
+    What was changed since stays where it is, and so does what has the name of a new file.
+
+    Args:
+        old_dir_fd: The directory that holds the old one.
+        new_dir_fd: The directory that holds the new one, which is made for the time if there is none.
+        name: Name of both.
+        path: Path of the old one in `written`.
+        written: What the save published.
+
+    Returns:
+        Whether nothing has to be kept; then the old one is removed, if that is possible.
+
+    Raises:
+        OSError: The operating system reported an error.
+    """
+    is_made = not calls.exists(name, dir_fd=new_dir_fd)
+    if is_made:
+        calls.make_directory(name, dir_fd=new_dir_fd)
+    try:
+        with ExitStack() as stack:
+            old, new = (
+                stack.enter_context(closing(calls.open_directory(name, dir_fd=fd))) for fd in (old_dir_fd, new_dir_fd)
+            )
+            # The list is deleted last: after a crash in between it still says what the save has written.
+            last = next(file for file in written.files if os.path.basename(file) == LIST_NAME)
+            order = sorted((is_below_any(last, [os.path.join(path, entry)]), entry) for entry in os.listdir(old))
+            kept = [
+                entry for _, entry in order if not _merge_entry(old, new, entry, os.path.join(path, entry), written)
+            ]
+    finally:
+        if is_made:
+            with suppress(OSError):  # something was moved into it
+                calls.remove_directory(name, dir_fd=new_dir_fd)
+    if not kept:
+        with suppress(OSError):  # it holds what the system keeps
+            calls.remove_directory(name, dir_fd=old_dir_fd)
+    return not kept
+
+
+def _merge_entry(old: int, new: int, name: str, path: str, written: WrittenFiles) -> bool:
+    """Delete or move one entry of a directory that was replaced; return whether nothing of it has to be kept."""
+    if is_directory_lock(name):
+        remove_free_lock(old, name)
+        return not calls.exists(name, dir_fd=old)
+    if name.startswith(KEPT_BY_SYSTEM):
+        return True
+    with suppress(OSError):  # it stays
+        if path in written.files:
+            if not is_unchanged(written.files[path], identity_at(old, name)):
+                return False
+            remove_file(old, name)
+            return True
+        status = status_at(old, name)
+        is_directory = status is not None and stat.S_ISDIR(status.st_mode)
+        if path not in written.made:
+            with suppress(OSError):
+                calls.rename_new(name, name, source_fd=old, target_fd=new, is_directory=is_directory)
+                return True
+        return is_directory and _merge(old, new, name, path, written)
+    return False

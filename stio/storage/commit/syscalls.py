@@ -183,45 +183,26 @@ def fchmod(fd: int, mode: int) -> None:
         os.fchmod(fd, mode)
 
 
-def copy_owner(found: os.stat_result, fd: int) -> None:
-    """Give a file an owner and a group as far as this process may; an error is ignored."""
-    file = os.fstat(fd)
-    for owner in (found.st_uid, -1):
-        if (owner in (file.st_uid, -1)) and file.st_gid == found.st_gid:
-            return
-        try:
-            os.fchown(fd, owner, found.st_gid)
-        except (OSError, AttributeError):
-            continue
-        return
-
-
-def read_attributes(file: int | str) -> dict[str, bytes]:
-    """Return the extended attributes of an open file, or of a path's; without those that this process may not read."""
-    found: dict[str, bytes] = {}
+def copy_owner(status: os.stat_result, fd: int) -> None:
+    """Give a file the group, and by root also the owner, of another one; an error is ignored."""
     with suppress(OSError, AttributeError):
-        for name in os.listxattr(file):
-            with suppress(OSError):
-                found[name] = os.getxattr(file, name)
-    return found
+        os.fchown(fd, -1 if os.geteuid() else status.st_uid, status.st_gid)
 
 
-def write_attribute(fd: int, name: str, value: bytes) -> bool:
-    """Set an extended attribute; return False if the system refuses."""
-    try:
-        os.setxattr(fd, name, value)
-    except (OSError, AttributeError):
-        return False
-    return True
+_ACCESS_LIST = "system.posix_acl_access"
 
 
-def remove_attribute(fd: int, name: str) -> bool:
-    """Remove an extended attribute; return False if the system refuses."""
-    try:
-        os.removexattr(fd, name)
-    except (OSError, AttributeError):
-        return False
-    return True
+def has_access_list(file: int | str) -> bool:
+    """Return whether an open file, or the one of a path, has an access control list; False if the system has none."""
+    with suppress(OSError, AttributeError):
+        return _ACCESS_LIST in os.listxattr(file)
+    return False
+
+
+def remove_access_list(fd: int) -> None:
+    """Remove the access control list that a new file got from its directory; an error is ignored."""
+    with suppress(OSError, AttributeError):
+        os.removexattr(fd, _ACCESS_LIST)
 
 
 def reserve(fd: int, nbytes: int) -> None:

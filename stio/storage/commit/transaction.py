@@ -19,10 +19,13 @@ import json
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Literal, Self
+
+import msgspec
 
 from stio.errors import StorageError
 from stio.format.manifest import Hasher
@@ -44,21 +47,27 @@ from stio.storage.commit.destination import (
     resolve,
 )
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, LockTimeout, directory_lock
-from stio.storage.commit.file_writer import LocalFileWriter, create_files, write_refused
 from stio.storage.commit.files import (
     FileAttributes,
+    LocalFileWriter,
     attributes_at,
     closing,
-    keep_default_list,
-    keep_tree,
+    create_files,
     read_small,
+    write_refused,
     write_small,
 )
-from stio.storage.commit.journal import MAX_NOTE_BYTES, is_plain
+from stio.storage.commit.journal import (
+    FILES_NAME,
+    MAX_NOTE_BYTES,
+    STAGING_PREFIX,
+    NoRenameError,
+    StagingDirectory,
+    is_plain,
+)
 from stio.storage.commit.publication import Publication
 from stio.storage.commit.recovery import recover
 from stio.storage.commit.retention import WrittenFiles
-from stio.storage.commit.staging_dir import FILES_NAME, STAGING_PREFIX, NoRenameError, StagingDirectory
 from stio.storage.local import is_local, open_at
 
 NONCE_NAME = "shared"
@@ -109,8 +118,6 @@ def begin_local(
         ValueError: Arguments contradict each other, or do not fit the content of the destination.
         StorageError: The destination is of another kind, or cannot be written.
     """
-    if num_shards < 1:
-        raise ValueError(f"a checkpoint has at least one file, not {num_shards}")
     local = resolve(destination)
     if local.kind == "file" and num_shards != 1:
         raise ValueError(f"{local.path}: one file cannot hold {num_shards} shards; give a directory")
@@ -146,7 +153,7 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
     one is set aside shortly before: if the process dies between these two steps, there is no directory at `path` until
     the next save there, or `collect_garbage`, puts the old one back.
 
-    Of the old directory only that is deleted which its list (`written_list.py`) names and that is unchanged. What
+    Of the old directory only that is deleted which its list (`retention.py`) names and that is unchanged. What
     others have added is moved into the new directory if no new file has its name; what else is left is kept beside it
     as `.stio-kept-<id>`, with a warning. Without a list that is all of the old directory.
 
@@ -268,14 +275,12 @@ class LocalTransaction(FilesTransaction):
         self._is_one_file = destination.kind == "file"
         self._finished: set[str] = set()  # names of the files that other libraries or processes wrote
         self._timeout = LockTimeout(lock_timeout)
-        self._publication: Publication | None = None  # once the commit has begun
-        self._lock: ExitStack | None = None  # holds the lock of the directory, where the commit needs it
+        self._lock = ExitStack()  # holds the lock of the directory, where the commit needs it
         self._parents: Mapping[str, tuple[int, int]] = {}  # those of the destination that were made for this save
-        needed = "readable and writable"
         try:
             if home_fd is None:
                 home_fd, self._parents = make_and_open(destination.home, durable=durable)
-            needed, self._home_fd = "writable", home_fd
+            self._home_fd = home_fd
             try:
                 left = recover(home_fd, destination.home, self._timeout.part(_RECOVERY_SECONDS), check)
                 if left.newer and destination.kind != "fresh":  # beside a new directory it concerns another destination
@@ -302,9 +307,17 @@ class LocalTransaction(FilesTransaction):
                     with suppress(OSError):  # it has been used meanwhile
                         calls.remove_directory(parent)
             elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                failure.message += f"; the directory that holds the checkpoint must be {needed}"
+                failure.message += "; the directory that holds the checkpoint must be readable and writable"
             raise failure from error
         self._files_fd = self._staging.files_fd
+        self._publication = Publication(
+            destination=destination,
+            home_fd=home_fd,
+            staging=self._staging,
+            plan=self._plan,
+            durable=durable,
+            parents=self._parents,
+        )
         self.shard_names, self.takes_index = self._plan.shards, self._plan.index is not None
 
     def _stage(self) -> tuple[CommitPlan, StagingDirectory]:
@@ -312,11 +325,8 @@ class LocalTransaction(FilesTransaction):
             save_id = secrets.token_hex(_ID_BYTES)
             plan = self._planned(save_id)  # first: it raises before anything is made
             self.require_names(*plan.shards, *([] if plan.index is None else [plan.index]))
-            staging = StagingDirectory.create(self._home_fd, save_id)
-            if staging is not None:
-                if plan.commit == "replacement":
-                    keep_default_list(self._home_fd, self._destination.name, staging.files_fd)
-                return plan, staging
+            with suppress(FileExistsError):
+                return plan, StagingDirectory(self._home_fd, save_id)
         raise OSError(f"no staging directory in {_ATTEMPTS} attempts")
 
     def _planned(self, save_id: str) -> CommitPlan:
@@ -406,10 +416,9 @@ class LocalTransaction(FilesTransaction):
         path = self._final_path(name)
         with refusals("syncing", path, write_refused), ExitStack() as stack:
             fd = stack.enter_context(closing(calls.open_file(name, os.O_RDWR, dir_fd=self._files_fd)))
-            found = os.fstat(fd).st_size
-            if nbytes is not None and found != nbytes:
+            if nbytes is not None and (size := os.fstat(fd).st_size) != nbytes:
                 message = "a file has another size than it was created with"
-                raise StorageError(message, path=path, expected=nbytes, found=found)
+                raise StorageError(message, path=path, expected=nbytes, found=size)
             attributes = self._replaced_attributes(name)
             if attributes is not None:
                 attributes.apply(fd)
@@ -431,30 +440,19 @@ class LocalTransaction(FilesTransaction):
         with refusals(f"reading {name}", self.path):
             return read_small(self._home_fd, name, MAX_NOTE_BYTES, where=self.path)
 
-    def prepare_commit(self, check: Callable[[], None] = lambda: None) -> None:
-        """Do all that precedes the commit and can be cancelled: take the directory's lock where the commit needs it.
-
-        `commit` does this itself if it was not called. After an error or a cancel the caller rolls back.
-
-        Args:
-            check: Called during the wait; it raises to end it, as `Operation.check` does.
+    def _prepare(self, check: Callable[[], None]) -> None:
+        """Take the directory's lock where the commit needs it; complete a directory that other libraries have filled.
 
         Raises:
             ConcurrentSaveError: Another save holds the lock, and the save's `lock_timeout` has passed.
             StorageError: The operating system reported an error.
         """
-        if self._lock is not None or self.has_ended:
-            return
         with refusals("publishing the checkpoint", self.path, write_refused):
             if self._plan.commit == "replacement":
-                keep_tree(self._home_fd, self._destination.name, self._files_fd)
-                if self._durable:
-                    _sync_tree(self.files_path, check)
-            with ExitStack() as stack:
-                if self._plan.commit != "directory":
-                    home, path = self._destination.home, self._destination.path
-                    stack.enter_context(directory_lock(self._home_fd, home, self._timeout, check, destination=path))
-                self._lock = stack.pop_all()
+                _finish_tree(self._files_fd, self._home_fd, self._destination.name, check, durable=self._durable)
+            if self._plan.commit != "directory":
+                home, path = self._destination.home, self._destination.path
+                self._lock.enter_context(directory_lock(self._home_fd, home, self._timeout, check, destination=path))
 
     # Commit.
 
@@ -473,40 +471,26 @@ class LocalTransaction(FilesTransaction):
         """
         with refusals("publishing the checkpoint", self.path, write_refused):
             if self._last_wins and self._plan.commit not in ("directory", "replacement"):
-                self._plan = self._planned(self._staging.save_id)
-            assert self._lock is not None
-            self._publication = Publication(
-                destination=self._destination,
-                home_fd=self._home_fd,
-                staging=self._staging,
-                plan=self._plan,
-                durable=self._durable,
-                parents=self._parents,
-                lock=self._lock,
-            )
+                self._publication.plan = self._planned(self._staging.save_id)
             self._publication.publish(index, notes)
 
     # The end.
 
     def published(self) -> WrittenFiles:
         """Return what the commit published."""
-        return WrittenFiles() if self._publication is None else self._publication.written
+        return self._publication.written
 
     def _end(self, ending: Ending) -> None:
         """Close everything, and remove the staging directory, unless recovery reads it; see `Publication`."""
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.close()
         for writer in self._writers:
             writer.close()
-        begun = self._publication
-        if begun is not None and begun.needs_recovery:
-            self._staging.release()
-        else:
-            self._staging.remove()
+        publication = self._publication
+        self._staging.release() if publication.needs_recovery else self._staging.remove()
         calls.close(self._home_fd)
-        if begun is not None and begun.cleanup_error is not None:
+        if publication.cleanup_error is not None:
             message = "%s: cleaning up failed, the next save here or `stio gc` completes it: %s"
-            log(logging.WARNING, message, self._destination.path, begun.cleanup_error)
+            log(logging.WARNING, message, self._destination.path, publication.cleanup_error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -538,14 +522,8 @@ class Invitation:
             StorageError: It is none.
         """
         try:
-            values = json.loads(text)  # not by msgspec: paths may have surrogates
-            found = cls(**{**values, "shard_names": tuple(values["shard_names"])})
-            texts = (found.staging, found.nonce, found.destination, *found.shard_names)
-            flags = (found.is_file, found.durable)
-            if not (all(isinstance(one, str) for one in texts) and all(isinstance(one, bool) for one in flags)):
-                raise TypeError("a field has another type")
-            return found
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            return msgspec.convert(json.loads(text), cls)  # its own decoder refuses surrogates, which paths may have
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise StorageError("another process has sent no valid invitation to its save", found=text[:80]) from error
 
 
@@ -621,12 +599,36 @@ def _require_plain(name: str) -> None:
         raise ValueError(f"a note is a file beside the checkpoint; its name must not contain a directory: {name!r}")
 
 
-def _sync_tree(path: str, check: Callable[[], None]) -> None:
-    """Make all files below a directory durable, and the directories that name them; `check` is called in between."""
-    for _, _, names, fd in os.fwalk(path, topdown=False):
-        for name in names:
-            with closing(calls.open_file(name, os.O_RDONLY, dir_fd=fd)) as file:
-                calls.fsync(file)
-            mark_progress()
-            check()
-        calls.sync_directory(fd)
+def _finish_tree(fd: int, old_dir_fd: int, name: str, check: Callable[[], None], *, durable: bool) -> None:
+    """Complete a directory that other libraries have filled, or a file in it; see `LocalTransaction.finish_file`.
+
+    Args:
+        fd: The directory or file.
+        old_dir_fd: The directory that holds the one that it will replace; -1: there is none.
+        name: Name of that one.
+        check: Called after each file; it raises to end this.
+        durable: Whether all is made durable.
+    """
+    mode = os.fstat(fd).st_mode
+    old = attributes_at(old_dir_fd, name, follow_symlinks=False) if old_dir_fd >= 0 else None
+    if old is not None and stat.S_IFMT(old.status.st_mode) != stat.S_IFMT(mode):
+        old = None
+    if old is None and not durable:
+        return
+    if stat.S_ISDIR(mode):
+        with ExitStack() as stack:
+            old_fd = -1
+            if old is not None:
+                with suppress(PermissionError):  # then what is in it is not for this user either
+                    old_fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=old_dir_fd)))
+            for entry in os.listdir(fd):
+                kind = stat.S_IFMT(os.stat(entry, dir_fd=fd, follow_symlinks=False).st_mode)
+                if kind in (stat.S_IFREG, stat.S_IFDIR):
+                    with closing(calls.open_file(entry, os.O_RDONLY, dir_fd=fd)) as below:
+                        _finish_tree(below, old_fd, entry, check, durable=durable)
+    if old is not None:
+        old.apply(fd)
+    if durable:
+        calls.sync_directory(fd) if stat.S_ISDIR(mode) else calls.fsync(fd)
+    mark_progress()
+    check()

@@ -16,8 +16,8 @@ import stio
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import LockTimeout, directory_lock
 from stio.storage.commit.recovery import collect_garbage
+from stio.storage.commit.retention import LIST_NAME, write_list
 from stio.storage.commit.transaction import LocalTransaction, begin_directory
-from stio.storage.commit.written_list import LIST_NAME, write_list
 from tests.storage.transactions import Killed, System
 
 

@@ -25,10 +25,9 @@ from stio.errors import NoSpaceError, StorageError
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate
 from stio.storage.base import FileWriter
-from stio.storage.commit import file_writer
+from stio.storage.commit import files
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.file_writer import LocalFileWriter, create_files
-from stio.storage.commit.files import FileAttributes, attributes_at, write_small
+from stio.storage.commit.files import FileAttributes, LocalFileWriter, attributes_at, create_files, write_small
 
 DATA = random.Random(1).randbytes(3 * PAGE_BYTES + 777)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own calls")
@@ -288,7 +287,7 @@ def test_c103_the_engine_writes_beyond_the_file_size_limit(zygote: Zygote, tmp_p
 
 
 def test_large_buffered_writes_begin_to_be_written_back(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_writer, "_WRITEBACK_BYTES", 3 * PAGE_BYTES)
+    monkeypatch.setattr(files, "_WRITEBACK_BYTES", 3 * PAGE_BYTES)
     ranges: list[tuple[int, int]] = []
     monkeypatch.setattr(calls, "start_writeback", lambda fd, offset, nbytes: ranges.append((offset, nbytes)))
     (one,) = create(place, ("a", len(DATA)))
@@ -390,7 +389,7 @@ def test_c103_where_nothing_can_be_reserved_the_count_decides(place: int, monkey
     monkeypatch.setattr(calls, "_fallocate", refuse)
     create(place, ("a", 10_000))
     with pytest.raises(NoSpaceError):
-        create(place, ("b", file_writer.free_bytes(place) + 1))
+        create(place, ("b", files.free_bytes(place) + 1))
 
 
 def test_c103_nothing_is_reserved_of_what_cannot_fit(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +406,7 @@ def test_c103_nothing_is_reserved_of_what_cannot_fit(place: int, monkeypatch: py
 def test_c103_a_filesystem_that_counts_nothing(place: int, monkeypatch: pytest.MonkeyPatch, reserves: bool) -> None:
     """ramfs reports zeros, and so do some of those in user space."""
     counts = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
-    monkeypatch.setattr(file_writer.os, "fstatvfs", lambda _: counts)
+    monkeypatch.setattr(files.os, "fstatvfs", lambda _: counts)
     if not reserves:
         monkeypatch.setattr(calls, "_fallocate", None)
     (one,) = create(place, ("a", len(DATA)))
@@ -448,7 +447,7 @@ def test_c103_file_size_limit(zygote: Zygote, tmp_path: Path) -> None:
         import os, resource, sys
         from stio.errors import NoSpaceError
         from stio.storage.commit import syscalls as calls
-        from stio.storage.commit.file_writer import LocalFileWriter, create_files
+        from stio.storage.commit.files import LocalFileWriter, create_files
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         fd = calls.open_directory(sys.argv[1])
         try:
@@ -496,7 +495,7 @@ class DirectIO:
         self.buffered: list[tuple[int, int]] = []
         self.writer: LocalFileWriter
         self._write, self._takes_any = calls.write, takes_any
-        monkeypatch.setattr(file_writer, "is_local", lambda fd: False)
+        monkeypatch.setattr(files, "is_local", lambda fd: False)
         monkeypatch.setattr(calls, "write", self.write)
 
     def write(self, fd: int, address: int, nbytes: int, offset: int) -> int:
@@ -556,7 +555,7 @@ def test_between_hosts_less_than_a_page_goes_past_the_page_cache_too(
 
 @linux
 def test_an_error_of_an_exact_range_is_raised(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_writer, "is_local", lambda fd: False)
+    monkeypatch.setattr(files, "is_local", lambda fd: False)
     writer = LocalFileWriter(place, "a", "final/a", len(DATA), attributes=None, durable=True, is_shared=True)
     create(place, ("a", len(DATA)))
 

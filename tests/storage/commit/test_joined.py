@@ -19,7 +19,7 @@ import pytest
 from stio.errors import StorageError
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate
-from stio.storage.commit import file_writer, transaction
+from stio.storage.commit import files, transaction
 from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction, begin_local
 from tests.storage.transactions import (
     INDEX,
@@ -245,7 +245,7 @@ def test_the_end_of_all_processes_at_any_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: int, new: int
 ) -> None:
     found = []
-    monkeypatch.setattr(file_writer, "_O_DIRECT", 0)  # fewer calls
+    monkeypatch.setattr(files, "_O_DIRECT", 0)  # fewer calls
     for n in itertools.count(1, 3):
         destination = tmp_path / str(n) / "a"
         destination.parent.mkdir()
