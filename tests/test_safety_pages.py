@@ -129,7 +129,7 @@ NETWORK = {
 
 
 def test_stio_opens_no_connection() -> None:
-    remote = ROOT / "stio" / "storage" / "remote"
+    remote = ROOT / "stio" / "remote"
     for path in sorted({*(ROOT / "stio").rglob("*.py")} - {remote / "save.py"}):
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -148,7 +148,7 @@ def test_stio_opens_no_connection() -> None:
 def test_only_remote_sources_use_obstore() -> None:
     """By `import_module`, since it is an extra."""
     found = {path for path in (ROOT / "stio").rglob("*.py") if re.search(r"import_module\(\"obstore", path.read_text())}
-    assert {path.parent for path in found} == {ROOT / "stio" / "storage" / "remote"}
+    assert {path.parent for path in found} == {ROOT / "stio" / "remote"}
 
 
 EVIL = "\x1b[31mx\nFAKE: ok\r\u202e"
