@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from stio import errors
-from stio.storage import schemes
+from stio.runtime import schemes
 
 __version__ = "0.1.0.dev0"
 

@@ -76,7 +76,7 @@ DYNAMIC_IMPORTS = {
     "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",
     "runtime/progress.py": "tqdm is an extra, needed with progress=True only",
     "remote/hub.py": "huggingface_hub is an extra, needed with hf:// only",
-    "storage/schemes.py": "what reads URLs, and numpy with it, is needed with a URL only",
+    "runtime/schemes.py": "what reads URLs, and numpy with it, is needed with a URL only",
     "remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with profiles of AWS only",
     "sync.py": "torch.distributed is needed with stio.distributed only",
 }

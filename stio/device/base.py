@@ -260,7 +260,7 @@ def resolve_devices(device: Any) -> AnyDevice | DeviceMap:
         return resolve_device(device)
     if isinstance(device, Accelerator):
         return device
-    if isinstance(device, Mapping) or callable(device):
+    if isinstance(device, Mapping) or (callable(device) and not isinstance(device, type)):
         return DeviceMap(device)
     return resolve_device(device)
 

@@ -128,7 +128,7 @@ def checked_casts(dtype: object) -> torch.dtype | DtypeOf | None:
             if not isinstance(name, str):
                 raise TypeError(f"dtype= takes a mapping from names, not from {name!r}")
         return {name: None if one is None else checked_cast(one) for name, one in dtype.items()}.get
-    if callable(dtype):
+    if callable(dtype) and not isinstance(dtype, type):  # `float` is a mistake for torch.float32
         return lambda name: None if (one := dtype(name)) is None else checked_cast(one)
     return checked_cast(dtype)
 

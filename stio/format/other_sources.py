@@ -25,7 +25,8 @@ from stio.format.naming import (
     step_named,
     whole_name,
 )
-from stio.runtime.text import SCHEMES, is_url, without_secrets
+from stio.runtime.schemes import READERS
+from stio.runtime.text import is_url, without_secrets
 
 HEAD_BYTES = 512
 """Bytes at the start of a file that decide about its kind."""
@@ -229,9 +230,9 @@ def advice_for_missing(path: str, *, parent_exists: bool) -> str:
     if url is not None and (url[2] or url[3]):
         if url[1].lower() == "file":
             return f"; pass the path of a file of this machine, not a URL: {printable('/' + url[3].lstrip('/'))!r}"
-        if missing := advice_for_slash(path, SCHEMES):
+        if missing := advice_for_slash(path, READERS):
             return f"; {missing}"
-        known = ", ".join(sorted(SCHEMES))
+        known = ", ".join(sorted(READERS))
         text = printable(without_secrets(f"{url[1]}://{url[3]}"))
         return f"; it looks like the URL {text}; stio has no scheme {printable(url[1])!r}, but {known}"
     if path.startswith("~"):

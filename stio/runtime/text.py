@@ -24,6 +24,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from stio.runtime import clock
+from stio.runtime.schemes import READERS, scheme_of
 
 _NUMBER = re.compile("([0-9]+)")
 
@@ -100,17 +101,12 @@ class RareWarnings:
 # URLs of remote stores.
 
 
-SCHEMES = ("s3", "gs", "az", "http", "https", "hf")
-"""Schemes of the stores that stio reads, and of the Hugging Face hub."""
-SAVED_SCHEMES = ("s3", "gs", "az")
-"""Schemes of the stores to which stio saves."""
-
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)([^/?#]*)(.*)", re.DOTALL)
 
 
 def is_url(place: object) -> bool:
-    """Return whether a source is text that names a store by one of `SCHEMES`."""
-    return isinstance(place, str) and place.partition("://")[0].lower() in SCHEMES and "://" in place
+    """Return whether a source is text that names a store by a registered scheme."""
+    return isinstance(place, str) and scheme_of(place) in READERS and "://" in place
 
 
 def without_secrets(text: str) -> str:
@@ -120,7 +116,7 @@ def without_secrets(text: str) -> str:
     scheme says so.
     """
     match = _URL.fullmatch(text)
-    if match is None or (match[2] == "/" and match[1].lower() not in SCHEMES):
+    if match is None or (match[2] == "/" and match[1].lower() not in READERS):
         return text
     scheme, slashes, host, rest = match.groups()
     return f"{scheme}:{slashes}{host.rpartition('@')[2]}{re.split('[?#]', rest, maxsplit=1)[0]}"

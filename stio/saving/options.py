@@ -23,7 +23,8 @@ from stio.runtime.limits import checked_size, parse_size
 from stio.runtime.locks import require_unlocked
 from stio.runtime.process import check_switch_interval
 from stio.runtime.progress import Progress, progress_callback
-from stio.runtime.text import SAVED_SCHEMES, counted, is_url, show_bytes, show_seconds, without_secrets
+from stio.runtime.schemes import SAVERS
+from stio.runtime.text import counted, is_url, show_bytes, show_seconds, without_secrets
 from stio.runtime.trace import Trace
 from stio.storage.base import Root, Transaction
 from stio.storage.checks import local_directory
@@ -108,7 +109,7 @@ def require_checkpoint_path(destination: str | os.PathLike[str]) -> None:
         raise ValueError(f"the destination {printable(path)!r} cannot be used; {NO_HOME}")
     scheme = _SCHEME.match(path)
     if scheme is not None and not os.path.isdir(scheme[1]):
-        if missing := advice_for_slash(path, SAVED_SCHEMES):
+        if missing := advice_for_slash(path, SAVERS):
             raise ValueError(f"the destination {printable(without_secrets(path))!r} cannot be used; {missing}")
         raise ValueError(
             f"the destination {printable(without_secrets(path))!r} looks like a URL; saves go to local paths, and to "

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
+from stio.errors import listed
+from stio.runtime import schemes
 from stio.runtime.memory import Region
 from stio.runtime.text import without_secrets
-from stio.storage import async_files, local, schemes
+from stio.storage import async_files, local
 from stio.storage.base import Identity, Root, Source
 from stio.storage.checks import open_files_limit
 
@@ -41,7 +43,7 @@ def open_url(url: str, *, is_file: bool | None = None) -> tuple[Root, str]:
     Sends nothing.
 
     Args:
-        url: A URL with one of `stio.runtime.text.SCHEMES`.
+        url: A URL with a registered scheme (`stio.runtime.schemes`).
         is_file: It names an object, or a directory, whatever its name. None: the name decides, and a slash at its end
             means a directory. Not for URLs of the hub.
 
@@ -65,7 +67,9 @@ def open_destination(url: str | Root) -> Any:
     """
     saver = schemes.saver_of(url if isinstance(url, str) else url.path)
     if saver is None and isinstance(url, str):
-        raise ValueError(f"saves go to local paths, and to URLs of s3, gs and az; not to {without_secrets(url)}")
+        raise ValueError(
+            f"saves go to local paths, and to URLs of {listed(schemes.SAVERS)}; not to {without_secrets(url)}"
+        )
     if saver is None:
         raise TypeError(f"a destination is a path, a URL or a RemoteRoot, not {type(url).__name__}")
     return saver.open_destination(url)

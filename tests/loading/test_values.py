@@ -248,8 +248,9 @@ async def test_a_dtype_by_its_name(single, name):
 async def test_an_unknown_dtype_is_refused_at_the_call(tmp_path):
     with pytest.raises(ValueError, match="'bfloat16' or 'BF16'.*did you mean 'F16'"):
         await stio.load(tmp_path / "absent", dtype="FP16")
-    with pytest.raises(TypeError, match="takes a torch.dtype or the name of one"):
-        stio.open(tmp_path / "absent", dtype=16)
+    for dtype in (16, float, int, str):  # a class is callable, and no function of a name
+        with pytest.raises(TypeError, match="takes a torch.dtype or the name of one"):
+            stio.open(tmp_path / "absent", dtype=dtype)
 
 
 @pytest.mark.matrix

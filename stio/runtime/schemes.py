@@ -1,7 +1,7 @@
 """The schemes of URLs, and the modules that read from and save to them.
 
-Packages above this one register their schemes, by the names of modules: these import packages that are not installed
-everywhere, and are needed with a URL only.
+Packages above the core register their schemes, by the names of modules: these import packages that are not installed
+everywhere, and are needed with a URL only. What is registered here is a URL for all of stio.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-_reading: dict[str, str] = {}
-_saving: dict[str, str] = {}
+READERS: dict[str, str] = {}
+"""By scheme, the module that opens a URL for reading."""
+SAVERS: dict[str, str] = {}
+"""By scheme, the module that opens a URL for saves."""
 
 
 def register(schemes: Iterable[str], *, reads: str, saves: str | None = None) -> None:
@@ -23,9 +25,9 @@ def register(schemes: Iterable[str], *, reads: str, saves: str | None = None) ->
         saves: Name of the module with `open_destination`; None: nothing is saved there.
     """
     for scheme in schemes:
-        _reading[scheme] = reads
+        READERS[scheme] = reads
         if saves is not None:
-            _saving[scheme] = saves
+            SAVERS[scheme] = saves
 
 
 def scheme_of(url: str) -> str:
@@ -35,10 +37,10 @@ def scheme_of(url: str) -> str:
 
 def reader_of(url: str) -> Any:
     """Return the module that opens a URL for reading."""
-    return import_module(_reading[scheme_of(url)])
+    return import_module(READERS[scheme_of(url)])
 
 
 def saver_of(url: str) -> Any:
     """Return the module that opens a URL for saves; None: nothing is saved there."""
-    name = _saving.get(scheme_of(url))
+    name = SAVERS.get(scheme_of(url))
     return None if name is None else import_module(name)
