@@ -227,7 +227,10 @@ class Ranks:
             self._store, group = store_of(process_group)
             self._group = _groups.setdefault(group, _GroupState())
             self.key = key or str(next(self._group.numbers))
-            self.groups = self._group.groups.setdefault(self.timeout, [])
+            idle = self._group.groups
+            for timeout in [timeout for timeout in idle if timeout != self.timeout]:
+                del idle[timeout]  # one set of connections is kept, not one for each timeout
+            self.groups = idle.setdefault(self.timeout, [])
         self.failure: RankError | None = None
         """The first failure of another rank, once it is known."""
         self.has_begun = False

@@ -21,9 +21,8 @@ A cancel calls `LoadScheduler.stop`: the engine begins no further chunk, workers
 piece. The first error of the executor ends the load in the same manner, and `run` raises it.
 
 `options.py` has the keywords. `Delivery` (`read_paths.py`) is how a consumer gets its tensors.
-`latest.py` finds the newest checkpoint of a training. `integrity.py` compares files with a manifest, `cache/` holds
-files in host memory or on this machine's disk, `warm_start/` loads a module while its forward runs. Start with
-`body.py`, then read `planned.py` and `scheduler.py`.
+`latest.py` finds the newest checkpoint of a training. `integrity.py` compares files with a manifest. Loads know caches
+by `caches.py`. Start with `body.py`, then read `planned.py` and `scheduler.py`.
 
 Rules that are easy to miss:
 

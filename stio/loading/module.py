@@ -13,7 +13,8 @@ import re
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from contextvars import copy_context
 
 import torch
 from torch import nn
@@ -55,6 +56,17 @@ _STATE = (
     "it is a nested state of save_state: load_state returns it, and `module.load_state_dict()` takes the part of it "
     "that belongs to the module, such as state['model']"
 )
+
+
+def _current_modes() -> list[AbstractContextManager[object]]:
+    """Return contexts with the calling thread's gradient mode, autocast and default device, for another thread."""
+    kinds = {"cpu", *(device.type for device in current_streams())}
+    autocast = [
+        torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=torch.is_autocast_cache_enabled())
+        for kind in sorted(kinds)
+        if torch.is_autocast_enabled(kind)
+    ]
+    return [torch.set_grad_enabled(torch.is_grad_enabled()), torch.device(torch.get_default_device()), *autocast]
 
 
 class ModuleTarget(LoadTarget):
@@ -106,6 +118,7 @@ class ModuleTarget(LoadTarget):
         self._chosen: dict[object, str] = {}  # of the names of one tensor, the one whose data is loaded
         self._by_torch = False  # whether `load_state_dict` fills the module
         self._streams = current_streams()  # as `_inference`: of the caller's thread
+        self._modes, self._context = _current_modes(), copy_context()
         self._strict = True
         self._loaded: dict[str, torch.Tensor] = {}
         self._made: dict[str, torch.Tensor] = {}
@@ -524,7 +537,9 @@ class ModuleTarget(LoadTarget):
                     stream = self._streams[device]
                     modes.enter_context(on_stream(torch.get_device_module(device), device, stream))
                 modes.enter_context(torch.inference_mode(self._inference))
-                keys = self._module.load_state_dict(state, strict=self._strict, **options)
+                for mode in self._modes:
+                    modes.enter_context(mode)
+                keys = self._context.run(self._module.load_state_dict, state, strict=self._strict, **options)
         except RuntimeError as error:
             if not str(error).startswith("Error(s) in loading state_dict"):
                 raise

@@ -66,7 +66,7 @@ from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
 from stio.runtime.limits import Limits, advice_on_limit
 from stio.runtime.operation import start_thread
 from stio.runtime.process import collection_paused
-from stio.runtime.text import is_url
+from stio.runtime.text import is_url, without_secrets
 from stio.storage.base import ParallelRoot, RequestedSource, Root, Source, read_bytes
 from stio.storage.checks import advice_for_hub_cache, broken_link, commits_in
 from stio.storage.open import ReopenedFile, SingleFileRoot, is_hub, max_open_files, open_directory, open_file, open_url
@@ -311,6 +311,8 @@ class _Opening:
         try:
             return self._at_url(path) if is_url(path) else self._at_path(path)
         except CheckpointNotFoundError as error:
+            if error.path is not None:
+                error.path = without_secrets(error.path)  # a URL in which a slash is missing
             if is_url(path):
                 raise
             if commits := commits_in(path):

@@ -10,15 +10,15 @@ For saves: `save.py` has the transaction, which one put commits, and deletes wha
 `hub.py` finds repositories of the Hugging Face hub (`hf://`); their files are then local. `disk_cache.py` has
 `DiskCache`, a directory of objects that the processes of a machine share: a load gets local files in place of objects,
 before it is planned. `download.py` copies an object to a file, for that and for `pull.py`, which copies a checkpoint.
-Their schemes are registered in `stio/__init__.py`, so nothing below this package imports it.
+The schemes of URLs are registered in `stio/__init__.py`, so nothing below this package imports it.
 
 Invariants: before any byte of an answer reaches the caller's memory, the answer is known to belong to the state in
 which the object was opened (its ETag), and to have exactly the bytes that were requested. An error, a log line and a
 trace never show user, password or query of a URL.
 
-obstore reads every URL. It collects an answer in memory of its own, and its calls cannot be interrupted, so each runs
-on a thread. Uploads take its iterator form, which is aborted when the iterator raises; its writer objects would
-leave parts in the store. Conditional puts exist for one request only, so an object that is a whole checkpoint
-carries the id of its save, which settles the case of a lost answer. `Patience` and `Attempts` (`requests.py`) bound how
-long and how often a request is repeated.
+obstore reads every URL; lists of unfinished uploads, which it cannot ask for, are one request of `save.py`. It collects
+an answer in memory of its own, and its calls cannot be interrupted, so each runs on a thread. Uploads take its iterator
+form, which is aborted when the iterator raises; its writer objects would leave parts in the store. Conditional puts
+exist for one request only, so an object that is a whole checkpoint carries the id of its save, which settles the case
+of a lost answer. `Patience` and `Attempts` (`requests.py`) bound how long and how often a request is repeated.
 """

@@ -139,7 +139,7 @@ class Folder:
         """Put a small object under a condition, in one attempt; return its state.
 
         Raises:
-            Exception: What obstore raises; see `stio.remote.failures`.
+            Exception: What obstore raises; see `stio.remote.requests`.
         """
 
         def put(store: Any) -> State:

@@ -25,7 +25,7 @@ from http.client import HTTPException
 from typing import Any, Literal
 from urllib.error import HTTPError
 from urllib.parse import quote
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 from xml.etree import ElementTree
 
 from stio.errors import (
@@ -48,7 +48,7 @@ from stio.format.naming import (
     shard_name,
 )
 from stio.remote.folder import DEFAULT_BYTES, MIN_PART_BYTES, Folder, PartMemory, State, Upload
-from stio.remote.requests import Attempts, RequestError, RequestFailure, failure_of, summary_of
+from stio.remote.requests import Attempts, RateWatch, RequestError, RequestFailure, failure_of, summary_of
 from stio.remote.source import RemoteRoot
 from stio.remote.stores import Query, added_authorities, locate, signed_url
 from stio.runtime import clock
@@ -533,6 +533,28 @@ def _listed_uploads(folder: Folder) -> Iterator[_Unfinished]:
             raise StorageError("the store sends the same page of its list of uploads again", path=folder.path)
 
 
+class _NoRedirect(HTTPRedirectHandler):
+    """Follows no redirect: the request is signed for one host."""
+
+    def redirect_request(self, *args: object, **keywords: object) -> None:
+        """Return no request."""
+
+
+def _content(answer: Any, stall_seconds: float) -> bytes:
+    """Return the body of an answer.
+
+    Raises:
+        RequestError: It comes too slowly.
+    """
+    watch, content = RateWatch(stall_seconds), b""
+    watch.begin()
+    while len(content) < _MAX_ANSWER_BYTES and (piece := answer.read1(1 << 16)):
+        content += piece
+        watch.add(len(piece))
+        watch.check()
+    return content
+
+
 def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
     """Send a request of S3 for an object, "": for the bucket, that obstore has no function for; return the answer."""
     root, key = folder.root, f"/{quote(folder.key(name))}" if name else ""
@@ -543,9 +565,9 @@ def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
         if added := added_authorities("s3"):
             context.load_verify_locations(cadata=added["root_certificate"].decode())
         try:
-            with urlopen(request, timeout=folder.patience.stall_seconds, context=context) as answer:
-                content: bytes = answer.read(_MAX_ANSWER_BYTES)
-                return content
+            opener = build_opener(_NoRedirect, HTTPSHandler(context=context))
+            with opener.open(request, timeout=folder.patience.stall_seconds) as answer:
+                return _content(answer, folder.patience.stall_seconds)
         except HTTPError as error:
             body = error.read(_MAX_ANSWER_BYTES).decode(errors="replace")
             raise OSError(f"Server returned non-2xx status code: {error.code}: {body}") from None

@@ -186,7 +186,10 @@ def new_store(
     }
     if not client["allow_http"]:
         client |= added_authorities(location.scheme)
-    settings["client_options"] = client | dict(client_options or {})
+    own = dict(client_options or {})
+    if headers:
+        own["default_headers"] = headers | dict(own.get("default_headers") or {})
+    settings["client_options"] = client | own
     try:
         return (new or stores.HTTPStore.from_url)(target, **settings)
     except (exceptions.BaseError, ValueError, TypeError) as error:

@@ -101,6 +101,7 @@ class RareWarnings:
 # URLs of remote stores.
 
 
+_PASSWORD = re.compile(r"[^\[\]:]*:(?!\d*$)")  # no port follows the colon
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)([^/?#]*)(.*)", re.DOTALL)
 
 
@@ -119,6 +120,9 @@ def without_secrets(text: str) -> str:
     if match is None or (match[2] == "/" and match[1].lower() not in READERS):
         return text
     scheme, slashes, host, rest = match.groups()
+    if _PASSWORD.match(host) and "@" in rest:  # a password with "/", "?" or "#" that is not escaped
+        host, slash, rest = (host + rest).partition("@")[2].partition("/")
+        rest = slash + rest
     return f"{scheme}:{slashes}{host.rpartition('@')[2]}{re.split('[?#]', rest, maxsplit=1)[0]}"
 
 

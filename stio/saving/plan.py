@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from stio.format.header import build_header, check_name, require_text
+from stio.format.json_scanner import MAX_MEMBER_BYTES
 from stio.format.sharding import TensorSource, build_index, split_into_shards
 from stio.format.shared import (
     ALIASES_KEY,
@@ -173,7 +174,11 @@ def plan_writes(
     if ALIASES_KEY in text:
         raise ValueError(f"the metadata key {ALIASES_KEY!r} is stio's own; leave it out")
     require_text(list(text.items()), "metadata")
-    build_index({}, 0, text)  # refuses now what the index would refuse later, after everything else was written
+    # Refuses now what the index would refuse later, after everything else was written; and what readers refuse in it.
+    if len(build_index({}, 0, text)) > MAX_MEMBER_BYTES and max_shard_bytes is not None:
+        raise ValueError(
+            f"metadata= is longer than readers of an index take ({MAX_MEMBER_BYTES:,} bytes); save it apart"
+        )
     saved, aliases = resolve_shared(sources, shared, tied)
     for alias in aliases:  # it is loaded as a tensor's name too
         check_name(alias)

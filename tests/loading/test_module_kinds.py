@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -511,6 +512,25 @@ def test_parts_that_no_hook_concerns_are_compared_before_the_load(assign: bool) 
         before = described(module)
         assert isinstance(as_stio(module, values | wrong, assign=assign), stio.MismatchError)
         assert described(module) == before
+
+
+def test_hooks_run_in_the_modes_of_the_caller() -> None:
+    """As those of `module.load_state_dict()` do, though on another thread."""
+    variable: ContextVar[str] = ContextVar("variable", default="none")
+    seen: list[object] = []
+
+    def hook(module: nn.Module, keys: object) -> None:
+        module.weight.mul_(2)
+        seen.extend((torch.is_autocast_enabled("cpu"), variable.get(), torch.empty(1).device.type))
+
+    module = nn.Linear(2, 2)
+    module.register_load_state_dict_post_hook(hook)
+    variable.set("of the caller")
+    tensors = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    root = MemoryRoot(checkpoint_files(tensors))
+    with torch.no_grad(), torch.autocast("cpu"), torch.device("meta"):
+        sync.load_into(module, root)
+    assert seen == [True, "of the caller", "meta"] and module.weight.tolist() == [[2.0, 2.0]] * 2
 
 
 def test_a_hook_on_a_wrapper_of_checkpointing_runs() -> None:

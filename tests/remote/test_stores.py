@@ -96,6 +96,12 @@ def test_names_that_are_no_secrets() -> None:
         ("s3:/b/x?sig=abc", "s3:/b/x"),
         ("gs:/k:secret@b/x", "gs:/b/x"),
         ("of:/a?b", "of:/a?b"),
+        ("http:/user:secret@host/m", "http:/host/m"),
+        ("https://user:a#secret@host/m", "https://host/m"),
+        ("https://user:a/secret@host/m", "https://host/m"),
+        ("https://host:8080/model@v1/x", "https://host:8080/model@v1/x"),
+        ("https://[::1]:80/model@v1", "https://[::1]:80/model@v1"),
+        ("hf://owner/name@main", "hf://owner/name@main"),
     ],
 )
 def test_without_secrets(text: str, shown: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -468,20 +468,21 @@ class PoolThread:
 
         def work(operation: Operation[Any]) -> Contents:
             nonlocal is_resident, left
-            new = content.measure(operation, source)
-            if is_resident:
-                _wait_for(entry.events)
-                is_resident = False  # until all tensors are new
-                try:
-                    if in_place and old is not None and new.can_replace and new.tensors == old.tensors:
-                        content.replace(operation, source)
-                        operation.refuse_cancel()
-                        is_resident = True
-                finally:
-                    if not is_resident:
-                        left = (dropped := entry.content.drop()) and dropped.later()
-            operation.refuse_cancel()
-            return new
+            with closing(content):  # what it has measured is not loaded at once
+                new = content.measure(operation, source)
+                if is_resident:
+                    _wait_for(entry.events)
+                    is_resident = False  # until all tensors are new
+                    try:
+                        if in_place and old is not None and new.can_replace and new.tensors == old.tensors:
+                            content.replace(operation, source)
+                            operation.refuse_cancel()
+                            is_resident = True
+                    finally:
+                        if not is_resident:
+                            left = (dropped := entry.content.drop()) and dropped.later()
+                operation.refuse_cancel()
+                return new
 
         new, error = yield "update", work
         entry.updates.popleft()

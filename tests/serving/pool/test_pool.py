@@ -125,6 +125,16 @@ async def test_a_load_that_follows_at_once_reads_from_the_files_that_were_measur
     assert values == [7.0] and opened == [files[0], files[1], files[1]]
 
 
+async def test_an_update_that_is_cancelled_leaves_no_file_open(files: list[Path]) -> None:
+    async with pool_of(files) as pool:
+        async with pool.use("0") as tensors:
+            kept = tensors["w"]  # the update waits for it
+        with anyio.move_on_after(0.1):
+            await pool.update("0", files[1], make=make)
+        assert await eventually_async(lambda: str(files[1]) not in descriptors())
+        del kept
+
+
 @on_all
 async def test_what_is_there_is_not_loaded_again(files: list[Path]) -> None:
     async with pool_of(files) as pool:
