@@ -176,9 +176,8 @@ def plan_writes(
     require_text(list(text.items()), "metadata")
     # Refuses now what the index would refuse later, after everything else was written; and what readers refuse in it.
     if len(build_index({}, 0, text)) > MAX_MEMBER_BYTES and max_shard_bytes is not None:
-        raise ValueError(
-            f"metadata= is longer than readers of an index take ({MAX_MEMBER_BYTES:,} bytes); save it apart"
-        )
+        message = f"metadata= is longer than readers of an index take, {MAX_MEMBER_BYTES:,} bytes; save it as a file"
+        raise ValueError(message)
     saved, aliases = resolve_shared(sources, shared, tied)
     for alias in aliases:  # it is loaded as a tensor's name too
         check_name(alias)

@@ -530,3 +530,13 @@ def test_neighbouring_parts_are_one_run() -> None:
     runs = [run for block in shard.blocks for run in block.runs]
     cuts = {run.offset + run.nbytes for run in runs} - {end, end + 2 * 65536}
     assert len(cuts) == len(runs) - 2 and all(cut % PAGE_BYTES == 0 for cut in cuts)
+
+
+def test_metadata_that_no_reader_of_an_index_takes() -> None:
+    """In shards; one file has it in its header, whose bounds are wider."""
+    text = {"k": "v" * (11 << 20)}
+    with pytest.raises(ValueError, match="longer than readers of an index take"):
+        plan_writes([], 4096, max_shard_bytes=1000, metadata=text)
+    assert plan_writes([], 4096, max_shard_bytes=None, metadata=text).shards
+    many = {f"k{k}": "v" for k in range(100_000)}
+    parse_index(plan_writes([], 4096, max_shard_bytes=1000, metadata=many).index(["m"]), path="m")
