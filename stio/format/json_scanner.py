@@ -28,7 +28,7 @@ MAX_DEPTH = 127
 MAX_MEMBER_BYTES = 10 << 20
 """Longest member that Python's decoder gets: one with a key that the format does not define, or an error."""
 
-MAX_PARTS = 1 << 20
+MAX_PARTS = 1 << 17
 """Most strings, brackets and commas in a member that is read alone."""
 
 MAX_NUMBER_BYTES = 4096

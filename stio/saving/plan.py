@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from stio.errors import IndexFormatError, LimitError
 from stio.format.header import build_header, check_name, require_text
-from stio.format.json_scanner import MAX_MEMBER_BYTES
+from stio.format.index import parse_index
 from stio.format.sharding import TensorSource, build_index, split_into_shards
 from stio.format.shared import (
     ALIASES_KEY,
@@ -25,6 +26,7 @@ from stio.format.shared import (
 )
 from stio.runtime.limits import PAGE_BYTES
 
+_SHORT_INDEX_BYTES = 100_000
 _FORMAT = {"format": "pt"}
 """The metadata that the hub and its readers expect in every file."""
 
@@ -174,10 +176,7 @@ def plan_writes(
     if ALIASES_KEY in text:
         raise ValueError(f"the metadata key {ALIASES_KEY!r} is stio's own; leave it out")
     require_text(list(text.items()), "metadata")
-    # Refuses now what the index would refuse later, after everything else was written; and what readers refuse in it.
-    if len(build_index({}, 0, text)) > MAX_MEMBER_BYTES and max_shard_bytes is not None:
-        message = f"metadata= is longer than readers of an index take, {MAX_MEMBER_BYTES:,} bytes; save it as a file"
-        raise ValueError(message)
+    _require_readable(build_index({}, 0, text))  # now, and not after everything else was written
     saved, aliases = resolve_shared(sources, shared, tied)
     for alias in aliases:  # it is loaded as a tensor's name too
         check_name(alias)
@@ -231,6 +230,20 @@ def plan_files(
         metadata={},
         ready_index=index,
     )
+
+
+def _require_readable(index: bytes) -> None:
+    """Require that readers take the metadata of an index: its bounds are narrower than those of a header.
+
+    Raises:
+        ValueError: They do not.
+    """
+    if len(index) < _SHORT_INDEX_BYTES:
+        return
+    try:
+        parse_index(index, path="")
+    except (IndexFormatError, LimitError) as error:
+        raise ValueError(f"metadata= is more than readers of an index take ({error.message}); save it apart") from None
 
 
 def _alias_metadata(aliases: Mapping[str, str]) -> dict[str, str]:

@@ -56,4 +56,4 @@ def test_errors(url: str, server: HttpServer) -> None:
         assert f"{server.url}/none.safetensors: the store has no such object: 404 Not Found; check the path" in shown
     assert "names no bucket" in run("inspect", "s3:///x", status=2)
     for nowhere in (url, "hf://owner/name"):
-        assert "URLs of s3, gs and az" in run("gc", nowhere, status=2)
+        assert "URLs of s3, gs, az" in run("gc", nowhere, status=2)

@@ -522,8 +522,11 @@ class Invitation:
             StorageError: It is none.
         """
         try:
-            return msgspec.convert(json.loads(text), cls)  # its own decoder refuses surrogates, which paths may have
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            values = json.loads(text)  # msgspec's own decoder refuses surrogates, which paths may have
+            if values.keys() - cls.__dataclass_fields__.keys():
+                raise ValueError("unknown keys")
+            return msgspec.convert(values, cls)
+        except (msgspec.MsgspecError, ValueError, AttributeError, RecursionError) as error:
             raise StorageError("another process has sent no valid invitation to its save", found=text[:80]) from error
 
 
