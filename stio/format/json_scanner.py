@@ -180,6 +180,7 @@ class Scanner:
     def string_map(self) -> dict[str, str]:
         """Read an object of strings, and step over it."""
         strings: dict[str, str] = {}
+        slow_until = self._slow_until
         for start in self.members():
             members = self.batch(_decode_strings, self._end_of_strings(), _STRING_QUOTES)
             if members is None:
@@ -191,6 +192,7 @@ class Scanner:
                 twice = next(filter(strings.__contains__, members))
                 self.fail("a key occurs twice", at=start, expected="distinct keys", found=twice)
             strings.update(members)
+        self._slow_until = slow_until  # a brace in a text, such as the tree of a state, says nothing of what follows
         return strings
 
     def _end_of_strings(self) -> int:

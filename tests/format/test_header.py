@@ -16,7 +16,7 @@ import pytest
 import safetensors
 
 from stio.errors import FormatError, LimitError, TruncatedError
-from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
+from stio.format.header import PREFIX_BYTES, Header, TensorInfo, build_header, header_nbytes, parse_header
 from stio.format.json_scanner import Scanner
 from stio.runtime.limits import Limits
 
@@ -369,3 +369,14 @@ def test_a_continuation_byte_behind_an_escape_at_the_end_of_a_window(
         text = b'{"' + b"a" * fill + escape + bad + b'":{}}'
         with pytest.raises(FormatError):
             parse_header(text, file_bytes=8 + len(text), path="x", shard="x")
+
+
+def test_a_brace_in_a_metadata_text_does_not_slow_down_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of nested state, whose tree is there: a guess that fails in a text says nothing about the tensors."""
+    alone = []
+    next_member = Scanner._next_member
+    monkeypatch.setattr(Scanner, "_next_member", lambda self: alone.append(self.pos) or next_member(self))
+    raw, names = build_header(((f"t{k}", "U8", (1,)) for k in range(3000)), {"a": "{}", "b": "}{"})
+    header = parse_header(raw[8:], file_bytes=len(raw) + 3000, path="x", shard="x")
+    assert header.names == names and header.metadata == {"a": "{}", "b": "}{"}
+    assert len(alone) <= 2
