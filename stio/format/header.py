@@ -242,9 +242,12 @@ class _Columns:
         start = self._scanner.pos
         name, value = self._scanner.member()
         try:
-            return {name: msgspec.convert(value, _HeaderEntry)}
+            entry = msgspec.convert(value, _HeaderEntry)
         except msgspec.ValidationError as error:
             self._scanner.fail(f"tensor {printable(name)!r}: {printable(str(error))}", at=start, found=value)
+        if min((*entry.shape, *entry.data_offsets)) < 0:  # the product of two may fit
+            self._scanner.fail(f"tensor {printable(name)!r}: a number is negative", at=start, found=value)
+        return {name: entry}
 
     def _rank_error(self, name: str, rank: int) -> LimitError:
         # More than the default is more than a tensor can have.
