@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from stio.errors import IndexFormatError, LimitError
-from stio.format.header import build_header, check_name, require_text
+from stio.format.header import MAX_HEADER_BYTES, build_header, check_name, require_text
 from stio.format.index import parse_index
 from stio.format.sharding import TensorSource, build_index, split_into_shards
 from stio.format.shared import (
@@ -238,7 +238,7 @@ def _require_readable(index: bytes) -> None:
     Raises:
         ValueError: They do not.
     """
-    if len(index) < _SHORT_INDEX_BYTES:
+    if not _SHORT_INDEX_BYTES < len(index) <= MAX_HEADER_BYTES:  # more is refused for the header too
         return
     try:
         parse_index(index, path="")
