@@ -40,7 +40,7 @@ from stio.format.placements import (
     needed_rows,
     rows_of,
 )
-from stio.loading.body import planned
+from stio.loading.body import scheduled
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
@@ -365,8 +365,8 @@ class _Broadcast(RankTransfer):
 
     def _read_own(self, operation: Operation[None]) -> None:
         selected = select_tensors(self._in_chunks, self._own_names, self._options)
-        delivery = Delivery(deliver=self._deliver, hold=True, kept=())
-        scheduler = planned(selected, self._options, delivery)
+        delivery = Delivery(deliver=self._deliver, hold=True, keeps=False)
+        scheduler = scheduled(selected, self._options, delivery)
         self._scheduler = scheduler
         try:
             scheduler.run_for(operation)

@@ -26,8 +26,8 @@ from stio.loading.body import (
     collect,
     fill,
     open_with_options,
-    planned,
     reading_operation,
+    scheduled,
     verify,
 )
 from stio.loading.casts import report_lost
@@ -460,7 +460,7 @@ class Checkpoint(AsyncOnly):
         def body(operation: Operation[None], queue: GroupQueue) -> None:
             with shortened(options.switch_interval):
                 selected = select_tensors(opened, names, options, slices=slices, placements=placed)
-                scheduler = planned(selected, options, Delivery(deliver=queue.put, hold=True, kept=()))
+                scheduler = scheduled(selected, options, Delivery(deliver=queue.put, hold=True, keeps=False))
                 queue.attach(scheduler, opened.aliases)
                 scheduler.run_for(operation)  # the consumer releases the budget, so reading waits for it
 

@@ -101,7 +101,7 @@ def verify(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptio
             verify_files(opened, check=operation.check, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES)
 
 
-def planned(
+def scheduled(
     selected: SelectedTensors, options: LoadOptions, delivery: Delivery, *, max_workers: int | None = None
 ) -> LoadScheduler:
     """Return a load that is ready to run; see `plan_load`."""
@@ -115,7 +115,7 @@ def gather(
     """Load to the end; return the groups. The consumer's thread calls `LoadedGroup.take` of each."""
     groups: list[LoadedGroup] = []
     delivery = Delivery(deliver=lambda _, loaded: groups.append(loaded))
-    planned(selected, options, delivery, max_workers=max_workers).run_for(operation)
+    scheduled(selected, options, delivery, max_workers=max_workers).run_for(operation)
     return groups
 
 
@@ -164,7 +164,7 @@ def fill(
             if not target.assigns:  # a second copy of the module might not fit on its device
                 options = replace(options, device="cpu")
             delivery = Delivery(deliver=lambda _, loaded: target.keep(loaded))
-            scheduler = planned(select_tensors(opened, names, options), options, delivery)
+            scheduler = scheduled(select_tensors(opened, names, options), options, delivery)
             queue.attach(scheduler)
             scheduler.run_for(operation)
             with collection_paused(len(names)):
@@ -178,12 +178,12 @@ def fill(
         delivery = Delivery(
             deliver=(lambda _, loaded: target.copy(loaded)) if direct else queue.put,
             hold=not direct,
-            kept=(),
+            keeps=False,
             views=True,
             # An event loop's thread must not wait for the engine.
             copied=target.copied_names(by_engine=direct and native.available()),
         )
-        scheduler = planned(select_tensors(opened, names, options, slices=target.slices), options, delivery)
+        scheduler = scheduled(select_tensors(opened, names, options, slices=target.slices), options, delivery)
         queue.attach(scheduler)
         scheduler.run_for(operation)
 

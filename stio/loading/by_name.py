@@ -18,7 +18,7 @@ import torch
 
 from stio.device.base import LoadedGroup
 from stio.errors import ClosedError
-from stio.loading.body import gather, planned
+from stio.loading.body import gather, scheduled
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plan import Group
@@ -144,9 +144,11 @@ class LoadByName:
 
     def _run(self, operation: Operation[None]) -> None:
         try:
-            delivery = Delivery(deliver=self._put, hold=True, kept=(), prompt=True, on_blocked=self._notifier.notify)
+            delivery = Delivery(
+                deliver=self._put, hold=True, keeps=False, prompt=True, on_blocked=self._notifier.notify
+            )
             selected = select_tensors(self._opened, self.names, self._options, slices=self._slices)
-            scheduler = planned(selected, self._options, delivery, max_workers=self._max_workers)
+            scheduler = scheduled(selected, self._options, delivery, max_workers=self._max_workers)
             for group in scheduler.plan.groups:
                 self._left[group.index] = set(group.names)
                 self._group_of.update(dict.fromkeys(group.names, group))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -96,7 +96,7 @@ def plan_load(
         for image in cached.values():
             owned.callback(image.release)
         paths = [load.read_path(file, cached.get(id(file))) for file, load, _ in reads]
-        budget_bytes = _budget_bytes(plan, paths, loads, delivery.kept, path=opened.path)
+        budget_bytes = _budget_bytes(plan, paths, loads, keeps=delivery.keeps, path=opened.path)
         num_workers = min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize)
         planned = PlannedLoad(
             opened.path,
@@ -353,25 +353,22 @@ def _held_images(cache: FileCache, reads: Sequence[_Read], plan: ReadPlan) -> di
 
 
 def _budget_bytes(
-    plan: ReadPlan, paths: Sequence[ReadPath], loads: Sequence[DeviceLoad], kept: Collection[str] | None, *, path: str
+    plan: ReadPlan, paths: Sequence[ReadPath], loads: Sequence[DeviceLoad], *, keeps: bool, path: str
 ) -> int:
     """Return the most bytes that may be under way, beside tensors that the consumer keeps.
 
     Raises:
-        HostMemoryError: The tensors that the caller keeps do not fit into memory.
+        HostMemoryError: The tensors that the consumer keeps do not fit into memory.
     """
     budget_bytes = loads[0].budget_bytes if loads else DEFAULT_BUDGET_BYTES
     if not all(path.is_native for path in paths):
         budget_bytes = max(1, budget_bytes - sum(load.staging_bytes for load in loads))
-    groups = plan.groups
-    if kept is not None:  # a tensor keeps the memory of its group
-        groups = tuple(group for group in groups if any(name in kept for name in group.names))
-    held = [paths[group.selection].held_bytes(group) for group in groups]
+    held = [paths[group.selection].held_bytes(group) for group in plan.groups] if keeps else []
     total_bytes = sum(held)
     if total_bytes <= memory.UNCHECKED_BYTES:
         return budget_bytes
     left = memory.require(total_bytes, path=path)
-    if len(groups) == len(plan.groups) and all(n in (0, group.nbytes) for n, group in zip(held, groups, strict=True)):
+    if all(nbytes in (0, group.nbytes) for nbytes, group in zip(held, plan.groups, strict=True)):
         return budget_bytes  # what is under way is the tensors' own memory
     return min(budget_bytes, max(1, left))
 

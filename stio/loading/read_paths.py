@@ -11,7 +11,7 @@ The engine (`engine.py`) moves what `add_ranges` describes. The plain executor (
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -118,8 +118,8 @@ class Delivery:
     """The budget of a group is released only when the consumer calls `LoadScheduler.release` too (streams)."""
     on_blocked: Callable[[], object] = lambda: None
     """Called when `LoadScheduler.is_blocked` may have become true. It must take no lock."""
-    kept: Collection[str] | None = None
-    """Names of the tensors that the consumer keeps, so that they must fit into memory at once. None: all."""
+    keeps: bool = True
+    """The consumer keeps the tensors: all must fit into memory at once, and memory that they own is not under way."""
     views: bool = False
     """On the CPU, selected parts are views of what was read: for a consumer that copies them and keeps none."""
     copied: AbstractSet[str] = frozenset()
@@ -131,11 +131,6 @@ class Delivery:
     """What the load casts; set when it is planned."""
     lost: Lost = field(default_factory=dict)
     """Values that the casts of the load have lost; set when it is planned."""
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether the consumer keeps all tensors, so that memory that they own is not under way."""
-        return self.kept is None and not self.hold
 
 
 AS_READ = Delivery()
@@ -221,7 +216,7 @@ class ReadPath:
 
     def budget_bytes(self, group: Group) -> int:
         """Return how much of the load's budget a group uses: its memory, if it is not what the consumer keeps."""
-        return 0 if self._delivery.keeps_all and _is_final(group, self._delivery.casts) else group.nbytes
+        return 0 if self._delivery.keeps and _is_final(group, self._delivery.casts) else group.nbytes
 
     def held_bytes(self, group: Group) -> int:
         """Return how much host memory the tensors of a group will hold; pages of the page cache do not count."""

@@ -121,8 +121,7 @@ def without_secrets(text: str) -> str:
         return text
     scheme, slashes, host, rest = match.groups()
     if _PASSWORD.match(host) and "@" in rest:  # a password with "/", "?" or "#" that is not escaped
-        host, slash, rest = (host + rest).partition("@")[2].partition("/")
-        rest = slash + rest
+        return without_secrets(f"{scheme}:{slashes}{(host + rest).partition('@')[2]}")
     return f"{scheme}:{slashes}{host.rpartition('@')[2]}{re.split('[?#]', rest, maxsplit=1)[0]}"
 
 

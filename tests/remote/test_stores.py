@@ -99,6 +99,7 @@ def test_names_that_are_no_secrets() -> None:
         ("http:/user:secret@host/m", "http:/host/m"),
         ("https://user:a#secret@host/m", "https://host/m"),
         ("https://user:a/secret@host/m", "https://host/m"),
+        ("https://user:a#b@secret@host?sig=1", "https://host"),
         ("https://host:8080/model@v1/x", "https://host:8080/model@v1/x"),
         ("https://[::1]:80/model@v1", "https://[::1]:80/model@v1"),
         ("hf://owner/name@main", "hf://owner/name@main"),

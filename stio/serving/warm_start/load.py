@@ -32,7 +32,7 @@ from stio.device.tensor_memory import TargetMemory
 from stio.device.tensors import TORCH_DTYPES, as_scalar, cast, loses_values, require_dtypes
 from stio.device.torch_private import copy_of, moved
 from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
-from stio.loading.body import planned
+from stio.loading.body import scheduled
 from stio.loading.casts import planned_casts, report_lost
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import is_from
@@ -274,7 +274,7 @@ class WarmStartLoad:
             with shortened(self._options.switch_interval):
                 names = list(self._by_source)
                 selected = select_tensors(self._opened, names, self._options, casts=self._casts)
-                scheduler = planned(selected, self._options, Delivery(deliver=self._deliver, prompt=True))
+                scheduler = scheduled(selected, self._options, Delivery(deliver=self._deliver, prompt=True))
                 self._group_of = {name: group.index for group in scheduler.plan.groups for name in group.names}
                 self._groups = list(dict.fromkeys(self._group_of[name] for name in names))
                 scheduler.arrange(self._groups)
