@@ -11,8 +11,8 @@ from textwrap import wrap
 from typing import Literal
 
 from stio.errors import one_line
-from stio.runtime.svg import LINE_HEIGHT, WIDTH, document, text
-from stio.runtime.text import show_bytes
+from stio.runtime.reports.svg import LINE_HEIGHT, WIDTH, document, text
+from stio.text import show_bytes
 
 _LEFT, _RIGHT = 280, 110
 _PLOT = WIDTH - _LEFT - _RIGHT

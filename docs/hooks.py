@@ -14,7 +14,7 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
-from stio.runtime.text import completed
+from stio.text import completed
 
 _LOOKED_UP = ("reference/", "faults.md", "benchmarks.md", "tables.md", "threat-model.md")
 """Pages to look something up. The search shows those first that explain."""
@@ -105,7 +105,7 @@ def _complete(described: griffe.Function | griffe.Class, done: set[str]) -> None
         if decorator.callable_path == "stio.sync._takes_what":
             (source,) = _arguments(described, decorator)
             described.parameters = source.parameters
-        elif decorator.callable_path == "stio.runtime.text.described_by":
+        elif decorator.callable_path == "stio.text.described_by":
             sources = _arguments(described, decorator)
             for source in sources:
                 _complete(source, done)  # its docstring may be completed by that of another one

@@ -18,8 +18,7 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from stio import errors
-from stio.runtime import schemes
+from stio import errors, schemes
 
 __version__ = "0.1.0.dev0"
 
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from stio.errors import UnsupportedDtypeError as UnsupportedDtypeError
     from stio.errors import WarmStartError as WarmStartError
     from stio.format.header import TensorInfo as TensorInfo
+    from stio.limits import Limits as Limits
     from stio.loading.api import Checkpoint as Checkpoint
     from stio.loading.api import Stream as Stream
     from stio.loading.api import load as load
@@ -71,12 +71,11 @@ if TYPE_CHECKING:
     from stio.loading.target import LoadReport as LoadReport
     from stio.remote.disk_cache import DiskCache as DiskCache
     from stio.remote.source import RemoteRoot as RemoteRoot
-    from stio.runtime.limits import Limits as Limits
-    from stio.runtime.progress import ProgressEvent as ProgressEvent
-    from stio.runtime.spans import Span as Span
-    from stio.runtime.stats import Stats as Stats
-    from stio.runtime.stats import stats as stats
-    from stio.runtime.trace import Trace as Trace
+    from stio.runtime.reports.counters import Stats as Stats
+    from stio.runtime.reports.counters import stats as stats
+    from stio.runtime.reports.progress import ProgressEvent as ProgressEvent
+    from stio.runtime.reports.spans import Span as Span
+    from stio.runtime.reports.trace import Trace as Trace
     from stio.saving.api import Saver as Saver
     from stio.saving.api import save as save
     from stio.saving.options import SaveOptions as SaveOptions
@@ -105,11 +104,11 @@ _NAMES = {
     "stio.serving.warm_start.api": "WarmStart warm_start",
     "stio.serving.pool.api": "ModelPool",
     "stio.serving.pool.status": "ModelStatus PoolStats",
-    "stio.runtime.limits": "Limits",
-    "stio.runtime.progress": "ProgressEvent",
-    "stio.runtime.spans": "Span",
-    "stio.runtime.stats": "Stats stats",
-    "stio.runtime.trace": "Trace",
+    "stio.limits": "Limits",
+    "stio.runtime.reports.progress": "ProgressEvent",
+    "stio.runtime.reports.spans": "Span",
+    "stio.runtime.reports.counters": "Stats stats",
+    "stio.runtime.reports.trace": "Trace",
     "stio.saving.api": "Saver save",
     "stio.saving.options": "SaveOptions SaveResult",
     "stio.saving.pending": "PendingSave",

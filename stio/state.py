@@ -18,22 +18,22 @@ from stio.errors import FormatError, printable
 from stio.format.manifest import HashName
 from stio.format.shared import SharedPolicy
 from stio.format.state_tree import HOST_KINDS, Reference, Tree
+from stio.limits import Limits
 from stio.loading.api import load
 from stio.loading.body import gather, reading_operation
 from stio.loading.nested import read_nested
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.select import select_tensors
-from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused
-from stio.runtime.progress import Progress
-from stio.runtime.text import described_by, keywords_for
-from stio.runtime.trace import Trace
+from stio.runtime.reports.progress import Progress
+from stio.runtime.reports.trace import Trace
 from stio.saving.api import save
 from stio.saving.nested import flatten
 from stio.saving.options import DEFAULT_PATTERN, CommitStep, DestinationLike, Durability, SaveResult, ShardNames
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
+from stio.text import described_by, keywords_for
 
 
 @described_by(save)

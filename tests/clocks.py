@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from stio.runtime import clock as clock_of_stio
+from stio import clock as clock_of_stio
 
 
 class Clock:
-    """What stands for `stio.runtime.clock`. Thread-safe.
+    """What stands for `stio.clock`. Thread-safe.
 
     Its time stands still otherwise: what stio does within a time does not depend on the load of the machine, and what
     stands for something slow, such as a server, calls `advance`. Pauses of several threads add up. Only `now` follows

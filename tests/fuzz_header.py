@@ -33,7 +33,7 @@ from stio.errors import FormatError
 from stio.format import header as header_module
 from stio.format import json_scanner
 from stio.format.header import Header, header_nbytes, parse_header
-from stio.runtime.limits import Limits
+from stio.limits import Limits
 
 LIMITS = Limits()
 MAX_DATA_BYTES = 64

@@ -11,7 +11,7 @@ import pytest
 
 from stio import errors
 from stio.errors import StioError, printable
-from stio.runtime.limits import checked_size
+from stio.limits import checked_size
 
 CLASSES = [
     cls

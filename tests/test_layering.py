@@ -20,25 +20,29 @@ PACKAGE = ROOT / "stio"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 LEVELS: dict[str, int] = {
-    "cli": 8,
-    "compat": 8,
-    "integrations": 8,
-    "testing": 8,
-    "__main__.py": 8,
-    "__init__.py": 7,
-    "sync.py": 7,
-    "conversion": 6,
-    "distributed": 6,
-    "serving": 6,
-    "state.py": 6,
-    "remote": 5,
-    "loading": 4,
-    "saving": 4,
-    "device": 3,
-    "storage": 3,
-    "format": 2,
-    "native": 1,
-    "runtime": 1,
+    "cli": 9,
+    "compat": 9,
+    "integrations": 9,
+    "testing": 9,
+    "__main__.py": 9,
+    "__init__.py": 8,
+    "sync.py": 8,
+    "conversion": 7,
+    "distributed": 7,
+    "serving": 7,
+    "state.py": 7,
+    "remote": 6,
+    "loading": 5,
+    "saving": 5,
+    "device": 4,
+    "storage": 4,
+    "format": 3,
+    "native": 2,
+    "runtime": 2,
+    "text.py": 1,
+    "limits.py": 1,
+    "schemes.py": 0,
+    "clock.py": 0,
     "errors.py": 0,
 }
 """What stands at the top of `stio/`, each with its level."""
@@ -74,9 +78,9 @@ DYNAMIC_IMPORTS = {
     "integrations/lightning.py": "torch.distributed is needed with modules that are sharded only",
     "integrations/transformers.py": "torch.distributed is needed with models that are sharded only",
     "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",
-    "runtime/progress.py": "tqdm is an extra, needed with progress=True only",
+    "runtime/reports/progress.py": "tqdm is an extra, needed with progress=True only",
     "remote/hub.py": "huggingface_hub is an extra, needed with hf:// only",
-    "runtime/schemes.py": "what reads URLs, and numpy with it, is needed with a URL only",
+    "schemes.py": "what reads URLs, and numpy with it, is needed with a URL only",
     "remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with profiles of AWS only",
     "sync.py": "torch.distributed is needed with stio.distributed only",
 }
@@ -218,15 +222,15 @@ def test_imports_lead_to_lower_levels(file: str) -> None:
 
 PUBLIC_MODULES = {
     *("__init__.py", "sync.py", "errors.py", "compat/__init__.py"),
-    *("loading/options.py", "loading/plan.py", "runtime/trace.py"),  # types of arguments, in the reference
-    *("remote/disk_cache.py", "runtime/limits.py"),  # public classes
+    *("loading/options.py", "loading/plan.py", "runtime/reports/trace.py"),  # types of arguments, in the reference
+    *("remote/disk_cache.py", "limits.py"),  # public classes
 }
 
 
 INTEGRATION_INTERNALS = {
     # What waits, runs and reports.
-    *("runtime/notifier.py", "runtime/operation.py", "runtime/text.py", "format/manifest.py", "runtime/limits.py"),
-    "runtime/spans.py",
+    *("runtime/notifier.py", "runtime/operation.py", "text.py", "format/manifest.py", "limits.py"),
+    "runtime/reports/spans.py",
     # What is saved, kept and removed.
     *("saving/nested.py", "saving/pending.py", "saving/retention.py", "storage/commit/retention.py"),
     *("storage/commit/destination.py", "storage/commit/transaction.py"),

@@ -17,7 +17,7 @@ from support import run_python
 import stio
 import stio.distributed
 import stio.sync
-from stio.runtime.text import described_by, descriptions
+from stio.text import described_by, descriptions
 
 LOADS = ["load", "load_into", "open", "warm_start", "load_state"]
 SAVES = ["save", "save_state"]

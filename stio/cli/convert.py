@@ -14,7 +14,7 @@ import stio
 from stio.cli.interrupts import starting
 from stio.cli.output import JSON_OPTION, NO_PROGRESS_OPTION, PATH, Bar, print_result, wrong_arguments
 from stio.errors import one_line
-from stio.runtime.text import counted, show_bytes, without_secrets
+from stio.text import counted, show_bytes, without_secrets
 
 
 @click.command()

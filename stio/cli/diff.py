@@ -42,9 +42,9 @@ from stio.format.header import TensorInfo
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.memory import Region, allocate, libc
 from stio.runtime.operation import Operation
-from stio.runtime.text import counted, natural_key, without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
+from stio.text import counted, natural_key, without_secrets
 
 PIECE_BYTES = 6 << 20
 """Bytes of one side that are read at once: a whole number of values of each dtype, also of packed 6-bit values."""

@@ -31,8 +31,8 @@ from stio.cli.output import (
     wrong_arguments,
 )
 from stio.errors import one_line
-from stio.runtime.text import counted, show_bytes, without_secrets
-from stio.runtime.trace import Trace
+from stio.runtime.reports.trace import Trace
+from stio.text import counted, show_bytes, without_secrets
 
 _TIMELINES = {".json": "save_chrome", ".svg": "save_svg"}
 """Suffix of a timeline, and the method of a trace that writes it."""

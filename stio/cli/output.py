@@ -48,8 +48,8 @@ from stio.errors import (
     printable,
 )
 from stio.runtime.process import contextmanager
-from stio.runtime.progress import ProgressEvent
-from stio.runtime.text import show_bytes
+from stio.runtime.reports.progress import ProgressEvent
+from stio.text import show_bytes
 
 NO, ERROR, NO_MATCH, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 

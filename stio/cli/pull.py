@@ -23,7 +23,7 @@ from stio.errors import one_line
 from stio.remote.pull import PullResult
 from stio.remote.pull import pull as copy
 from stio.runtime.operation import Operation
-from stio.runtime.text import counted, show_bytes, without_secrets
+from stio.text import counted, show_bytes, without_secrets
 
 
 @click.command()

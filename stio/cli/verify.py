@@ -31,8 +31,8 @@ from stio.loading.integrity import judge_files, no_manifest, read_manifest
 from stio.loading.open import open_checkpoint
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
-from stio.runtime.text import counted, show_bytes, without_secrets
 from stio.storage.base import Source
+from stio.text import counted, show_bytes, without_secrets
 
 PIECE_BYTES = 4 << 20
 """Bytes of a BOOL tensor that are read at once."""

@@ -20,19 +20,19 @@ from stio.errors import ClosedError, printable
 from stio.format.manifest import HashName
 from stio.format.naming import FILE_SUFFIX
 from stio.format.sharding import TensorSource
+from stio.limits import checked_size
 from stio.loading.casts import report_lost
-from stio.runtime.limits import checked_size
 from stio.runtime.memory import default_budget_bytes
 from stio.runtime.operation import Operation
-from stio.runtime.progress import Progress, progress_callback
-from stio.runtime.text import described_by, is_url
-from stio.runtime.trace import shown
+from stio.runtime.reports.progress import Progress, progress_callback
+from stio.runtime.reports.trace import shown
 from stio.saving.api import save
 from stio.saving.options import Durability, SaveOptions, SaveResult, absolute_destination
 from stio.saving.pending import PendingSave
 from stio.saving.plan import WritePlan, plan_writes
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.open import open_destination
+from stio.text import described_by, is_url
 
 PathLike = str | os.PathLike[str]
 

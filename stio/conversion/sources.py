@@ -50,17 +50,17 @@ from stio.format.naming import FILE_SUFFIX, PICKLE_SUFFIXES, is_hidden, is_index
 from stio.format.other_sources import is_pickle_of_weights
 from stio.format.safe_pickle import PickleRefused, PlainPickles, decode_name, looks_encoded, shown
 from stio.format.shared import UNDECLARED, TiedNames, may_be_copied, resolve_shared
+from stio.limits import Limits
 from stio.loading.body import collect
 from stio.loading.casts import AS_STORED, planned_casts
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
-from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
-from stio.runtime.text import is_url, log
 from stio.saving.tensors import tied_names
 from stio.storage.checks import broken_link, refusals
 from stio.storage.open import open_directory
+from stio.text import is_url, log
 
 _MAX_NAMES = 4096
 """Most tensors in one read. To plan 4,096 tensors takes some milliseconds."""

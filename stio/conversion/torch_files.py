@@ -37,9 +37,9 @@ from stio.format.naming import FILE_SUFFIX
 from stio.format.other_sources import HEAD_BYTES, TORCH_SAVE, FileKind, kind_of, starts_like_safetensors
 from stio.runtime.memory import reporting_shortage
 from stio.runtime.process import contextmanager
-from stio.runtime.text import counted
 from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
 from stio.storage.local import log_unmapped
+from stio.text import counted
 
 
 @contextmanager

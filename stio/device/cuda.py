@@ -29,10 +29,10 @@ from stio import native
 from stio.device.pinned import PinnedAllocator, driver_of, drivers, node_of
 from stio.device.torch_private import copy_each, new_tensors
 from stio.errors import DeviceError, DeviceMemoryError, StioError
-from stio.runtime import stats
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.process import after_fork_in_child, contextmanager
+from stio.runtime.reports import counters
 
 STREAM_API = ("current_stream", "device", "stream")
 """What torch's module of a kind of device must have for copies beside other work; streams and events are generic."""
@@ -338,7 +338,7 @@ class DeviceRing:
         self.ring = native.Ring(driver, handle, node_of(device))
         """The ring."""
         self._has_warned = False
-        stats.add_holder(self)
+        counters.add_holder(self)
 
     @property
     def held_bytes(self) -> int:

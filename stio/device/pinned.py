@@ -22,8 +22,8 @@ import torch
 
 from stio import native
 from stio.runtime import memory
-from stio.runtime.control_groups import read_text
 from stio.runtime.memory import Region
+from stio.runtime.memory.control_groups import read_text
 from stio.runtime.process import after_fork_in_child
 
 

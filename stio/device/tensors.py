@@ -30,7 +30,7 @@ from stio.device.torch_private import INTEGERS, from_dlpack, over_storages
 from stio.errors import UnsupportedDtypeError, printable
 from stio.format.dtypes import BITS, LIBRARY_NAMES, tensor_nbytes
 from stio.format.slicing import Selection
-from stio.runtime.limits import HUGE_PAGE_BYTES
+from stio.limits import HUGE_PAGE_BYTES
 from stio.runtime.memory import Region, allocate
 from stio.runtime.process import collection_paused
 

@@ -52,7 +52,7 @@ from stio.loading.target import LoadTarget
 from stio.runtime.memory import default_budget_bytes
 from stio.runtime.notifier import Notifier, run_blocking
 from stio.runtime.operation import Cancelled, Operation
-from stio.runtime.trace import traced
+from stio.runtime.reports.trace import traced
 from stio.storage.base import RequestedSource
 
 Broadcast: TypeAlias = bool | Literal["auto"]

@@ -38,6 +38,7 @@ from stio.distributed.parts import part_of
 from stio.distributed.torch_private import NamePath, flat_state, tree_leaves
 from stio.errors import ClosedError, MismatchError, StioError, printable
 from stio.format.state_tree import HOST_KINDS, STATE_KEY, Reference
+from stio.limits import Limits
 from stio.loading.api import fill_from, load
 from stio.loading.body import open_with_options, verify
 from stio.loading.casts import require_as_stored
@@ -45,12 +46,11 @@ from stio.loading.nested import read_nested
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
 from stio.loading.target import Casting, LocalPart, PartsTarget, checked_casting
-from stio.runtime.limits import Limits
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation, copy_of
-from stio.runtime.progress import Progress
-from stio.runtime.text import described_by, is_url, keywords_for
-from stio.runtime.trace import Trace, shown
+from stio.runtime.reports.progress import Progress
+from stio.runtime.reports.trace import Trace, shown
+from stio.text import described_by, is_url, keywords_for
 
 
 @described_by(load)

@@ -46,12 +46,11 @@ from stio.format.manifest import HashName
 from stio.format.placements import ByteRange, byte_ranges
 from stio.format.sharding import TensorSource
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, parse_tree
+from stio.limits import Limits, checked_size
 from stio.loading.nested import torch_value
-from stio.runtime.limits import Limits, checked_size
 from stio.runtime.notifier import run_blocking
-from stio.runtime.progress import Progress
-from stio.runtime.text import described_by, keywords_for, log
-from stio.runtime.trace import Trace
+from stio.runtime.reports.progress import Progress
+from stio.runtime.reports.trace import Trace
 from stio.saving.api import save
 from stio.saving.nested import StoredTensor, tree_text
 from stio.saving.options import (
@@ -68,6 +67,7 @@ from stio.saving.pending import EXIT_PATIENCE_SECONDS
 from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.plan_parts import WrittenPart
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
+from stio.text import described_by, keywords_for, log
 
 _CHUNK_BYTES = MAX_VALUE_BYTES // 2
 """Longest part of a rank's values that is sent at once."""

@@ -20,18 +20,18 @@ from stio.distributed.broadcast import Broadcast, SharedFill
 from stio.distributed.parts import part_of
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.errors import ChangedDuringReadError
+from stio.limits import Limits
 from stio.loading.api import fill_from, load
 from stio.loading.module import ModuleTarget
 from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
 from stio.loading.target import Casting, LoadReport, LoadTarget, checked_casting
-from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
-from stio.runtime.progress import Progress
-from stio.runtime.text import described_by, is_url, keywords_for
-from stio.runtime.trace import Trace
+from stio.runtime.reports.progress import Progress
+from stio.runtime.reports.trace import Trace
 from stio.storage.commit.directory_lock import boot_id
+from stio.text import described_by, is_url, keywords_for
 
 
 @described_by(load)

@@ -40,14 +40,13 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from stio import errors
+from stio import clock, errors
 from stio.distributed.torch_private import store_of
 from stio.errors import ClosedError, LimitError, RankError, StioError, printable
-from stio.runtime import clock
 from stio.runtime.locks import Condition, new_lock
 from stio.runtime.notifier import Notifier, runs_blocking
 from stio.runtime.operation import Cancelled, Operation, copy_of, start_thread
-from stio.runtime.text import log
+from stio.text import log
 
 RANK_TIMEOUT_SECONDS = 120.0
 """Default of `rank_timeout=`."""

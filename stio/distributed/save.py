@@ -26,9 +26,8 @@ from stio.distributed.sharded_upload import SaveToStore, is_store
 from stio.errors import RankError
 from stio.format.manifest import HashName
 from stio.format.shared import UNDECLARED, SharedPolicy
-from stio.runtime.progress import Progress
-from stio.runtime.text import described_by, keywords_for
-from stio.runtime.trace import Trace
+from stio.runtime.reports.progress import Progress
+from stio.runtime.reports.trace import Trace
 from stio.saving import api
 from stio.saving.api import MakeOptions, WhenFull
 from stio.saving.nested import flatten
@@ -46,6 +45,7 @@ from stio.saving.options import (
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.saving.tensors import tensors_of
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
+from stio.text import described_by, keywords_for
 
 _TOLD = "_stio_told"
 """Attribute of an error that a save of a `Saver` has told to the other ranks: the key of that save."""

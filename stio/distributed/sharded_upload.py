@@ -33,14 +33,14 @@ from stio.distributed.sharded_save import RankTransaction, ShardedSave
 from stio.distributed.transfer import RankTransfer
 from stio.errors import MismatchError, RankError
 from stio.format.manifest import Hasher
+from stio.limits import PAGE_BYTES
 from stio.remote.save import RemoteDestination, RemoteTransaction, Uploads
 from stio.runtime.calls import LOOK_SECONDS
-from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Cancelled, Operation, is_interrupted
-from stio.runtime.trace import Trace, traced
+from stio.runtime.reports.trace import Trace, traced
 from stio.saving.options import SaveResult
 from stio.saving.plan import WritePlan
 from stio.saving.plan_parts import Packet, Window, WrittenPart, plan_stream

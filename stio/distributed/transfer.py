@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stio import clock
 from stio.distributed.ranks import Ranks
 from stio.errors import RankError, printable
-from stio.runtime import clock
 from stio.runtime.calls import Call
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Cancelled, Operation

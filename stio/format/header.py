@@ -32,7 +32,7 @@ from stio.errors import FormatError, LimitError, TruncatedError, UnsupportedDtyp
 from stio.format.dtypes import BITS, DTYPES, MAX_ELEMENTS, U64_MAX, WHOLE_BYTES, DtypeName, tensor_nbytes
 from stio.format.gil_slices import ROWS, WINDOW_BYTES, row_slices, sort_in_slices
 from stio.format.json_scanner import Scanner
-from stio.runtime.limits import Limits, advice_on_limit, limit_error
+from stio.limits import Limits, advice_on_limit, limit_error
 
 PREFIX_BYTES = 8
 """Bytes before the JSON: its length as a little-endian u64."""

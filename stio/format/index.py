@@ -18,7 +18,7 @@ from stio.format.header import Header
 from stio.format.json_scanner import Scanner
 from stio.format.naming import FILE_SUFFIX, check_shard_name, rank_of_part
 from stio.format.other_sources import WHOLE_BY_TORCH
-from stio.runtime.limits import Limits, advice_on_limit
+from stio.limits import Limits, advice_on_limit
 
 _SHOWN_NAMES = 3
 _LENIENT = "`stio.load(..., strict=False)`"

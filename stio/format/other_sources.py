@@ -25,8 +25,8 @@ from stio.format.naming import (
     step_named,
     whole_name,
 )
-from stio.runtime.schemes import READERS
-from stio.runtime.text import is_url, without_secrets
+from stio.schemes import READERS
+from stio.text import is_url, without_secrets
 
 HEAD_BYTES = 512
 """Bytes at the start of a file that decide about its kind."""

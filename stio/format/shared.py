@@ -17,7 +17,7 @@ from stio.errors import FormatError, SharedTensorsError, listed, printable
 from stio.format.gil_slices import row_slices, sort_in_slices
 from stio.format.json_scanner import Scanner
 from stio.format.sharding import TensorSource
-from stio.runtime.limits import limit_error
+from stio.limits import limit_error
 
 ALIASES_KEY = "stio.aliases"
 """Metadata key of stio: a JSON object of names that share another tensor's data."""

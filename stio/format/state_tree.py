@@ -35,7 +35,7 @@ from stio.errors import FormatError, LimitError, printable
 from stio.format.dtypes import U64_MAX
 from stio.format.gil_slices import WINDOW_BYTES
 from stio.format.header import is_encodable
-from stio.runtime.limits import Limits, limit_error
+from stio.limits import Limits, limit_error
 
 _PLAIN = re.compile(r"(?!(?:True|False|None|nan|inf|__metadata__)\Z)[A-Za-z_][A-Za-z0-9_.\-]*")
 _TYPED = re.compile(r"-?[0-9][0-9.e+-]*|-?inf|nan|True|False|None|\(.*|__metadata__", re.DOTALL)

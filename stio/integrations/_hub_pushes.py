@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 
 from stio.errors import printable
 from stio.integrations._step_dirs import STATE_NAME, TRAINER_STATE
-from stio.runtime.text import log
+from stio.text import log
 
 _NOT_OF_THE_MODEL = [f"{STATE_NAME}/*", TRAINER_STATE]
 _LAST_CHECKPOINT = "last-checkpoint"

@@ -17,10 +17,10 @@ from typing import Self
 from stio.errors import StioError
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
-from stio.runtime.text import log
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.storage.commit.retention import read_list, remove_checkpoint, write_list
 from stio.storage.commit.transaction import begin_directory
+from stio.text import log
 
 STATE_NAME = "training_state"
 """Directory in a checkpoint that holds everything but the model; read by `stio.load_state`."""

@@ -21,6 +21,7 @@ from stio.device.cuda import TorchEvent
 from stio.device.tensors import DtypesLike, Lost, device_storages
 from stio.errors import ClosedError, printable
 from stio.format.header import TensorInfo
+from stio.limits import Limits
 from stio.loading.body import (
     FillSome,
     collect,
@@ -46,13 +47,12 @@ from stio.loading.select import (
     shards_of,
 )
 from stio.loading.target import LoadReport, LoadTarget
-from stio.runtime.limits import Limits
 from stio.runtime.notifier import AsyncOnly, runs_blocking
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import switch_interval as shortened
-from stio.runtime.progress import Progress
-from stio.runtime.text import counted, described_by, keywords_for, show_bytes
-from stio.runtime.trace import Trace, shown
+from stio.runtime.reports.progress import Progress
+from stio.runtime.reports.trace import Trace, shown
+from stio.text import counted, described_by, keywords_for, show_bytes
 
 
 async def load(

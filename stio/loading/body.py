@@ -16,6 +16,7 @@ from stio import native
 from stio.device.base import LoadedGroup, resolve_devices
 from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
+from stio.limits import DEFAULT_BUDGET_BYTES
 from stio.loading.caches import ObjectCache
 from stio.loading.consumers import GroupQueue
 from stio.loading.integrity import verify_files
@@ -27,11 +28,10 @@ from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import SelectedTensors, select_tensors
 from stio.loading.target import LoadTarget
-from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused, contextmanager
 from stio.runtime.process import switch_interval as shortened
-from stio.runtime.trace import shown, traced
+from stio.runtime.reports.trace import shown, traced
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar, runtime_checkable
 
 from stio.errors import StioError, StorageError
-from stio.runtime.limits import PAGE_BYTES
+from stio.limits import PAGE_BYTES
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, Operation, start_thread

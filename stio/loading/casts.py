@@ -15,7 +15,7 @@ import torch
 from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, Casts, DtypeOf, Lost
 from stio.errors import MismatchError, UnsupportedDtypeError, listed, printable
 from stio.format.companions import Companions, find_companions, is_quantized
-from stio.runtime.text import log
+from stio.text import log
 
 AS_STORED = (
     "keep them as they are stored, without dtype=, and dequantize with the library that wrote them (from_pretrained of "

@@ -18,7 +18,7 @@ from stio.loading.plan import Group
 from stio.loading.scheduler import LoadScheduler
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation
-from stio.runtime.trace import Trace, traced
+from stio.runtime.reports.trace import Trace, traced
 
 
 class GroupQueue:

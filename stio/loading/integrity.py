@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from stio.errors import IntegrityError, StioError
 from stio.format.manifest import FileState, Manifest, merge_states, new_hasher, parse_manifest
+from stio.limits import PAGE_BYTES
 from stio.loading.open import OpenCheckpoint
-from stio.runtime.control_groups import num_processors
-from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import allocate, default_budget_bytes
+from stio.runtime.memory.control_groups import num_processors
 from stio.runtime.operation import Cancelled
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source, digest_of_source

@@ -29,8 +29,8 @@ from stio.format.naming import (
 )
 from stio.format.other_sources import is_pickle_of_weights
 from stio.loading.open import open_checkpoint
-from stio.runtime.text import log
 from stio.storage.checks import CHECKPOINT_SUFFIXES, local_directory, refused, steps_in
+from stio.text import log
 
 _DATED = "its name has a date, whose numbers are no step; load it by its path, or name it such as step-100"
 _UNFINISHED = "its name is one that programs give to a checkpoint until it is complete; if it is, rename it"

@@ -34,11 +34,11 @@ from stio.format.state_tree import (
     parse_tree,
     python_path,
 )
+from stio.limits import Limits
 from stio.loading.casts import require_together
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.target import Casting, LoadReport, LoadTarget, PartOf, Stored, no_part
-from stio.runtime.limits import Limits
 from stio.runtime.memory import Region, allocate
 from stio.runtime.process import collection_paused
 

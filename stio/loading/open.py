@@ -63,13 +63,13 @@ from stio.format.other_sources import (
     starts_like_safetensors,
 )
 from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
-from stio.runtime.limits import Limits, advice_on_limit
+from stio.limits import Limits, advice_on_limit
 from stio.runtime.operation import start_thread
 from stio.runtime.process import collection_paused
-from stio.runtime.text import is_url, without_secrets
 from stio.storage.base import ParallelRoot, RequestedSource, Root, Source, read_bytes
 from stio.storage.checks import advice_for_hub_cache, broken_link, commits_in
 from stio.storage.open import ReopenedFile, SingleFileRoot, is_hub, max_open_files, open_directory, open_file, open_url
+from stio.text import is_url, without_secrets
 
 logger = logging.getLogger("stio")
 

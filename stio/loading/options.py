@@ -16,11 +16,11 @@ import torch
 
 from stio.device.base import Accelerator, current_device, current_streams, with_current_index
 from stio.device.tensors import DtypeOf, DtypesLike, Lost, checked_casts
+from stio.limits import Limits, checked_size
 from stio.loading.caches import FileCache, ObjectCache
-from stio.runtime.limits import Limits, checked_size
 from stio.runtime.process import check_switch_interval
-from stio.runtime.progress import Progress, progress_callback
-from stio.runtime.trace import Trace
+from stio.runtime.reports.progress import Progress, progress_callback
+from stio.runtime.reports.trace import Trace
 from stio.storage.base import Root
 
 DeviceLike: TypeAlias = str | int | torch.device | Accelerator

@@ -15,7 +15,7 @@ from stio.loading.plan import Block, Group
 from stio.loading.read_paths import ReadPath
 from stio.runtime.locks import Condition
 from stio.runtime.operation import Cancelled
-from stio.runtime.trace import Trace, traced
+from stio.runtime.reports.trace import Trace, traced
 from stio.runtime.workers import WorkerPool
 
 

@@ -18,7 +18,7 @@ from stio.errors import FormatError, SliceError, TensorNotFoundError, printable
 from stio.format.dtypes import bits
 from stio.format.header import Header
 from stio.format.slicing import Selection, select
-from stio.runtime.limits import PAGE_BYTES
+from stio.limits import PAGE_BYTES
 
 GAP_BYTES = 256 << 10
 """Longest gap that is read on a local disk."""

@@ -27,6 +27,7 @@ from stio.device.cuda import TorchAccelerator, default_stream
 from stio.device.tensors import Lost, require_dtypes
 from stio.errors import DeviceError
 from stio.format.header import Header
+from stio.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.loading.caches import CachedFile, FileCache
 from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
@@ -46,8 +47,7 @@ from stio.loading.read_paths import (
 from stio.loading.scheduler import FIRST_BYTES, PlannedLoad
 from stio.loading.select import DeviceSelection, SelectedTensors, selected_bytes
 from stio.runtime import memory
-from stio.runtime.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
-from stio.runtime.trace import traced
+from stio.runtime.reports.trace import traced
 from stio.storage.base import RequestedSource, Requests, Source
 from stio.storage.local import LocalFile, MappedFile, map_if_possible
 

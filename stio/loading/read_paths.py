@@ -37,13 +37,14 @@ from stio.device.tensors import (
 )
 from stio.errors import StioError
 from stio.format.dtypes import BITS
+from stio.limits import HUGE_PAGE_BYTES, PAGE_BYTES
 from stio.loading.caches import CachedFile, FileImage
 from stio.loading.plan import GAP, Block, Group
-from stio.runtime import memory, stats
-from stio.runtime.limits import HUGE_PAGE_BYTES, PAGE_BYTES
+from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
-from stio.runtime.trace import Trace
+from stio.runtime.reports import counters
+from stio.runtime.reports.trace import Trace
 from stio.storage.base import RequestedSource, Source
 from stio.storage.local import LocalFile, MappedFile
 
@@ -386,7 +387,7 @@ class StagingSlots:
         """The memory of groups under way, by their numbers."""
         self._slots: list[Region] = []
         self._free: list[Region] = []
-        stats.add_holder(self)
+        counters.add_holder(self)
 
     def take(self) -> Region:
         """Return a free slot.

@@ -21,18 +21,18 @@ from typing import Any
 import torch
 
 from stio.device.tensors import Lost
+from stio.limits import checked_size
 from stio.loading.casts import report_lost
 from stio.loading.engine import EngineExecutor
 from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import Group, ReadPlan
 from stio.loading.read_paths import Delivery, ReadPath
-from stio.runtime import stats
-from stio.runtime.limits import checked_size
 from stio.runtime.operation import Cancelled, Operation
 from stio.runtime.process import be_nice
-from stio.runtime.progress import ProgressReporter, close_bar, progress_callback
-from stio.runtime.trace import traced
+from stio.runtime.reports import counters
+from stio.runtime.reports.progress import ProgressReporter, close_bar, progress_callback
+from stio.runtime.reports.trace import traced
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import RequestedSource, Source
 from stio.storage.local import LocalFile
@@ -110,7 +110,7 @@ class LoadScheduler:
         self.read_bytes = 0
         """Bytes of the groups that were read."""
         self.written_bytes = 0
-        """Always 0; for `stio.runtime.stats`."""
+        """Always 0; for `stio.runtime.reports.counters`."""
 
     @property
     def used_bytes(self) -> int:
@@ -140,8 +140,8 @@ class LoadScheduler:
             for path in self._paths:  # closed before the files in a cache are released: copies read those
                 closing.callback(path.close)
             closing.callback(self._executor.close)
-            stats.add_run(self)
-            closing.callback(stats.remove_run, self)
+            counters.add_run(self)
+            closing.callback(counters.remove_run, self)
             self._progress.report()
             self._load()
             self._require_unchanged()

@@ -26,8 +26,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from stio import clock
 from stio.errors import ChangedDuringReadError, StioError, StorageError
 from stio.format.naming import FILE_SUFFIX
+from stio.limits import checked_size
 from stio.loading.caches import CacheStats, counted, on_own_thread
 from stio.remote.download import (
     LOCK_SUFFIX,
@@ -37,11 +39,9 @@ from stio.remote.download import (
     opened_directory,
     wait_until,
 )
-from stio.runtime import clock, memory
-from stio.runtime.limits import checked_size
+from stio.runtime import memory
 from stio.runtime.locks import new_lock
 from stio.runtime.process import after_fork_in_child, contextmanager
-from stio.runtime.text import log, show_bytes
 from stio.storage.base import Identity, RequestedSource, Source
 from stio.storage.checks import OPEN_FLAGS, identity_of, local_directory, stat_of
 from stio.storage.commit import syscalls as calls
@@ -49,6 +49,7 @@ from stio.storage.commit.directory_lock import FileLock
 from stio.storage.commit.files import status_at
 from stio.storage.local import HAVE_PREADV, LocalFile
 from stio.storage.open import max_open_files
+from stio.text import log, show_bytes
 
 T = TypeVar("T")
 

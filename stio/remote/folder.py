@@ -27,8 +27,8 @@ from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, is_interrupted, mark_progress
-from stio.runtime.text import log
 from stio.runtime.workers import WorkerPool
+from stio.text import log
 
 T = TypeVar("T")
 

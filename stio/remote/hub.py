@@ -23,11 +23,11 @@ from stio.errors import CheckpointNotFoundError, FormatError, StioError, Storage
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, PICKLE_SUFFIXES, names_checkpoint, whole_name
 from stio.format.other_sources import CONVERT
 from stio.runtime.calls import Call
-from stio.runtime.text import log, without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
 from stio.storage.checks import commits_in
 from stio.storage.open import open_file
+from stio.text import log, without_secrets
 
 T = TypeVar("T")
 

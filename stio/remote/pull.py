@@ -27,6 +27,7 @@ from stio.format.naming import (
     names_checkpoint,
     shard_number,
 )
+from stio.limits import DEFAULT_BUDGET_BYTES
 from stio.loading.integrity import judge_files, read_manifest
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.remote import hub
@@ -39,8 +40,6 @@ from stio.remote.download import (
     opened_directory,
     wait_until,
 )
-from stio.runtime.limits import DEFAULT_BUDGET_BYTES
-from stio.runtime.text import is_url, without_secrets
 from stio.storage.base import ParallelRoot, RequestedSource, Requests, Source
 from stio.storage.checks import local_directory, refusals
 from stio.storage.commit import syscalls as calls
@@ -48,6 +47,7 @@ from stio.storage.commit.directory_lock import FileLock
 from stio.storage.commit.files import read_small, remove_file, status_at, write_small
 from stio.storage.local import LocalFile
 from stio.storage.open import SingleFileRoot, is_hub
+from stio.text import is_url, without_secrets
 
 RECORD_NAME = "stio-pull.json"
 """File of a pulled directory that names its source, and the state of each of its files in the store."""

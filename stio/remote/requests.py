@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from stio import clock
 from stio.errors import (
     ChangedDuringReadError,
     CheckpointNotFoundError,
@@ -31,10 +32,9 @@ from stio.errors import (
     printable,
 )
 from stio.remote.stores import STALL_SECONDS, set_variables
-from stio.runtime import clock
 from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.operation import Cancelled, PanicError, is_interrupted, without_panic
-from stio.runtime.text import RareWarnings, log, without_secrets
+from stio.text import RareWarnings, log, without_secrets
 
 T = TypeVar("T")
 

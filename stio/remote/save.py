@@ -28,6 +28,7 @@ from urllib.parse import quote
 from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 from xml.etree import ElementTree
 
+from stio import clock
 from stio.errors import (
     CheckpointNotFoundError,
     CommitUncertainError,
@@ -51,12 +52,11 @@ from stio.remote.folder import DEFAULT_BYTES, MIN_PART_BYTES, Folder, PartMemory
 from stio.remote.requests import Attempts, RateWatch, RequestError, RequestFailure, failure_of, summary_of
 from stio.remote.source import RemoteRoot
 from stio.remote.stores import Query, added_authorities, locate, signed_url
-from stio.runtime import clock
 from stio.runtime.calls import Call
 from stio.runtime.operation import Cancelled
-from stio.runtime.text import log, without_secrets
 from stio.storage.base import Ending, Note, Root, Transaction
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
+from stio.text import log, without_secrets
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,10 @@ from stio.runtime import memory
 from stio.runtime.calls import Call
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
-from stio.runtime.text import log, without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Identity, Requests
 from stio.storage.checks import cut_short
+from stio.text import log, without_secrets
 
 REQUESTS = Requests(nbytes=8 << 20, num_in_flight=32, gap_bytes=1 << 20)
 """At 30 ms to the first byte and 60 MB/s a connection, 8 MiB take 0.17 s, a fifth of it latency, and 32 connections

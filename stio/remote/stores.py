@@ -21,8 +21,8 @@ from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
 
 from stio.errors import CheckpointNotFoundError, StorageError, install_command, listed, one_line
 from stio.runtime.operation import without_panic
-from stio.runtime.text import without_secrets
 from stio.storage.checks import refused
+from stio.text import without_secrets
 
 STALL_SECONDS = 30.0
 """Longest time without a byte before a request counts as failed."""

@@ -20,8 +20,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+from stio import clock
 from stio.errors import StorageError
-from stio.runtime import clock
 from stio.runtime.locks import new_lock
 from stio.runtime.operation import Cancelled, current_operation, end_all_at_exit, is_interrupted, without_panic
 from stio.runtime.process import after_fork_in_child

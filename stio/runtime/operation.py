@@ -31,11 +31,12 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 
+from stio import clock
 from stio.errors import ClosedError, StioError, StorageError, printable
-from stio.runtime import clock, stats
 from stio.runtime.notifier import Notifier, run_blocking, runs_blocking
 from stio.runtime.process import after_fork_in_child, contextmanager, this_thread
-from stio.runtime.text import log
+from stio.runtime.reports import counters
+from stio.text import log
 
 
 class PanicError(StorageError):
@@ -164,7 +165,7 @@ class Operation(Generic[T]):
         body: Callable[[Operation[T]], T],
         *,
         name: str,
-        kind: stats.Kind = "other",
+        kind: counters.Kind = "other",
         about: str = "",
         notifier: Notifier | None = None,
         discard: Callable[[T], object] = lambda _: None,
@@ -172,7 +173,7 @@ class Operation(Generic[T]):
     ) -> None:
         self._body = body
         self._name = name
-        self.kind: stats.Kind = kind
+        self.kind: counters.Kind = kind
         """See above."""
         self.about = about
         """See above."""
@@ -202,11 +203,11 @@ class Operation(Generic[T]):
             return self
         try:
             self._began = time.perf_counter()
-            stats.running.add(self)
+            counters.running.add(self)
             start_thread(self._run_once, name=self._name)
         except BaseException as error:
             if not self._has_begun_after(error) and "thread" not in self._decided:
-                stats.running.discard(self)
+                counters.running.discard(self)
             if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
                 raise StorageError(
                     f"the system starts no thread for the {self._name}: a limit of threads or of memory is reached",
@@ -380,7 +381,7 @@ class Operation(Generic[T]):
         mine = object()
         if self._decided.setdefault("thread", mine) is not mine:  # another thread, or a signal handler, started it too
             if self._done:
-                stats.running.discard(self)
+                counters.running.discard(self)
             return
         self._started = True
         this_thread.operation = self
@@ -409,11 +410,11 @@ class Operation(Generic[T]):
     def _count_end(self) -> None:
         """Count the end, and log it, before any caller is woken."""
         cancelled = self.cancelled or isinstance(self._error, Cancelled)
-        outcome: stats.Outcome = "cancelled" if cancelled else "done" if self._error is None else "failed"
+        outcome: counters.Outcome = "cancelled" if cancelled else "done" if self._error is None else "failed"
         seconds = time.perf_counter() - self._began
-        if self in stats.running:  # else it was started in the parent of this process
-            stats.count_end(self.kind, outcome, seconds)
-            stats.running.discard(self)
+        if self in counters.running:  # else it was started in the parent of this process
+            counters.count_end(self.kind, outcome, seconds)
+            counters.running.discard(self)
         text = f"failed by {type(self._error).__name__}" if outcome == "failed" else outcome
         self._log("%s after %.3f s%s", text, seconds, "" if outcome == "cancelled" else self._log_detail)
 
@@ -533,7 +534,7 @@ def end_all_at_exit(*, patient_only: bool = False) -> None:
     Args:
         patient_only: Leave out those without an `exit_patience`: threads of the program may still wait for them.
     """
-    operations = [one for one in stats.running.copy() if one.exit_patience or not patient_only]
+    operations = [one for one in counters.running.copy() if one.exit_patience or not patient_only]
     operations.sort(key=lambda operation: (operation.exit_patience, operation._began))
     begin = clock.monotonic()
     given_up: set[Operation[Any]] = set()
@@ -578,6 +579,6 @@ def _wait_while_it_progresses(operation: Operation[Any], begin: float) -> None:
 @after_fork_in_child
 def _forget_parent() -> None:
     """Mark all operations as ended in a forked child: their threads are not in the child."""
-    for operation in stats.running:
+    for operation in counters.running:
         operation._end_in_child()
-    stats.running.clear()
+    counters.running.clear()

@@ -30,9 +30,8 @@ from stio.runtime.locks import new_lock
 from stio.runtime.notifier import AsyncOnly, Notifier, runs_blocking
 from stio.runtime.operation import Operation, close_all, copy_of, current_operation, end_all_at_exit
 from stio.runtime.process import after_fork_in_child
-from stio.runtime.progress import Progress
-from stio.runtime.text import described_by, keywords_for, log
-from stio.runtime.trace import Trace
+from stio.runtime.reports.progress import Progress
+from stio.runtime.reports.trace import Trace
 from stio.saving.nested import flatten
 from stio.saving.options import (
     DEFAULT_PATTERN,
@@ -51,6 +50,7 @@ from stio.saving.retention import Retention
 from stio.saving.staging_pool import StagingPool
 from stio.saving.tensors import TensorsLike
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
+from stio.text import described_by, keywords_for, log
 
 WhenFull: TypeAlias = Literal["wait", "error"]
 

@@ -36,7 +36,7 @@ from stio.format.state_tree import (
     python_path,
     scalar_node,
 )
-from stio.runtime.limits import Limits
+from stio.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused
 

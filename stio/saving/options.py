@@ -19,18 +19,18 @@ from stio.format.manifest import HashName, new_hasher
 from stio.format.naming import advice_for_destination, check_pattern
 from stio.format.other_sources import NO_HOME, advice_for_slash
 from stio.format.shared import SharedPolicy, may_be_copied
-from stio.runtime.limits import checked_size, parse_size
+from stio.limits import checked_size, parse_size
 from stio.runtime.locks import require_unlocked
 from stio.runtime.process import check_switch_interval
-from stio.runtime.progress import Progress, progress_callback
-from stio.runtime.schemes import SAVERS
-from stio.runtime.text import counted, is_url, show_bytes, show_seconds, without_secrets
-from stio.runtime.trace import Trace
+from stio.runtime.reports.progress import Progress, progress_callback
+from stio.runtime.reports.trace import Trace
+from stio.schemes import SAVERS
 from stio.storage.base import Root, Transaction
 from stio.storage.checks import local_directory
 from stio.storage.commit.destination import SingleFile, is_one_file
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.open import open_destination
+from stio.text import counted, is_url, show_bytes, show_seconds, without_secrets
 
 DEFAULT_MAX_SHARD_SIZE = "5GB"
 DEFAULT_PATTERN = "model{suffix}.safetensors"

@@ -23,15 +23,14 @@ from stio.errors import SaveInProgressError, StioError, printable
 from stio.format.manifest import FileState, Hasher, manifest_change, new_hasher
 from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
 from stio.format.sharding import TensorSource
+from stio.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime import memory
-from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation, current_operation
 from stio.runtime.process import collection_paused, switch_interval
-from stio.runtime.progress import progress_callback
-from stio.runtime.spans import CALLER
-from stio.runtime.text import log
-from stio.runtime.trace import shown, traced
+from stio.runtime.reports.progress import progress_callback
+from stio.runtime.reports.spans import CALLER
+from stio.runtime.reports.trace import shown, traced
 from stio.saving.options import Destination, DestinationLike, SaveOptions, SaveResult, absolute_destination
 from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.retention import Retention
@@ -43,6 +42,7 @@ from stio.storage.base import BufferedDestination, Note, Root, Transaction
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import begin_local
 from stio.storage.open import open_directory
+from stio.text import log
 
 EXIT_PATIENCE_SECONDS = 60.0
 """Longest time that the interpreter's exit waits for saves that make no progress, before they are rolled back."""

@@ -24,7 +24,7 @@ from stio.format.shared import (
     is_of_a_shard,
     resolve_shared,
 )
-from stio.runtime.limits import PAGE_BYTES
+from stio.limits import PAGE_BYTES
 
 _SHORT_INDEX_BYTES = 100_000
 _FORMAT = {"format": "pt"}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from stio.format.placements import ByteRange
 from stio.format.sharding import TensorSource
-from stio.runtime.limits import PAGE_BYTES
+from stio.limits import PAGE_BYTES
 from stio.saving.plan import Piece, Run, ShardPlan, WriteBlock, WritePlan
 
 

@@ -18,11 +18,11 @@ from typing import TypeAlias
 
 from stio.errors import StioError, listed, printable
 from stio.format.naming import is_hidden, is_index, series_of, step_of
-from stio.runtime.text import is_url, log, without_secrets
 from stio.storage.base import Identity, Published
 from stio.storage.checks import CHECKPOINT_SUFFIXES, steps_in
 from stio.storage.commit.destination import DirectoryIdentity
 from stio.storage.commit.retention import EarlierSave, WrittenFiles, find_earlier_saves, is_below_any
+from stio.text import is_url, log, without_secrets
 
 _Place: TypeAlias = tuple[str, str | None]
 """Path of a destination and pattern of the file names in it; None: it is one file."""

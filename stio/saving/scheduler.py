@@ -26,13 +26,14 @@ from stio.device.copy_out import Copy, Readiness, copy_out, copy_pieces
 from stio.device.describe import LazyTensor
 from stio.device.tensor_memory import require_data
 from stio.format.manifest import Hasher
-from stio.runtime import memory, stats
-from stio.runtime.control_groups import num_processors
+from stio.runtime import memory
 from stio.runtime.memory import Region
+from stio.runtime.memory.control_groups import num_processors
 from stio.runtime.operation import Cancelled, mark_progress
 from stio.runtime.process import be_nice, collection_paused
-from stio.runtime.progress import ProgressEvent, ProgressReporter, close_bar
-from stio.runtime.trace import Trace, traced
+from stio.runtime.reports import counters
+from stio.runtime.reports.progress import ProgressEvent, ProgressReporter, close_bar
+from stio.runtime.reports.trace import Trace, traced
 from stio.runtime.workers import WorkerPool
 from stio.saving.plan import Run, WriteBlock, WritePlan
 from stio.saving.staging_pool import StagingPool
@@ -127,12 +128,12 @@ class SaveScheduler:
         self.written_bytes = 0
         """Bytes of the blocks that were written."""
         self.read_bytes = self.used_bytes = 0
-        """None; see `stio.runtime.stats`. The pool counts the staging memory."""
+        """None; see `stio.runtime.reports.counters`. The pool counts the staging memory."""
 
     def start(self) -> None:
         """Begin to fill blocks on the run's own threads; `complete` or `stop`, and then `join`, must follow."""
         self._progress.report()
-        stats.add_run(self)
+        counters.add_run(self)
         # With the engine one worker fills; there are others for fsync, one for each file.
         by_engine = self._transfer is not None and not self._has_lazy and self._pool.allocate == memory.allocate
         self._start_threads(len(self._shards) if by_engine else len(self._blocks))
@@ -182,7 +183,7 @@ class SaveScheduler:
         self._workers.join()
         if self._transfer is not None:
             self._transfer.end()
-        stats.remove_run(self)
+        counters.remove_run(self)
         self._close_bar()
         self._produced.clear()
         self._sources = ()

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from stio.runtime import memory, stats
-from stio.runtime.control_groups import available_bytes, room_in_memory
-from stio.runtime.limits import checked_size
+from stio.limits import checked_size
+from stio.runtime import memory
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
+from stio.runtime.memory.control_groups import available_bytes, room_in_memory
+from stio.runtime.reports import counters
 
 SNAPSHOT_BLOCK_BYTES = 64 << 20
 """One copy, where a caller waits for the snapshot: few returns to Python. Four such writes saturate any disk."""
@@ -69,7 +70,7 @@ class StagingPool:
         self._makers: dict[int, Callable[[int], Region]] = {}  # of the blocks in use, by address
         self.held_bytes = 0
         """Bytes that it holds now, in use or free."""
-        stats.add_holder(self)
+        counters.add_holder(self)
 
     def budget_for(self, data_bytes: int, *, pinned: bool = False) -> int | None:
         """Return the budget for a save of so many bytes: less than the pool's own if the host has too little memory.

@@ -17,10 +17,10 @@ from stio.format.directory import INDEX_NAME, NamedCheckpoint, choose, of_index,
 from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
 from stio.format.index import ShardIndex, parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, shard_number, step_of
-from stio.runtime.limits import Limits
-from stio.runtime.text import log
+from stio.limits import Limits
 from stio.saving.options import DEFAULT_PATTERN
 from stio.storage.base import ParallelRoot, Root, Source, read_bytes
+from stio.text import log
 
 _READ_BY_NAME = {"diffusion_pytorch_model.safetensors": "diffusers", "adapter_model.safetensors": "PEFT"}
 """Files that a library reads whatever else is in a directory."""

@@ -35,7 +35,7 @@ from stio.runtime.calls import LoopTask
 from stio.runtime.locks import require_unlocked
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
-from stio.runtime.text import log
+from stio.text import log
 
 TensorsLike: TypeAlias = Mapping[str, torch.Tensor] | Mapping[str, torch.Tensor | LazyTensor] | nn.Module
 """Tensors by name, some of which may be lazy, or a module, to save its `state_dict()`."""

@@ -18,9 +18,9 @@ from typing import TypeVar
 from stio.errors import ClosedError, NoSpaceError, StorageError
 from stio.loading.caches import CachedFile, CacheStats, FileImage, counted
 from stio.runtime import memory
-from stio.runtime.control_groups import room_in_memory
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
+from stio.runtime.memory.control_groups import room_in_memory
 from stio.storage.base import Source
 
 T = TypeVar("T")

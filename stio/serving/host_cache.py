@@ -16,10 +16,12 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from stio import clock
 from stio.device.base import current_device, resolve_device, with_current_index
 from stio.device.cuda import TorchAccelerator, has_streams
 from stio.device.pinned import is_pinned
 from stio.format.naming import is_index
+from stio.limits import Limits, checked_size
 from stio.loading.api import load
 from stio.loading.body import fetch_all, open_with_options
 from stio.loading.caches import SEGMENT_BYTES, CachedFile, CacheStats, FileImage, on_own_thread
@@ -27,18 +29,17 @@ from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.planned import plan_prefetch
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
-from stio.runtime import clock, memory
-from stio.runtime.limits import Limits, checked_size
+from stio.runtime import memory
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation, start_thread
 from stio.runtime.process import after_fork_in_child
-from stio.runtime.progress import Progress
-from stio.runtime.text import described_by, is_url, keywords_for
-from stio.runtime.trace import Trace
+from stio.runtime.reports.progress import Progress
+from stio.runtime.reports.trace import Trace
 from stio.serving.entries import CacheEntries, RequestedFile
 from stio.storage.base import Root, Source
 from stio.storage.open import place_of_url
+from stio.text import described_by, is_url, keywords_for
 
 T = TypeVar("T")
 logger = logging.getLogger("stio")

@@ -7,7 +7,7 @@ here depends on tensors, plans or devices, and none imports torch. Calls block; 
 For loads: `open.py` chooses the implementation. `local.py` reads at an offset (`preadv`, O_DIRECT), maps and populates,
 and opens files for NVIDIA's cuFile; `async_files.py` reads through aiofiles where a system has no `preadv`. `checks.py`
 decides which file may be opened (regular, inside the root), by which links, and what counts as the same file.
-`stio.runtime.schemes` knows which modules open URLs.
+`stio.schemes` knows which modules open URLs.
 
 For saves: `commit/`, the transaction of a save to a local filesystem, its journal, and recovery after a crash; a
 transaction in a store is in `stio.remote.save`.

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkabl
 
 from stio.errors import ChangedDuringReadError, CommitUncertainError
 from stio.format.manifest import Hasher
-from stio.runtime.limits import PAGE_BYTES
+from stio.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate
 
 _SMALL_REQUEST_BYTES = 1 << 20

@@ -25,8 +25,8 @@ from stio.errors import CheckpointNotFoundError, StioError, StorageError, Trunca
 from stio.format.naming import FILE_SUFFIXES, is_dated, is_hidden, step_named
 from stio.format.other_sources import NO_HOME
 from stio.runtime.process import contextmanager
-from stio.runtime.text import is_url, without_secrets
 from stio.storage.base import Identity
+from stio.text import is_url, without_secrets
 
 if sys.platform != "win32":
     import resource

@@ -42,7 +42,6 @@ from stio.errors import (
 from stio.runtime import memory
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import SYSTEM_PAGE_BYTES, Region, libc, quick_libc
-from stio.runtime.text import RareWarnings, log
 from stio.storage.base import Identity, Source
 from stio.storage.checks import (
     OPEN_FLAGS,
@@ -56,6 +55,7 @@ from stio.storage.checks import (
     require_regular,
     stat_of,
 )
+from stio.text import RareWarnings, log
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_PATH = getattr(os, "O_PATH", 0)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
+from stio import schemes
 from stio.errors import listed
-from stio.runtime import schemes
 from stio.runtime.memory import Region
-from stio.runtime.text import without_secrets
 from stio.storage import async_files, local
 from stio.storage.base import Identity, Root, Source
 from stio.storage.checks import open_files_limit
+from stio.text import without_secrets
 
 
 def open_directory(path: str | os.PathLike[str], *, follow_symlinks: bool) -> local.LocalRoot:
@@ -43,7 +43,7 @@ def open_url(url: str, *, is_file: bool | None = None) -> tuple[Root, str]:
     Sends nothing.
 
     Args:
-        url: A URL with a registered scheme (`stio.runtime.schemes`).
+        url: A URL with a registered scheme (`stio.schemes`).
         is_file: It names an object, or a directory, whatever its name. None: the name decides, and a slash at its end
             means a directory. Not for URLs of the hub.
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from stio.errors import ChangedDuringReadError, TruncatedError
+from stio.limits import PAGE_BYTES
 from stio.runtime import memory
-from stio.runtime.limits import PAGE_BYTES
 from stio.storage.base import Source
 
 _GUARD = b"\xcb" * 64

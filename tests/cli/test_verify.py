@@ -13,7 +13,7 @@ from crash.zygote import Zygote
 from safetensors.torch import save_file
 from support import run_python
 
-from stio.runtime.text import show_bytes
+from stio.text import show_bytes
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from support import assorted, needs_f4, ramp, require_equal
 import stio
 import stio.sync
 from stio.compat import olmo
-from stio.runtime.progress import ProgressEvent
+from stio.runtime.reports.progress import ProgressEvent
 
 MIB = 1 << 20
 Tensors = dict[str, torch.Tensor]

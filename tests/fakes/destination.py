@@ -18,7 +18,7 @@ from typing import Literal
 from fakes.gate import Gated
 from stio.errors import CommitUncertainError, ConcurrentSaveError
 from stio.format.naming import index_name, is_checkpoint_file
-from stio.runtime.limits import PAGE_BYTES
+from stio.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.storage.base import Ending, Identity, Note, Transaction
 from stio.storage.commit.destination import CommitPlan, ExistingCheckpoint, LocalDestination, choose_names

@@ -12,7 +12,7 @@ from pages import DOCS, blocks_of
 
 import stio
 from stio import sync
-from stio.runtime import operation, stats
+from stio.runtime import operation
 from stio.runtime.operation import Operation, end_all_at_exit
 from stio.storage.commit import transaction
 
@@ -21,7 +21,8 @@ import errno, os, sys, threading
 import torch
 import stio.saving.pending
 from stio import sync
-from stio.runtime import clock, operation
+from stio import clock
+from stio.runtime import operation
 from stio.storage.commit import syscalls as calls
 from support import eventually
 
@@ -146,7 +147,7 @@ def test_c409_one_interrupt_at_the_exit_gives_up_all_saves(
         raise KeyboardInterrupt
 
     operations = [Operation(body, name="save", about=str(k), exit_patience=60).start() for k in range(5)]
-    monkeypatch.setattr(stats, "running", set(operations))
+    monkeypatch.setattr(counters, "running", set(operations))
     monkeypatch.setattr(Operation, "cancel", cancel)
     monkeypatch.setattr(operation, "_wait_while_it_progresses", interrupted)
     end_all_at_exit()

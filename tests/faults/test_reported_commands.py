@@ -29,7 +29,7 @@ from tqdm.utils import disp_len
 from stio import sync
 from stio.cli.diff import compare, differences
 from stio.device.tensors import TORCH_DTYPES
-from stio.runtime.text import show_bytes
+from stio.text import show_bytes
 
 LONG = "base_model.model.language_model.layers.{}.self_attention.rotary_projection.lora_A.default.weight"
 WIDTHS = pytest.mark.parametrize("width", [80, 120])

@@ -46,8 +46,8 @@ from stio.device.base import resolve_device
 from stio.loading.module import ModuleTarget
 from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
-from stio.runtime import memory
 from stio.runtime.memory import WritableMemory
+from stio.runtime.memory import regions as memory
 
 Tensors = dict[str, torch.Tensor]
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -27,6 +27,7 @@ from safetensors.torch import save as as_bytes
 from support import eventually, run_python
 
 import stio
+from stio import clock as clock_of_stio
 from stio import sync
 from stio.cli.main import main
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StallTimeoutError, StioError, StorageError
@@ -35,7 +36,6 @@ from stio.remote.pull import pull
 from stio.remote.requests import Patience, RequestFailure, patience_of
 from stio.remote.source import RemoteRoot
 from stio.runtime import calls
-from stio.runtime import clock as clock_of_stio
 from stio.runtime.calls import Call
 from stio.runtime.operation import Operation, is_interrupted
 from stio.runtime.workers import WorkerPool

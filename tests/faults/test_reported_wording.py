@@ -21,8 +21,8 @@ from stio import sync
 from stio.cli.output import spelled
 from stio.compat.safetensors import safe_open
 from stio.errors import StioError
+from stio.limits import parse_size
 from stio.loading.options import LoadOptions
-from stio.runtime.limits import parse_size
 
 WEIGHTS = {"layers.0.weight": torch.arange(6.0).reshape(2, 3), "bias": torch.ones(3)}
 

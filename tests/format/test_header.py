@@ -18,7 +18,7 @@ import safetensors
 from stio.errors import FormatError, LimitError, TruncatedError
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, build_header, header_nbytes, parse_header
 from stio.format.json_scanner import Scanner
-from stio.runtime.limits import Limits
+from stio.limits import Limits
 
 GOOD = '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
 ACCEPT = None

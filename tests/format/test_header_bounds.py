@@ -15,7 +15,7 @@ from counts import count
 
 from stio.errors import FormatError, LimitError
 from stio.format.header import PREFIX_BYTES, Header, header_nbytes, parse_header
-from stio.runtime.limits import Limits
+from stio.limits import Limits
 
 GOOD = '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
 

@@ -18,7 +18,7 @@ from stio.format.header import PREFIX_BYTES, Header, build_header, parse_header
 from stio.format.index import ShardIndex, as_in_index, check_against_shards, parse_index
 from stio.format.json_scanner import Scanner
 from stio.format.naming import check_shard_name
-from stio.runtime.limits import Limits
+from stio.limits import Limits
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 

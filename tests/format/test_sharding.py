@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stio.format.index import parse_index
 from stio.format.naming import shard_name
 from stio.format.sharding import build_index, split_into_shards
-from stio.runtime.limits import parse_size
+from stio.limits import parse_size
 
 PATTERN = "model{suffix}.safetensors"
 

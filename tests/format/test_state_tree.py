@@ -28,7 +28,7 @@ from stio.format.state_tree import (
     parse_tree,
     scalar_node,
 )
-from stio.runtime.limits import Limits
+from stio.limits import Limits
 
 HEAD, TAIL = b'{"stio.state":1,"nodes":[\n', b"\n]}"
 

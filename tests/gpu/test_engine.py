@@ -40,7 +40,7 @@ from stio import native
 from stio.device import cuda
 from stio.device.base import resolve_device
 from stio.errors import ClosedError, DeviceError, TruncatedError
-from stio.runtime.trace import Trace
+from stio.runtime.reports.trace import Trace
 
 pytestmark = [
     *NEEDS_GPU,

@@ -16,7 +16,7 @@ from support import needs_engine, require_equal
 import stio.sync
 from stio.loading import planned
 from stio.loading.gds_path import GdsPath
-from stio.runtime.trace import Trace
+from stio.runtime.reports.trace import Trace
 from stio.storage import local
 
 Tensors = dict[str, torch.Tensor]

@@ -32,8 +32,8 @@ from stio.device.copy_out import Readiness, copy_out
 from stio.errors import DeviceError
 from stio.loading import planned
 from stio.loading.read_paths import DevicePath
-from stio.runtime.control_groups import num_processors
-from stio.runtime.trace import Trace
+from stio.runtime.memory.control_groups import num_processors
+from stio.runtime.reports.trace import Trace
 from stio.serving.warm_start import load
 
 Tensors = dict[str, torch.Tensor]

@@ -19,7 +19,7 @@ import stio.sync
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
 from stio.loading import planned, scheduler
-from stio.runtime.trace import Trace
+from stio.runtime.reports.trace import Trace
 
 Tensors = dict[str, torch.Tensor]
 MIB = 1 << 20

@@ -41,7 +41,7 @@ from stio.errors import (
     UnsafePathError,
 )
 from stio.integrations import iterators, vllm
-from stio.runtime.limits import Limits
+from stio.limits import Limits
 from stio.storage.local import LocalFile
 
 ROOT = Path(__file__).parents[2]

@@ -16,16 +16,16 @@ from support import eventually, needs_engine
 
 from stio import native
 from stio.errors import StorageError, TruncatedError
+from stio.limits import PAGE_BYTES
 from stio.loading.caches import CachedFile, FileImage
 from stio.loading.engine import EngineExecutor
 from stio.loading.plan import GAP, Block, Group
 from stio.loading.read_paths import CopiedPath, MappedPath, ReadPath
 from stio.native import CHUNK_BYTES
 from stio.runtime import memory
-from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
-from stio.runtime.spans import Span
-from stio.runtime.trace import Trace
+from stio.runtime.reports.spans import Span
+from stio.runtime.reports.trace import Trace
 from stio.storage.local import LocalFile, MappedFile, open_file
 
 pytestmark = needs_engine

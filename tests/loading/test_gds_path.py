@@ -25,7 +25,7 @@ from stio import native
 from stio.errors import DeviceError, DeviceMemoryError, TruncatedError
 from stio.loading import planned
 from stio.loading.gds_path import GdsPath
-from stio.runtime.trace import Trace
+from stio.runtime.reports.trace import Trace
 from stio.storage import local
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="GPUDirect Storage is Linux's")

@@ -41,9 +41,9 @@ from stio.errors import (
 )
 from stio.format.header import build_header
 from stio.format.shared import ALIASES_KEY
+from stio.limits import Limits
 from stio.loading import open as opened_module
 from stio.loading.open import open_checkpoint
-from stio.runtime.limits import Limits
 
 
 @pytest.fixture

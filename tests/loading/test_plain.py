@@ -19,7 +19,7 @@ from stio.loading.plan import Block, Group
 from stio.loading.read_paths import DevicePath, StagingSlots
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
-from stio.runtime.trace import Trace
+from stio.runtime.reports.trace import Trace
 
 
 @pytest.fixture(autouse=True)

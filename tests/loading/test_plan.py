@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from stio.errors import FormatError, SliceError, TensorNotFoundError
 from stio.format.dtypes import tensor_nbytes
 from stio.format.header import Header, build_header, parse_header
+from stio.limits import PAGE_BYTES
 from stio.loading.plan import GAP, Block, FileSelection, ReadPlan, plan_reads, select_names, stored_shape
-from stio.runtime.limits import PAGE_BYTES
 
 MIB = 1 << 20
 Layout = list[tuple[str, str, tuple[int, ...]]]

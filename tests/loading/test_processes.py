@@ -164,7 +164,7 @@ def test_exit_does_not_hang(zygote, directory, what):
         def open_at_exit():
             # Lets the read go once the exit has asked the operation to end.
             def body():
-                eventually(lambda: all(o.cancelled for o in list(runtime.stats.running)) and bool(runtime.stats.running) or gate.opened.is_set())
+                eventually(lambda: all(o.cancelled for o in list(runtime.reports.counters.running)) and bool(runtime.reports.counters.running) or gate.opened.is_set())
                 gate.opened.set()
             threading.Thread(target=body, daemon=True).start()
 
@@ -239,7 +239,7 @@ def test_keyboard_interrupt_of_a_sync_load(zygote, directory):
             assert gate.reached.wait(10)
             os.kill(os.getpid(), signal.SIGINT)
             from stio.runtime import operation as runtime
-            assert eventually(lambda: all(o.cancelled for o in list(runtime.stats.running)))
+            assert eventually(lambda: all(o.cancelled for o in list(runtime.reports.counters.running)))
             gate.opened.set()
 
         before = num_threads()
@@ -269,7 +269,7 @@ def test_keyboard_interrupt_of_asyncio_run(zygote, directory):
             assert gate.reached.wait(10)
             os.kill(os.getpid(), signal.SIGINT)
             from stio.runtime import operation as runtime
-            assert eventually(lambda: all(o.cancelled for o in list(runtime.stats.running)))
+            assert eventually(lambda: all(o.cancelled for o in list(runtime.reports.counters.running)))
             gate.opened.set()
 
         threading.Thread(target=interrupt).start()
@@ -305,7 +305,7 @@ def test_import_starts_nothing(torch_zygote):
         from support import num_threads
         from stio.runtime import calls as loop, operation as runtime
         assert loop._loop is None
-        print(len(runtime.stats.running))
+        print(len(runtime.reports.counters.running))
         """
     )
     assert (found.returncode, found.stdout) == (0, "0\n"), found.stderr
@@ -329,7 +329,7 @@ def test_a_loop_that_was_closed_under_a_load(zygote, directory):
         del task
         coroutine.close()
         gate.opened.set()
-        assert eventually(lambda: not runtime.stats.running)
+        assert eventually(lambda: not runtime.reports.counters.running)
         assert eventually(lambda: all(file.closed for file in root.files))
         print("done")
         """,

@@ -22,8 +22,8 @@ from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler, PlannedLoad
 from stio.runtime import workers
 from stio.runtime.operation import Cancelled, start_thread
-from stio.runtime.progress import ProgressEvent
-from stio.runtime.trace import Trace
+from stio.runtime.reports.progress import ProgressEvent
+from stio.runtime.reports.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("plain_workers")
 

@@ -22,7 +22,7 @@ from stio.format.manifest import ALGORITHMS, FileState, Manifest, build_manifest
 from stio.format.safe_pickle import PickleRefused, PlainPickles
 from stio.format.sharding import build_index
 from stio.format.state_tree import encode_tree, parse_tree
-from stio.runtime.limits import Limits
+from stio.limits import Limits
 
 LIMITS = Limits(max_state_nodes=100_000)
 

@@ -24,9 +24,9 @@ from stio.remote.requests import Patience
 from stio.remote.save import RemoteDestination
 from stio.remote.source import RemoteRoot, open_url
 from stio.remote.stores import locate, new_store
-from stio.runtime.text import is_url, without_secrets
 from stio.storage.base import Source
 from stio.testing.contract import SourceContract, read_guarded
+from stio.text import is_url, without_secrets
 
 DATA = random.Random(5).randbytes(300_000)
 PATIENT = Patience(num_attempts=2, first_pause_seconds=0.01, stall_seconds=5)

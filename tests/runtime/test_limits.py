@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stio.runtime.limits import Limits
+from stio.limits import Limits
 
 
 @pytest.mark.parametrize("name", [one.name for one in fields(Limits)])

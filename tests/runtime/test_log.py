@@ -12,9 +12,9 @@ import torch
 from clocks import Clock
 
 import stio
-from stio.runtime.text import RareWarnings, log
 from stio.storage.commit import syscalls as calls
 from stio.sync import Saver
+from stio.text import RareWarnings, log
 
 
 class Broken(logging.Handler):

@@ -22,11 +22,11 @@ from stio.errors import ClosedError, StorageError
 from stio.runtime import notifier as notifier_module
 from stio.runtime import operation as runtime
 from stio.runtime import process as switching
-from stio.runtime import stats
 from stio.runtime.calls import run_on_loop
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Cancelled, Operation, close_all, start_thread
 from stio.runtime.process import switch_interval
+from stio.runtime.reports import counters
 
 ANYIO = tuple(map(int, importlib.metadata.version("anyio").split(".")[:2]))
 
@@ -544,20 +544,20 @@ def test_no_thread_to_be_had(monkeypatch):
     assert caught.value.errno == errno.EAGAIN
     operation.close()
     asyncio.run(operation.aclose())
-    assert operation not in runtime.stats.running
+    assert operation not in runtime.counters.running
 
 
 def test_221_a_start_that_a_signal_handler_interrupts_and_does_too():
     """The body runs once, the start is counted once."""
     calls = []
     operation = Operation(lambda _: calls.append(True), name="test", kind="load")
-    before = stats.stats().num_loads_done
+    before = counters.stats().num_loads_done
     operation.start()
     operation.start()
     operation.result()
-    assert eventually(lambda: stats.stats().num_loads_running == 0)
+    assert eventually(lambda: counters.stats().num_loads_running == 0)
     assert calls == [True]
-    assert stats.stats().num_loads_done == before + 1
+    assert counters.stats().num_loads_done == before + 1
 
 
 def test_206_close_all_on_a_closed_coroutine_releases_when_all_have_ended():
@@ -671,7 +671,7 @@ def test_exit_waits_until_callbacks_are_freed():
             pass
 
         def __del__(self):
-            was_running.append(operation in stats.running)
+            was_running.append(operation in counters.running)
 
     def body(operation):
         operation.on_cancel(Stop())

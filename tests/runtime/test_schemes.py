@@ -9,8 +9,7 @@ import pytest
 import torch
 from fakes import MemoryRoot, checkpoint_files
 
-from stio import sync
-from stio.runtime import schemes
+from stio import schemes, sync
 from stio.storage.open import place_of_url
 
 

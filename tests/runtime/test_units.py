@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stio.runtime.text import counted, natural_key, show_bytes, show_seconds
+from stio.text import counted, natural_key, show_bytes, show_seconds
 
 
 @pytest.mark.parametrize(

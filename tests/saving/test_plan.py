@@ -18,7 +18,7 @@ from stio.format.index import check_against_shards, parse_index
 from stio.format.placements import ByteRange, Cut, byte_ranges, local_part
 from stio.format.sharding import TensorSource
 from stio.format.shared import ALIASES_KEY
-from stio.runtime.limits import PAGE_BYTES
+from stio.limits import PAGE_BYTES
 from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.plan_parts import _ALIGNED_BYTES, Window, WrittenPart, plan_parts, plan_stream
 

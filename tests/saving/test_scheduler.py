@@ -19,11 +19,11 @@ import stio.sync
 from stio import native
 from stio.device.describe import LazyTensor, describe_tensors
 from stio.errors import NoSpaceError, StorageError
+from stio.limits import PAGE_BYTES
 from stio.runtime import memory, workers
-from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.operation import Cancelled, start_thread
-from stio.runtime.progress import ProgressEvent
-from stio.runtime.trace import Trace
+from stio.runtime.reports.progress import ProgressEvent
+from stio.runtime.reports.trace import Trace
 from stio.saving import scheduler as save_module
 from stio.saving.plan import plan_writes
 from stio.saving.scheduler import AHEAD_BLOCKS, NUM_WORKERS, WRITE_DEPTH, SaveScheduler

@@ -7,8 +7,8 @@ import threading
 import pytest
 from support import PATIENCE_SECONDS
 
+from stio.limits import PAGE_BYTES
 from stio.runtime import memory
-from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.saving.staging_pool import StagingPool, block_bytes_for
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stio.runtime.limits import PAGE_BYTES
+from stio.limits import PAGE_BYTES
 from stio.runtime.memory import allocate
 from stio.storage.base import Note
 from stio.storage.commit import recovery

@@ -22,8 +22,8 @@ from stio.errors import (
     StorageError,
     TruncatedError,
 )
+from stio.limits import PAGE_BYTES
 from stio.runtime import memory
-from stio.runtime.limits import PAGE_BYTES
 from stio.saving.options import Destination
 from stio.storage.base import FileWriter, Note, Root, Source, Transaction
 from stio.storage.local import LocalRoot

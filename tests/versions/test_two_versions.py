@@ -31,7 +31,7 @@ from versions.archive import NEWEST, unpack
 from versions.look import MANY, describe_tensors, found_by, listing, tensors_of
 
 import stio
-from stio.runtime import clock
+from stio import clock
 
 A_WHILE = 0.15
 """Seconds in which a save that is staged already, and did not wait, would be published several times over."""

@@ -44,8 +44,8 @@ from stio.errors import (
     printable,
 )
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
+from stio.limits import parse_size
 from stio.loading.module_tree import require_memory_of
-from stio.runtime.limits import parse_size
 from stio.runtime.notifier import run_blocking
 from stio.runtime.process import contextmanager
 

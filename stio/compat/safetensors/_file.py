@@ -31,8 +31,8 @@ from stio.format.companions import why_packed
 from stio.format.header import PREFIX_BYTES, Header, header_nbytes, parse_header
 from stio.format.other_sources import kind_of
 from stio.format.slicing import Selection
+from stio.limits import HUGE_PAGE_BYTES
 from stio.runtime import memory
-from stio.runtime.limits import HUGE_PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.runtime.process import contextmanager
 from stio.storage.local import LocalFile, map_if_possible, open_file

@@ -16,26 +16,26 @@ from typing import Any, Self
 
 import torch
 
+from stio import clock
 from stio.device.base import current_device, with_current_index
 from stio.device.tensors import DtypesLike
 from stio.errors import CheckpointNotFoundError, listed, printable
+from stio.limits import Limits, checked_size
 from stio.loading.api import load
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.planned import ACCELERATOR_BUDGET_BYTES
 from stio.remote.disk_cache import DiskCache
-from stio.runtime import clock
-from stio.runtime.limits import Limits, checked_size
 from stio.runtime.notifier import AsyncOnly
 from stio.runtime.process import after_fork_in_child
-from stio.runtime.progress import Progress
-from stio.runtime.text import described_by, is_url
-from stio.runtime.trace import Trace
+from stio.runtime.reports.progress import Progress
+from stio.runtime.reports.trace import Trace
 from stio.serving.host_cache import HostCache
 from stio.serving.pool.content import Content, Make
 from stio.serving.pool.policy import Policy
 from stio.serving.pool.status import ModelStatus, PoolStats, Tier
 from stio.serving.pool.thread import Caller, Eviction, PooledModel, PoolThread, Update
 from stio.storage.checks import broken_link
+from stio.text import described_by, is_url
 
 RING_BYTES = 96 << 20
 """Most staging memory of loads to a device."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from stio import clock
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
 from stio.device.tensors import TORCH_DTYPES, bytes_to_count, cast_dtype, require_dtypes, torch_shape
@@ -31,10 +32,9 @@ from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.select import select_tensors
-from stio.runtime import clock
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
-from stio.runtime.progress import ProgressEvent
+from stio.runtime.reports.progress import ProgressEvent
 
 _UPDATE_BYTES = 64 << 20
 """Budget of an update in place. A larger tensor is on the way alone."""

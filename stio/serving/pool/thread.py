@@ -16,14 +16,14 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
+from stio import clock
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchEvent, event_now, free_bytes, has_streams
 from stio.errors import ClosedError, DeviceError, DeviceMemoryError, StioError, listed, printable
 from stio.loading.options import SourceLike
-from stio.runtime import clock
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation, copy_of
-from stio.runtime.trace import Trace, traced
+from stio.runtime.reports.trace import Trace, traced
 from stio.serving.pool.content import Content, Contents, Leftover, Make
 from stio.serving.pool.policy import Model, ModelRequest, Policy
 from stio.serving.pool.status import PoolStats

@@ -19,20 +19,19 @@ from torch import nn
 from stio.device.base import DeviceMap, LoadedGroup, resolve_devices
 from stio.device.tensors import DtypesLike
 from stio.errors import ClosedError
+from stio.limits import Limits
 from stio.loading.api import load
 from stio.loading.body import gather, open_with_options, verify
 from stio.loading.module import ModuleTarget
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.select import select_tensors
 from stio.loading.target import LoadReport
-from stio.runtime.limits import Limits
 from stio.runtime.notifier import AsyncOnly, runs_blocking
 from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import collection_paused
 from stio.runtime.process import switch_interval as shortened
-from stio.runtime.progress import Progress
-from stio.runtime.text import described_by, keywords_for
-from stio.runtime.trace import Trace, shown
+from stio.runtime.reports.progress import Progress
+from stio.runtime.reports.trace import Trace, shown
 from stio.serving.warm_start.load import (
     Match,
     WarmStartLoad,
@@ -40,6 +39,7 @@ from stio.serving.warm_start.load import (
     require_supported,
     restore_ended,
 )
+from stio.text import described_by, keywords_for
 
 
 @described_by(load)

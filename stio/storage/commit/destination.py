@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from stio.errors import StioError, StorageError
 from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, index_name, is_checkpoint_file, shard_name
-from stio.runtime.limits import Limits
+from stio.limits import Limits
 from stio.storage.base import Identity
 from stio.storage.checks import identity_of, kind_of_file, refusals, resolve_links
 from stio.storage.commit import syscalls as calls

@@ -26,13 +26,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 
+from stio import clock
 from stio.errors import ConcurrentSaveError, printable
-from stio.runtime import clock
 from stio.runtime.process import contextmanager
-from stio.runtime.text import log
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.files import FileAttributes, status_at
+from stio.text import log
 
 LOCK_TIMEOUT_SECONDS = 60.0
 """Default of `lock_timeout=`."""

@@ -37,7 +37,7 @@ from typing import Self
 
 from stio import native
 from stio.errors import NoSpaceError, StorageError
-from stio.runtime.limits import PAGE_BYTES
+from stio.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.process import contextmanager

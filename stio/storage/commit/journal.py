@@ -21,7 +21,6 @@ from typing import Literal
 import msgspec
 
 from stio.format.naming import INDEX_SUFFIX
-from stio.runtime.text import log
 from stio.storage.base import Note
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
@@ -37,6 +36,7 @@ from stio.storage.commit.files import (
     stamp_of,
     write_small,
 )
+from stio.text import log
 
 STAGING_PREFIX = ".stio-"
 """Prefix of a staging directory's name; the rest is the save's id."""

@@ -27,9 +27,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass
 from operator import add
 
+from stio import clock
 from stio.errors import CheckpointNotFoundError, ConcurrentSaveError
-from stio.runtime import clock
-from stio.runtime.text import log
 from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import (
@@ -58,6 +57,7 @@ from stio.storage.commit.journal import (
 )
 from stio.storage.commit.retention import ASIDE_PREFIX, Aside, entries, put_back, remove_aside
 from stio.storage.local import is_local
+from stio.text import log
 
 MAX_AGE_SECONDS = 24 * 3600.0
 """On filesystems whose locks prove nothing, the owner of an older staging directory counts as dead."""

@@ -35,7 +35,6 @@ from stio.errors import StioError, listed, printable
 from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, is_shard_name
 from stio.runtime.process import contextmanager
-from stio.runtime.text import log
 from stio.storage.base import Identity
 from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls
@@ -43,6 +42,7 @@ from stio.storage.commit.destination import DirectoryIdentity, directory_identit
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
 from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, remove_file, status_at, write_small
 from stio.storage.commit.journal import DELETED_PREFIX, KEPT_BY_SYSTEM, rename_for_deletion
+from stio.text import log
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,6 @@ from stio.errors import StorageError
 from stio.format.manifest import Hasher
 from stio.runtime.memory import allocate
 from stio.runtime.operation import mark_progress
-from stio.runtime.text import log
 from stio.storage.base import Ending, Note, Transaction, digest_of_source
 from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
@@ -69,6 +68,7 @@ from stio.storage.commit.publication import Publication
 from stio.storage.commit.recovery import recover
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.local import is_local, open_at
+from stio.text import log
 
 NONCE_NAME = "shared"
 """File in a staging directory with the text that the processes compare."""

@@ -11,13 +11,13 @@ import pytest
 from support import eventually
 
 from stio.errors import StorageError
+from stio.limits import PAGE_BYTES
 from stio.loading import read_paths
 from stio.loading.caches import SEGMENT_BYTES, CachedFile, FileImage
 from stio.loading.plan import GAP, Block, Group
 from stio.loading.read_paths import CopiedPath, contiguous, fill_image, image_regions
 from stio.native import CHUNK_BYTES
 from stio.runtime import memory
-from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 from stio.storage.base import Identity

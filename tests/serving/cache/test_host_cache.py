@@ -24,9 +24,9 @@ import stio
 import stio.serving.host_cache
 import stio.sync
 from stio.errors import ClosedError, DeviceError, NoSpaceError, StorageError
+from stio.limits import PAGE_BYTES
 from stio.loading import caches, planned
 from stio.runtime import memory
-from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.serving import host_cache
 from stio.serving.host_cache import _TICK_SECONDS, _Memory, _wait_for_tick

@@ -22,7 +22,7 @@ from support import needs_engine
 
 from stio import native
 from stio.errors import NoSpaceError, StorageError
-from stio.runtime.limits import PAGE_BYTES
+from stio.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate
 from stio.storage.base import FileWriter
 from stio.storage.commit import files

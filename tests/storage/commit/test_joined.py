@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from stio.errors import StorageError
-from stio.runtime.limits import PAGE_BYTES
+from stio.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate
 from stio.storage.commit import files, transaction
 from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction, begin_local

@@ -12,9 +12,9 @@ from textwrap import wrap
 from typing import Any
 
 from stio.errors import printable
-from stio.runtime import svg
-from stio.runtime.spans import CALLER, Span, Summary, summarize, usable
-from stio.runtime.text import natural_key, show_bytes, show_seconds
+from stio.runtime.reports import svg
+from stio.runtime.reports.spans import CALLER, Span, Summary, summarize, usable
+from stio.text import natural_key, show_bytes, show_seconds
 
 MAX_BYTES = 900_000
 """Largest picture."""

@@ -26,8 +26,8 @@ from functools import partial
 from typing import Any
 
 from stio.errors import HostMemoryError
-from stio.runtime.control_groups import address_space_left, available_bytes, room_in_memory
-from stio.runtime.limits import DEFAULT_BUDGET_BYTES, HUGE_PAGE_BYTES
+from stio.limits import DEFAULT_BUDGET_BYTES, HUGE_PAGE_BYTES
+from stio.runtime.memory.control_groups import address_space_left, available_bytes, room_in_memory
 from stio.runtime.process import contextmanager
 
 _SHORT_BYTES = 1 << 20

@@ -15,9 +15,9 @@ from pathlib import Path
 from time import perf_counter
 
 from stio.runtime.process import contextmanager, thread_name
-from stio.runtime.spans import CALLER, Span, usable
-from stio.runtime.text import counted, without_secrets
-from stio.runtime.timeline import draw
+from stio.runtime.reports.spans import CALLER, Span, usable
+from stio.runtime.reports.timeline import draw
+from stio.text import counted, without_secrets
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from stio.runtime.text import show_bytes, show_seconds
+from stio.text import show_bytes, show_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
-from stio.runtime import clock
-from stio.runtime.schemes import READERS, scheme_of
+from stio import clock
+from stio.schemes import READERS, scheme_of
 
 _NUMBER = re.compile("([0-9]+)")
 
