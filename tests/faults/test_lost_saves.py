@@ -14,6 +14,7 @@ import stio
 from stio import sync
 from stio.runtime import operation
 from stio.runtime.operation import Operation, end_all_at_exit
+from stio.runtime.reports import counters
 from stio.storage.commit import transaction
 
 UNCLOSED = """
