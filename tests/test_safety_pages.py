@@ -73,7 +73,7 @@ def test_each_test_of_a_number_stands_in_its_row() -> None:
     assert table.with_tests(page, table.named_tests()) == page, "run `make faults`"
 
 
-@pytest.mark.costly("all tests are parsed, if this is the first of both")
+@pytest.mark.slow
 def test_a_row_names_tests_of_its_number() -> None:
     found = table.named_tests()
     for row in table.ROW.finditer((DOCS / "faults.md").read_text()):
