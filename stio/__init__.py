@@ -84,8 +84,8 @@ if TYPE_CHECKING:
     from stio.saving.pending import PendingSave as PendingSave
     from stio.serving.host_cache import HostCache as HostCache
     from stio.serving.pool.api import ModelPool as ModelPool
-    from stio.serving.pool.status import ModelStatus as ModelStatus
-    from stio.serving.pool.status import PoolStats as PoolStats
+    from stio.serving.pool.policy import ModelStatus as ModelStatus
+    from stio.serving.pool.policy import PoolStats as PoolStats
     from stio.serving.warm_start.api import WarmStart as WarmStart
     from stio.serving.warm_start.api import warm_start as warm_start
     from stio.state import load_state as load_state
@@ -104,7 +104,7 @@ _NAMES = {
     "stio.loading.target": "LoadReport",
     "stio.serving.warm_start.api": "WarmStart warm_start",
     "stio.serving.pool.api": "ModelPool",
-    "stio.serving.pool.status": "ModelStatus PoolStats",
+    "stio.serving.pool.policy": "ModelStatus PoolStats",
     "stio.runtime.limits": "Limits",
     "stio.runtime.progress": "ProgressEvent",
     "stio.runtime.spans": "Span",

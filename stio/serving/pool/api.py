@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -16,7 +15,6 @@ from typing import Any, Self
 
 import torch
 
-from stio.device.base import current_device, with_current_index
 from stio.device.tensors import DtypesLike
 from stio.errors import CheckpointNotFoundError, listed, printable
 from stio.loading.api import load
@@ -32,9 +30,8 @@ from stio.runtime.text import described_by, is_url
 from stio.runtime.trace import Trace
 from stio.serving.host_cache import HostCache
 from stio.serving.pool.content import Content, Make
-from stio.serving.pool.policy import Policy
-from stio.serving.pool.status import ModelStatus, PoolStats, Tier
-from stio.serving.pool.thread import Caller, Eviction, PooledModel, PoolThread, Update
+from stio.serving.pool.policy import ModelStatus, Policy, PoolStats, Tier
+from stio.serving.pool.thread import Caller, Change, PooledModel, PoolThread
 from stio.storage.checks import broken_link
 
 RING_BYTES = 96 << 20
@@ -71,7 +68,8 @@ class ModelUse(AsyncOnly, Caller):
             self.thread.post(self.thread.released, self.entry, event)
 
     def __del__(self) -> None:
-        if self._is_entered and not self.thread.is_closed:  # interrupted between the wait and the block
+        is_waiting = self._value is not None or not self._decided
+        if self._is_entered and is_waiting and not self.thread.is_closed:  # interrupted between the wait and the block
             self.leave()
 
 
@@ -136,19 +134,17 @@ class ModelPool(AsyncOnly):
             raise ValueError(f"max_loads must be a positive whole number, not {max_loads!r}")
         if disk is not None and not isinstance(disk, DiskCache):
             raise TypeError(f"disk= takes a stio.DiskCache, not {disk!r}")
-        where: Any = with_current_index(device, current_device())
         bound = checked_size(device_bytes, "device_bytes")
         budget = max(_MIN_BUDGET_BYTES, min(ACCELERATOR_BUDGET_BYTES, bound // 8))
+        self._options = LoadOptions(device=device, memory="copy", budget_bytes=budget, trace=trace, streams="copy")
+        where: Any = self._options.device
         self._disk, self._host = disk, None
         if host_bytes != 0:
             left = checked_size(host_bytes, "host_bytes") - (0 if str(where) == "cpu" else RING_BYTES)
             if left <= 0:
                 raise ValueError(f"host_bytes must be more than the staging memory of loads, {RING_BYTES:,} bytes")
             self._host = HostCache(left, device=where)
-        caches = tuple(cache for cache in (disk, self._host) if cache is not None) or None
-        self._options = LoadOptions(
-            device=where, memory="copy", budget_bytes=budget, cache=caches, trace=trace, streams="copy"
-        )
+        self._caches = (*([] if disk is None else [disk]), *([] if self._host is None else [self._host])) or None
         self._entries: dict[str, PooledModel] = {}
         policy: Policy[PooledModel] = Policy(
             bound, hold_seconds=max_hold_seconds, max_loads=max_loads, idle_seconds=idle_seconds
@@ -193,12 +189,11 @@ class ModelPool(AsyncOnly):
             raise TypeError(f"the name of a model is a str, not {name!r}")
         if make is not None and not callable(make):
             raise TypeError(f"make= takes a function that returns a module, not {make!r}")
-        if isinstance(source, str | os.PathLike) and not is_url(path := os.fspath(source)) and not os.path.exists(path):
+        if isinstance(source, str | os.PathLike) and not (os.path.exists(path := os.fspath(source)) or is_url(path)):
             raise CheckpointNotFoundError(f"there is no such file or directory{broken_link(path)}", path=path)
-        options = replace(
-            self._options, dtype=dtype, strict=strict, limits=limits, verify=verify, follow_symlinks=follow_symlinks
-        )
-        entry = PooledModel(name, bool(pin), source=source, content=Content(name, make, options))
+        own = {"dtype": dtype, "strict": strict, "limits": limits, "verify": verify, "follow_symlinks": follow_symlinks}
+        content = Content(name, make, partial(replace, self._options, cache=self._caches, **own))
+        entry = PooledModel(name, bool(pin), source=source, content=content)
         if self._entries.setdefault(name, entry) is not entry:
             raise ValueError(f"the pool has a model {name!r}; replace its weights by update(), or choose another name")
         self._thread.post(self._thread.policy.models.append, entry)
@@ -265,10 +260,7 @@ class ModelPool(AsyncOnly):
             ClosedError: The pool is not open.
             StioError: See `stio.load`.
         """
-        update = Update(self._thread, self._entry(name), source, make)
-        self._thread.require_open()
-        self._thread.post(self._thread.called, update)
-        await update.wait()
+        await self._change(name, source=source, make=make)
 
     async def evict(self, name: str, *, host: bool = False) -> None:
         """Remove a model from the device, also if it is pinned; the next use loads it again.
@@ -283,7 +275,9 @@ class ModelPool(AsyncOnly):
             ValueError: There is no such model.
             ClosedError: The pool is not open, or the model is removed.
         """
-        await self._take_out(name, None, host=host)
+        entry = await self._change(name, evicts=True)
+        if host and self._host is not None:
+            self._host.evict(entry.source)
 
     async def remove(self, name: str) -> None:
         """Remove a model from the pool, with its files in host memory; see `evict`.
@@ -297,16 +291,18 @@ class ModelPool(AsyncOnly):
             ValueError: There is no such model.
             ClosedError: The pool is not open, or the model is removed.
         """
-        await self._take_out(name, partial(self._entries.pop, name, None), host=True)
+        entry = await self._change(name, evicts=True, on_removal=partial(self._entries.pop, name, None))
+        if self._host is not None:
+            self._host.evict(entry.source)
 
-    async def _take_out(self, name: str, on_removal: Callable[[], object] | None, *, host: bool) -> None:
+    async def _change(self, name: str, **change: Any) -> PooledModel:
+        """Let the pool's thread change a model, and wait until it has; see `Change`."""
         entry = self._entry(name)
         self._thread.require_open()
-        removal = Eviction(self._thread, entry, on_removal)
-        self._thread.post(self._thread.called, removal)
-        await removal.wait()
-        if host and self._host is not None:
-            self._host.evict(entry.source)
+        call = Change(self._thread, entry, **change)
+        self._thread.post(self._thread.called, call)
+        await call.wait()
+        return entry
 
     def status(self, name: str) -> ModelStatus:
         """Return where a model is now.
@@ -353,7 +349,6 @@ class ModelPool(AsyncOnly):
                 self._host.close()
 
     async def __aenter__(self) -> Self:
-        self._thread.require_not_closed()
         self._thread.start()
         return self
 

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
+from operator import sub
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
 from stio.device.tensors import TORCH_DTYPES, bytes_to_count, cast_dtype, require_dtypes, torch_shape
 from stio.errors import listed, with_article
-from stio.format.dtypes import tensor_nbytes
 from stio.format.state_tree import STATE_KEY
 from stio.loading.api import fill_from
 from stio.loading.body import collect, open_with_options, verify
@@ -107,14 +107,14 @@ class Content:
     Args:
         name: Name of the model.
         make: Makes the module; None: the model is a dictionary.
-        options: Options of its loads.
+        options: Makes the options of its loads; called with `progress=`.
     """
 
-    def __init__(self, name: str, make: Make | None, options: LoadOptions) -> None:
+    def __init__(self, name: str, make: Make | None, options: Callable[..., LoadOptions]) -> None:
         self._name = name
         self._make = make
-        self.options = replace(options, progress=self._count)
-        """See above."""
+        self.options = options(progress=self._count)
+        """Options of its loads."""
         self.progress = 0.0
         """How much of its load is done, from 0 to 1."""
         self._module: nn.Module | None = None
@@ -142,7 +142,8 @@ class Content:
             self._module = made
         self.close()
         with ExitStack() as closing_opened:
-            opened = open_with_options(operation, source, replace(self.options, verify=False))
+            options = replace(self.options, verify=False) if self.options.verify else self.options
+            opened = open_with_options(operation, source, options)
             closing_opened.callback(opened.close)
             contents = self._contents_of(opened)
             if not self.options.verify:  # which needs the manifest
@@ -233,27 +234,28 @@ class Content:
 
     def _contents_of(self, opened: OpenCheckpoint) -> Contents:
         found = opened.dtypes_and_shapes()
-        require_dtypes([dtype for dtype, _ in found.values()], path=opened.path)
-        casts = planned_casts({name: dtype for name, (dtype, _) in found.items()}, self.options.casts, path=opened.path)
-        stored = [tensor_nbytes(*pair) for pair in found.values()]
-        made, cast, counted = [], [0], [0]
-        for (name, (dtype, shape)), nbytes in zip(found.items(), stored, strict=True):
-            own = TORCH_DTYPES[dtype]
-            wanted = own if casts is None else cast_dtype(name, own, casts)
-            if wanted != own:
-                cast.append(nbytes)
-                counted.append(bytes_to_count(torch.Size(torch_shape(dtype, shape)).numel()))
-                made.append(wanted.itemsize * torch.Size(torch_shape(dtype, shape)).numel())
-            else:
-                made.append(nbytes)
+        kinds = {name: dtype for name, (dtype, _) in found.items()}
+        require_dtypes([*kinds.values()], path=opened.path)
+        casts = planned_casts(kinds, self.options.casts, path=opened.path)
+        stored: list[int] = []
+        for header in opened.headers:
+            stored += map(sub, header.ends, header.begins)
+        made, cast, counted = stored.copy(), [0], [0]
+        if casts is not None:
+            for k, (name, (dtype, shape)) in enumerate(found.items()):
+                if (wanted := cast_dtype(name, own := TORCH_DTYPES[dtype], casts)) != own:
+                    numel = torch.Size(torch_shape(dtype, shape)).numel()
+                    made[k] = wanted.itemsize * numel
+                    cast.append(stored[k])
+                    counted.append(bytes_to_count(numel))
         if self._module is not None:
             made += [one.nbytes for one in _unstored(self._module).values()]
-        total = sum(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for nbytes in made)
+        total = sum([-(-nbytes // _BLOCK_BYTES) for nbytes in made]) * _BLOCK_BYTES
         # What is cast is there twice. A group is at least one tensor, and groups under way are within the budget.
         total += min(sum(cast), (self.options.budget or 0) + max(cast)) + max(counted)
         if resolve_device(self.options.device).type != "cpu":
             total += _BLOCK_BYTES  # for a moment, when torch puts a tensor over a storage
-        on_the_way = min(sum(stored), max(_UPDATE_BYTES, max(stored, default=0))) + _BLOCK_BYTES * len(stored)
+        on_the_way = min(sum(stored), max(_UPDATE_BYTES, *stored, 0)) + _BLOCK_BYTES * len(stored)
         can_replace = self._module is not None or STATE_KEY not in opened.metadata
         return Contents(total, found, on_the_way, can_replace, [file.path for file in opened.files])
 
