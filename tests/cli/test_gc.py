@@ -62,7 +62,6 @@ def test_nothing_to_do(place: Path) -> None:
         "kept": [],
         "removed": [],
         "unused": [],
-        "aborted": [],
         "newer": [],
         "failed": [],
     }
