@@ -19,9 +19,10 @@ from importlib import import_module
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from stio.errors import CheckpointNotFoundError, FormatError, StioError, StorageError, install_command, one_line
+from stio.errors import CheckpointNotFoundError, FormatError, StioError, StorageError, install_command
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, PICKLE_SUFFIXES, names_checkpoint, whole_name
 from stio.format.other_sources import CONVERT
+from stio.remote.requests import short_line
 from stio.runtime.calls import Call
 from stio.runtime.text import log, without_secrets
 from stio.runtime.workers import WorkerPool
@@ -57,8 +58,7 @@ _MISSING = {
     "HFValidationError": "the hub has no repositories of this name",
 }
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SECRET = re.compile(r"(https?://[^\s'\"<>]+)|hf_\w{8,}")
-_MAX_TEXT = 300
+_TOKEN = re.compile(r"hf_\w{8,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,7 @@ class HubLocation:
 
 def _text_of(error: BaseException) -> str:
     """Return the text of an error on one line: without tokens, and without what a signed URL gives access to."""
-
-    def shown(found: re.Match[str]) -> str:
-        return without_secrets(found[1]) if found[1] else "hf_..."
-
-    text = one_line(_SECRET.sub(shown, " ".join(str(error).split())))
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+    return short_line(_TOKEN.sub("hf_...", str(error)))
 
 
 def locate(url: str) -> tuple[HubLocation, str]:
@@ -335,11 +330,8 @@ class HubRoot:
             kinds |= {kind.__name__ for kind in type(reason).__mro__}
         if "GatedRepoError" in kinds:
             page = f"{self._constants.ENDPOINT}/{self._location.repository}"
-            return StorageError(
-                f"the repository is gated; request access on {page}, and log in by `hf auth login`, or set HF_TOKEN",
-                path=path,
-                errno=EACCES,
-            )
+            words = f"the repository is gated; request access on {page}, and log in by `hf auth login`, or set HF_TOKEN"
+            return StorageError(words, path=path, errno=EACCES)
         if "OfflineModeIsEnabled" in kinds or (is_local and self._constants.HF_HUB_OFFLINE):
             words, remedy = "the hub is not contacted (HF_HUB_OFFLINE is set)", "; load it once with the hub"
             if name:
@@ -358,11 +350,10 @@ class HubRoot:
             words = f"the hub cannot be reached, or did not answer; check network, proxy and HF_ENDPOINT: {text}"
             return StorageError(words + self._cached_commits(), path=path, errno=EHOSTUNREACH)
         # Its parts that are not Python raise RuntimeError.
-        if "InvalidURL" in kinds or isinstance(error, OSError | RuntimeError | ValueError):
-            return StorageError(
-                "the hub refused the request, or its answer cannot be used or stored; check HF_TOKEN, HF_ENDPOINT, "
-                f"proxy, and space and permissions of the hub's cache (HF_HOME): {text}",
-                path=path,
-                errno=EACCES if status in (401, 403) else getattr(error, "errno", None) or EIO,
-            )
-        raise error
+        if not ("InvalidURL" in kinds or isinstance(error, OSError | RuntimeError | ValueError)):
+            raise error
+        words = (
+            "the hub refused the request, or its answer cannot be used or stored; check HF_TOKEN, HF_ENDPOINT, proxy"
+        )
+        number = EACCES if status in (401, 403) else getattr(error, "errno", None) or EIO
+        return StorageError(f"{words}, and space and permissions of HF_HOME: {text}", path=path, errno=number)

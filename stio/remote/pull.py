@@ -30,7 +30,7 @@ from stio.format.naming import (
 from stio.loading.integrity import judge_files, read_manifest
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.remote import hub
-from stio.remote.download import (
+from stio.remote.disk_cache import (
     LOCK_SUFFIX,
     PART_SUFFIX,
     Download,

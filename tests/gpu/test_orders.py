@@ -34,7 +34,7 @@ from stio.loading import planned
 from stio.loading.read_paths import DevicePath
 from stio.runtime.control_groups import num_processors
 from stio.runtime.trace import Trace
-from stio.serving.warm_start import load
+from stio.serving.warm_start import api as load
 
 Tensors = dict[str, torch.Tensor]
 KIB, MIB = 1 << 10, 1 << 20

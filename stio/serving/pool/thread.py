@@ -368,8 +368,9 @@ class PoolThread:
         free = free_bytes(device)
         return None if free is None else self.policy.held_bytes + free
 
-    def _count(self, **added: float) -> None:
-        counts: Any = {name: getattr(self.counts, name) + value for name, value in added.items()}
+    def _count(self, **counts: Any) -> None:
+        for name, value in counts.items():
+            counts[name] = getattr(self.counts, name) + value
         self.counts = replace(self.counts, **counts)
 
     def _grant(self, entry: PooledModel, callers: Sequence[Any]) -> None:
@@ -408,13 +409,10 @@ class PoolThread:
     def _measure(self, entry: PooledModel) -> Steps:
         contents, error = yield "open", partial(entry.content.measure, source=entry.source)
         if error is None:
-            self._has_contents(entry, contents)
+            entry.contents = contents
+            self.policy.measured(entry, contents.nbytes)
         else:
             self._failed(entry, error)
-
-    def _has_contents(self, entry: PooledModel, contents: Contents) -> None:
-        entry.contents = contents
-        self.policy.measured(entry, contents.nbytes)
 
     def _load(self, entry: PooledModel) -> Steps:
         began = clock.monotonic()
@@ -422,7 +420,8 @@ class PoolThread:
         assert contents is not None
         found, error = yield "swap", partial(entry.content.load, source=entry.source, expected=contents)
         if error is None and found != contents:  # it waits for room once more
-            self._has_contents(entry, found)
+            entry.contents = found
+            self.policy.measured(entry, found.nbytes)
         elif error is None:
             self._count(num_loads=1, load_seconds=clock.monotonic() - began)
             self._grant(entry, self.policy.loaded(entry, clock.monotonic()))
