@@ -31,6 +31,7 @@ from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.select import select_tensors
+from stio.loading.target import LoadTarget
 from stio.runtime import clock
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
@@ -185,7 +186,7 @@ class Content:
                 self._tensors = collect(operation, select_tensors(opened, None, options), options)()
                 return found
             target = ModuleTarget(self._module, assign=True)
-            run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
+            _fill(operation, opened, target, options)
         device = resolve_device(options.device)
         with _own_stream(device):
             self._move_unstored(device)
@@ -203,7 +204,7 @@ class Content:
         opened, _ = self._open(operation, source)
         with closing(opened), _own_stream(resolve_device(self.options.device)):
             verify(operation, opened, options)
-            run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
+            _fill(operation, opened, target, options)
 
     def drop(self) -> Leftover | None:
         """Remove the tensors from the device; return what is still referenced."""
@@ -266,6 +267,10 @@ class Content:
         for name, old in _unstored(self._module).items():
             if not old.is_meta:
                 tree.put(name, old.to(device))
+
+
+def _fill(operation: Operation[Any], opened: OpenCheckpoint, target: LoadTarget, options: LoadOptions) -> None:
+    run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[None]:

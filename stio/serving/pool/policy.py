@@ -212,18 +212,9 @@ class Policy(Generic[M]):
         calls, model.calls = model.calls, []
         return calls
 
-    def cancelled(self, model: Model) -> None:
-        """Set a model as absent; callers that came since then wait for another load."""
-        model.after("cancelled")
-
     def evicted(self, model: Model) -> None:
         """Set a model as absent."""
         model.after("evicted")
-
-    def freeing(self, model: Model, nbytes: int | None) -> None:
-        """Set a model whose load failed as one that is being evicted: so many bytes are not free yet."""
-        model.after("free")
-        model.nbytes = nbytes
 
     def updated(self, model: Model, *, resident: bool) -> None:
         """Set the end of an update. The size is read again unless the new weights are on the device."""

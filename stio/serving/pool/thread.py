@@ -357,15 +357,12 @@ class PoolThread:
     def _limit(self) -> int | None:
         """Return most bytes for models now, where others use the device too."""
         models, device = self.policy.models, self._resolved
-        if (
-            device is None
-            or device.type == "cpu"
-            or not any(model.calls and model.state == "absent" for model in models)
-        ):
+        if device is None or device.type == "cpu":
             return None
-        if any(model.state in ("loading", "updating") for model in models):  # how much they have allocated is not known
-            return None
-        free = free_bytes(device)
+        is_wanted = any(model.calls and model.state == "absent" for model in models)
+        # Of a model under way it is not known how much memory is allocated.
+        is_known = not any(model.state in ("loading", "updating") for model in models)
+        free = free_bytes(device) if is_wanted and is_known else None
         return None if free is None else self.policy.held_bytes + free
 
     def _count(self, **counts: Any) -> None:
@@ -429,13 +426,14 @@ class PoolThread:
             left, nbytes = entry.content.drop(), entry.nbytes
             self._failed(entry, error)
             if left is not None:
-                self.policy.freeing(entry, nbytes)
+                entry.after("free")
+                entry.nbytes = nbytes  # not free yet
                 yield from self._free(entry, left)
                 self.policy.evicted(entry)
 
     def _failed(self, entry: PooledModel, error: BaseException) -> None:
         if entry.operation is not None and entry.operation.cancelled:
-            self.policy.cancelled(entry)
+            entry.after("cancelled")  # callers that came since then wait for another load
         else:
             self._fail(entry, error)
 
