@@ -13,13 +13,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError
-from stio.remote.requests import RequestFailure, failure_of
+from stio.remote.requests import RequestFailure, failure_of, for_each
 from stio.remote.source import RemoteRoot
 from stio.remote.stores import require_obstore
 from stio.runtime import memory
@@ -28,7 +27,6 @@ from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, is_interrupted, mark_progress
 from stio.runtime.text import log
-from stio.runtime.workers import WorkerPool
 
 T = TypeVar("T")
 
@@ -153,14 +151,12 @@ class Folder:
         Raises:
             StioError: The store refuses it.
         """
-        left = iter([*names])
 
-        def work() -> None:
-            while (name := next(left, None)) is not None:  # one step: several workers call it
-                with suppress(CheckpointNotFoundError):
-                    self._run(partial(_delete, key=self.key(name)), name)
+        def delete_one(name: str) -> None:
+            with suppress(CheckpointNotFoundError):
+                self._run(lambda store: require_obstore().delete(store, self.key(name)), name)
 
-        WorkerPool("delete").run(work, min(len(names), NUM_IN_FLIGHT))
+        for_each(names, delete_one, "delete", NUM_IN_FLIGHT)
 
     def upload(self, name: str, parts: Iterator[Any], *, part_bytes: int, is_one: bool, save_id: str) -> str:
         """Upload an object of parts, and return its ETag; an error of the iterator aborts it.
@@ -202,10 +198,6 @@ class Folder:
 
 def _state_of(meta: Any) -> State:
     return {key: meta[key] for key in ("e_tag", "version") if meta[key] is not None}
-
-
-def _delete(store: Any, *, key: str) -> None:
-    require_obstore().delete(store, key)
 
 
 _Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]

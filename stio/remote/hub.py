@@ -22,10 +22,9 @@ from urllib.parse import unquote
 from stio.errors import CheckpointNotFoundError, FormatError, StioError, StorageError, install_command
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, PICKLE_SUFFIXES, names_checkpoint, whole_name
 from stio.format.other_sources import CONVERT
-from stio.remote.requests import short_line
+from stio.remote.requests import for_each, short_line
 from stio.runtime.calls import Call
 from stio.runtime.text import log, without_secrets
-from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
 from stio.storage.checks import commits_in
 from stio.storage.open import open_file
@@ -214,17 +213,11 @@ class HubRoot:
             CheckpointNotFoundError: The repository does not have all files; none is downloaded.
         """
         self.resolve()
-        left = list(dict.fromkeys(names))[::-1]
+        left = list(dict.fromkeys(names))
         for name in left:
             self._require(name)
-        pool = WorkerPool("download")
-
-        def work() -> None:
-            for name in pool.items(left):
-                self._download(name)
-
         with suppress(StioError):
-            pool.run(work, min(len(left), _NUM_DOWNLOADS))
+            for_each(left, self._download, "download", _NUM_DOWNLOADS)
 
     def open(self, name: str, *, trusted: bool = False) -> Source:
         """Open one file; download it if it is not in the cache.

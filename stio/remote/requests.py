@@ -15,7 +15,7 @@ import os
 import random
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -35,7 +35,9 @@ from stio.runtime import clock
 from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.operation import Cancelled, PanicError, is_interrupted, without_panic
 from stio.runtime.text import RareWarnings, log, without_secrets
+from stio.runtime.workers import WorkerPool
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 Kind = Literal[
@@ -153,7 +155,7 @@ _MESSAGES: dict[Kind, tuple[int, str, str]] = {
         "set those of your provider (AWS_ACCESS_KEY_ID, AWS_PROFILE=default for ~/.aws, "
         "GOOGLE_APPLICATION_CREDENTIALS), or AWS_SKIP_SIGNATURE=true, GOOGLE_SKIP_SIGNATURE=true for what is public",
     ),
-    "no bucket": (errno.ENOENT, "there is no such bucket or container; check URL and endpoint", "or make it"),
+    "no bucket": (errno.ENOENT, "there is no such bucket or container; check the URL and endpoint", "or make it"),
     "no name": (errno.EINVAL, "the name of the object is not allowed", "use another one"),
     "odd key": (
         errno.EILSEQ,
@@ -502,6 +504,25 @@ class Requester:
             except Exception as error:
                 failure = failure_of(error)
             attempts.failed(failure)
+
+
+def for_each(items: Iterable[A], work: Callable[[A], object], name: str, max_workers: int) -> None:
+    """Call a function with each item, on several threads at one time; the first error ends all.
+
+    Args:
+        items: In the order in which they are begun.
+        work: The function.
+        name: Of the threads.
+        max_workers: Most threads, this one among them.
+    """
+    left, pool = [*items][::-1], WorkerPool(name)
+
+    def call_each() -> None:
+        for item in pool.items(left):
+            work(item)
+
+    if left:
+        pool.run(call_each, min(len(left), max_workers))
 
 
 def pause(seconds: float) -> None:

@@ -24,6 +24,7 @@ from stio.remote.requests import (
     RequestFailure,
     Work,
     current_watch,
+    for_each,
     is_page,
     patience_of,
 )
@@ -33,7 +34,6 @@ from stio.runtime.calls import Call
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.text import log, without_secrets
-from stio.runtime.workers import WorkerPool
 from stio.storage.base import Identity, Requests
 from stio.storage.checks import cut_short
 
@@ -171,18 +171,16 @@ class RemoteRoot:
 
     def open_ahead(self, names: Sequence[str]) -> None:
         """Open objects at one time, each of which `open` returns later. Blocks; raises no error of an object."""
-        left = [name for name in dict.fromkeys(names) if name not in self._ahead][::-1]
-        pool = WorkerPool("open")
+        left = [name for name in dict.fromkeys(names) if name not in self._ahead]
 
-        def work() -> None:
-            for name in pool.items(left):
-                try:
-                    self._ahead[name] = self._open(name)
-                except StioError as error:
-                    self._ahead[name] = error
+        def open_one(name: str) -> None:
+            try:
+                self._ahead[name] = self._open(name)
+            except StioError as error:
+                self._ahead[name] = error
 
         if len(left) > 1:
-            pool.run(work, min(len(left), self._requests.num_in_flight))
+            for_each(left, open_one, "open", self._requests.num_in_flight)
 
     def open(self, name: str, *, trusted: bool = False) -> RemoteSource:
         """Open one object.

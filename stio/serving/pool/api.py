@@ -30,7 +30,7 @@ from stio.runtime.text import described_by, is_url
 from stio.runtime.trace import Trace
 from stio.serving.host_cache import HostCache
 from stio.serving.pool.content import Content, Make
-from stio.serving.pool.policy import ModelStatus, Policy, PoolStats, Tier
+from stio.serving.pool.policy import ModelStatus, Policy, PoolStats, State, Tier
 from stio.serving.pool.thread import Caller, Change, PooledModel, PoolThread
 from stio.storage.checks import broken_link
 
@@ -38,6 +38,8 @@ RING_BYTES = 96 << 20
 """Most staging memory of loads to a device."""
 
 _MIN_BUDGET_BYTES = 4 << 20
+
+_TIERS: dict[State, Tier] = {"resident": "device", "updating": "device", "loading": "loading", "measuring": "loading"}
 
 
 class ModelUse(AsyncOnly, Caller):
@@ -312,13 +314,8 @@ class ModelPool(AsyncOnly):
         """
         entry = self._entry(name)
         files = entry.files if entry.contents is None else entry.contents.files
-        tier: Tier = "source"
-        if entry.state in ("resident", "updating"):
-            tier = "device"
-        elif entry.state in ("loading", "measuring"):
-            tier = "loading"
-        elif files and self._host is not None and self._host.has(files):
-            tier = "host"
+        is_in_host_memory = bool(files) and self._host is not None and self._host.has(files)
+        tier = _TIERS.get(entry.state) or ("host" if is_in_host_memory else "source")
         progress = {"device": 1.0, "loading": entry.content.progress}.get(tier, 0.0)
         users, waiting = entry.num_users, len(entry.calls)
         return ModelStatus(tier=tier, nbytes=entry.nbytes, num_users=users, num_waiting=waiting, progress=progress)
