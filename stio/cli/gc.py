@@ -56,6 +56,7 @@ _DONE = {
     "undone": "rolled back, its checkpoint was not published",
     "removed": "removed, an earlier cleanup was interrupted",
     "unused": "deleted, no index names it",
+    "aborted": "aborted, its upload was not completed",
 }
 """What is done to the directories and files of a field of `GarbageReport`."""
 

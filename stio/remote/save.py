@@ -7,25 +7,34 @@ the commit, readers have the old checkpoint, and what was uploaded by then is un
 
 The answer to a commit may be lost. Then the object in the store is read; as long as that fails, nothing is removed.
 
-obstore lists no uploads, so that of a process that was killed stays unfinished. Azure deletes its blocks after a week;
-other stores need a rule (`AbortIncompleteMultipartUpload`).
+obstore lists no uploads. Those of S3 are listed and aborted by requests of this module's own, which obstore signs.
+Azure deletes the blocks of uploads itself after a week; other stores need a rule (`AbortIncompleteMultipartUpload`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence, Set
+import ssl
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
-from typing import Literal
+from http.client import HTTPException
+from typing import Any, Literal
+from urllib.error import HTTPError
+from urllib.parse import quote
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
+from xml.etree import ElementTree
 
 from stio.errors import (
+    CheckpointNotFoundError,
     CommitUncertainError,
     ConcurrentSaveError,
     IndexFormatError,
     StioError,
+    StorageError,
     printable,
 )
 from stio.format.index import parse_index
@@ -39,9 +48,9 @@ from stio.format.naming import (
     shard_name,
 )
 from stio.remote.folder import DEFAULT_BYTES, MIN_PART_BYTES, Folder, PartMemory, State, Upload
-from stio.remote.requests import Attempts, RequestFailure, failure_of
+from stio.remote.requests import Attempts, RateWatch, RequestError, RequestFailure, failure_of, summary_of
 from stio.remote.source import RemoteRoot
-from stio.remote.stores import locate
+from stio.remote.stores import Query, added_authorities, locate, signed_url
 from stio.runtime import clock
 from stio.runtime.calls import Call
 from stio.runtime.operation import Cancelled
@@ -99,7 +108,7 @@ class RemoteDestination:
         return Uploads(Folder(self.root), self.buffer_bytes, tuple(shard_names))
 
     def collect_unused(self, *, max_age_seconds: float = MAX_AGE_SECONDS, dry_run: bool = False) -> GarbageReport:
-        """Delete the shards of saves that did not commit. Their unfinished uploads are left to a rule of the bucket.
+        """Delete the shards of saves that did not commit, and abort their uploads, also those of the only file.
 
         Args:
             max_age_seconds: What is younger stays: no lock shows whether its save is under way.
@@ -108,20 +117,30 @@ class RemoteDestination:
         Raises:
             StioError: The store cannot be read, or refuses to delete.
         """
-        folder = Folder(self.root)
+        folder, name = Folder(self.root), self.name
         objects = folder.list()
         used: set[str] = set()
         for index in objects:
             if index.endswith(INDEX_SUFFIX):
                 used |= _shards_of(folder, index)
         now = clock.now()
-        unused = {key: meta for key, meta in objects.items() if is_of_save(key) and key not in used}
-        old = sorted(key for key, meta in unused.items() if now - meta["last_modified"].timestamp() >= max_age_seconds)
+        ages = {
+            key: now - meta["last_modified"].timestamp()
+            for key, meta in objects.items()
+            if is_of_save(key) and key not in used
+        }
+        old = sorted(key for key, age in ages.items() if age >= max_age_seconds)
+        uploads = [upload for upload in _uploads(folder) if is_of_save(upload.name) or (name and upload.name == name)]
+        ended = [upload for upload in uploads if now - upload.began >= max_age_seconds]
         if not dry_run:
             folder.delete(old)
+            for upload in ended:
+                _send(folder, "DELETE", upload.name, {"uploadId": upload.id})
+        kept = {*ages} - {*old} | {upload.name for upload in uploads if upload not in ended}
         return GarbageReport(
             unused=tuple(f"{folder.path}/{key}" for key in old),
-            kept=tuple(f"{folder.path}/{key}" for key in sorted({*unused} - {*old})),
+            aborted=tuple(f"{folder.path}/{upload.name}" for upload in ended),
+            kept=tuple(f"{folder.path}/{key}" for key in sorted(kept)),
         )
 
 
@@ -453,6 +472,10 @@ class RemoteFiles:
         return f"{self.folder.path}/{name}"
 
 
+_MAX_ANSWER_BYTES = 16 << 20
+"""Longest answer that is read; a page of the list has at most 1,000 uploads."""
+
+
 def _shards_of(folder: Folder, index: str) -> set[str]:
     content, _ = folder.read(index) or (None, {})
     try:
@@ -461,3 +484,96 @@ def _shards_of(folder: Folder, index: str) -> set[str]:
         if index.endswith(FILE_SUFFIX + INDEX_SUFFIX):
             raise
         return set()  # it is of files of another kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    """An upload that was neither completed nor aborted."""
+
+    name: str
+    id: str
+    began: float
+
+
+def _uploads(folder: Folder) -> list[_Unfinished]:
+    """Return the uploads to objects of a directory that were neither completed nor aborted; [] if S3 does not say."""
+    if folder.root.location.scheme != "s3":
+        return []
+    try:
+        return sorted(_listed_uploads(folder), key=lambda upload: (upload.name, upload.began))
+    except StorageError as error:
+        log(
+            logging.WARNING,
+            "the uploads that interrupted saves have left cannot be listed; a rule of the bucket ends them "
+            "(AbortIncompleteMultipartUpload): %s",
+            error,
+        )
+        return []
+
+
+def _listed_uploads(folder: Folder) -> Iterator[_Unfinished]:
+    prefix = folder.key("")
+    query = {"uploads": "", "prefix": prefix}
+    while True:
+        before = dict(query)
+        try:
+            page = ElementTree.fromstring(_send(folder, "GET", "", query))
+            for upload in page.iterfind("{*}Upload"):
+                name = upload.findtext("{*}Key", "").removeprefix(prefix)
+                if "/" not in name:
+                    began = datetime.fromisoformat(upload.findtext("{*}Initiated", ""))
+                    yield _Unfinished(name, upload.findtext("{*}UploadId", ""), began.timestamp())
+        except (ElementTree.ParseError, ValueError) as error:  # ValueError: no time
+            raise StorageError(f"the store did not send a list of uploads: {error}", path=folder.path) from None
+        if page.findtext("{*}IsTruncated") != "true":
+            return
+        query["key-marker"] = page.findtext("{*}NextKeyMarker", "")
+        query["upload-id-marker"] = page.findtext("{*}NextUploadIdMarker", "")
+        if query == before:
+            raise StorageError("the store sends the same page of its list of uploads again", path=folder.path)
+
+
+class _NoRedirect(HTTPRedirectHandler):
+    """Follows no redirect: the request is signed for one host."""
+
+    def redirect_request(self, *args: object, **keywords: object) -> None:
+        """Return no request."""
+
+
+def _content(answer: Any, stall_seconds: float) -> bytes:
+    """Return the body of an answer.
+
+    Raises:
+        RequestError: It comes too slowly.
+    """
+    watch, content = RateWatch(stall_seconds), b""
+    watch.begin()
+    while len(content) < _MAX_ANSWER_BYTES and (piece := answer.read1(1 << 16)):
+        content += piece
+        watch.add(len(piece))
+        watch.check()
+    return content
+
+
+def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
+    """Send a request of S3 for an object, "": for the bucket, that obstore has no function for; return the answer."""
+    root, key = folder.root, f"/{quote(folder.key(name))}" if name else ""
+
+    def send(store: Any) -> bytes:
+        request = Request(signed_url(root.new_store, root.config, method, key, query), method=method)
+        context = ssl.create_default_context()
+        if added := added_authorities("s3"):
+            context.load_verify_locations(cadata=added["root_certificate"].decode())
+        try:
+            opener = build_opener(_NoRedirect, HTTPSHandler(context=context))
+            with opener.open(request, timeout=folder.patience.stall_seconds) as answer:
+                return _content(answer, folder.patience.stall_seconds)
+        except HTTPError as error:
+            body = error.read(_MAX_ANSWER_BYTES).decode(errors="replace")
+            raise OSError(f"Server returned non-2xx status code: {error.code}: {body}") from None
+        except (OSError, HTTPException) as error:
+            raise RequestError("unreachable", summary_of(str(getattr(error, "reason", error)))) from None
+
+    with suppress(CheckpointNotFoundError):  # it was completed or aborted by now
+        return root.requester.run(send, f"{folder.path}/{name}" if name else folder.path, work="save")
+    return b""

@@ -17,7 +17,7 @@ from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
 
 from stio.errors import CheckpointNotFoundError, StorageError, install_command, listed, one_line
 from stio.runtime.operation import without_panic
@@ -29,8 +29,10 @@ STALL_SECONDS = 30.0
 
 _CONNECT_SECONDS = 10
 _REQUEST_SECONDS = 600  # a bound for a server that sends a byte now and then
+_SIGNED_SECONDS = 900  # used at once; clocks differ, and S3 allows as much
 
 Options = Mapping[str, Any]
+Query = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ def new_store(
         "allow_http": any(url.lower().startswith("http://") for url in _endpoints(location, values)),
     }
     if not client["allow_http"]:
-        client |= _added_authorities(location.scheme)
+        client |= added_authorities(location.scheme)
     own = dict(client_options or {})
     if headers:
         own["default_headers"] = headers | dict(own.get("default_headers") or {})
@@ -281,7 +283,7 @@ def _add_profile(location: Location, config: dict[str, Any]) -> Callable[[], Any
     return provider
 
 
-def _added_authorities(scheme: str) -> dict[str, Any]:
+def added_authorities(scheme: str) -> dict[str, Any]:
     """Return the authorities that the environment adds, under the names that curl, requests and the AWS tools use.
 
     Raises:
@@ -297,3 +299,25 @@ def _added_authorities(scheme: str) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             raise refused(f"reading the certificates of {name}", path, error) from error
     return {}
+
+
+def signed_url(connect: Callable[..., Any], config: Options, method: str, path: str, query: Query) -> str:
+    """Return a signed URL of S3 for a request that has a query, which obstore does not sign.
+
+    The bucket's own URL, the path and the query become the endpoint of a store, to which obstore adds the name of an
+    object. That name is the value of a parameter here that S3 ignores, as all that begin with `x-`.
+
+    Args:
+        connect: Makes a store; see `new_store`.
+        config: Its settings.
+        method: Method of the request.
+        path: Path of an object in the bucket, percent-encoded, with a slash before it; "": the bucket.
+        query: Parameters of the request.
+    """
+    sign, valid = require_obstore().sign, timedelta(seconds=_SIGNED_SECONDS)
+    bucket = sign(connect(), method, "-", valid).partition("?")[0].removesuffix("/-")
+    endpoint = f"{bucket}{path}?{urlencode({**query, 'x-stio': ''}, quote_via=quote)}"
+    others = {key: value for key, value in config.items() if not _ENDPOINT.fullmatch(key) and "virtual" not in key}
+    here = {_S3_ENDPOINT: endpoint, "virtual_hosted_style_request": "true"}
+    url: str = sign(connect(config=others | here), method, "-", valid)
+    return url

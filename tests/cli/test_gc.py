@@ -62,6 +62,7 @@ def test_nothing_to_do(place: Path) -> None:
         "kept": [],
         "removed": [],
         "unused": [],
+        "aborted": [],
         "newer": [],
         "failed": [],
     }

@@ -8,12 +8,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 import torch
 from click.testing import CliRunner
 from proxy import Broken, Proxy
 from save_helpers import IMPATIENT, generation, keys, same, uploads
+from servers import Fault, HttpServer
 from support import eventually
 
 import stio
@@ -25,7 +27,10 @@ from stio.errors import (
     StorageError,
 )
 from stio.remote import save as remote_save
+from stio.remote.folder import Folder
+from stio.remote.requests import Patience
 from stio.remote.source import RemoteRoot
+from stio.remote.stores import locate, new_store, signed_url
 
 pytestmark = pytest.mark.usefixtures("_no_uploads")
 
@@ -168,8 +173,10 @@ def test_names_with_odd_characters_and_none(s3: Any, folder: str) -> None:
     before = keys(s3)
     assert len(before) == 4
     s3.put_object(Bucket="bucket", Key=left, Body=b"left")
-    assert gc(url, "--max-age", "0").count(left) == 1
-    assert keys(s3) == before
+    s3.create_multipart_upload(Bucket="bucket", Key=left)
+    output = gc(url, "--max-age", "0")
+    assert output.count(left) == 2
+    assert (keys(s3), uploads(s3)) == (before, [])
 
 
 @pytest.mark.matrix
@@ -297,8 +304,9 @@ def child(zygote: Any, code: str, *words: object) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3://bucket/m", "s3://bucket/m/x.safetensors"])
-def test_c119_the_upload_of_a_killed_process_is_left_to_a_rule(s3: Any, proxy: Proxy, zygote: Any, place: str) -> None:
-    """Readers do not see it, and `stio gc` leaves it."""
+def test_c119_the_upload_of_a_killed_process_is_listed_and_aborted(
+    s3: Any, proxy: Proxy, zygote: Any, place: str
+) -> None:
     reached, opened = threading.Event(), threading.Event()
 
     def answer(number: int, method: str, path: str) -> Broken | None:
@@ -315,12 +323,113 @@ def test_c119_the_upload_of_a_killed_process_is_left_to_a_rule(s3: Any, proxy: P
     opened.set()
     (left,) = uploads(s3)
     assert keys(s3) == []
-    assert "no save was interrupted" in gc(place, "--max-age", "0")
-    s3.abort_multipart_upload(
-        Bucket="bucket", Key=left, UploadId=s3.list_multipart_uploads(Bucket="bucket")["Uploads"][0]["UploadId"]
-    )
+    other = "m/y.safetensors"  # of another program
+    s3.create_multipart_upload(Bucket="bucket", Key=other)
+    many_years = str(24 * 366 * 50)  # moto says of each upload that it began in 2010
+    assert f"s3://bucket/{left}: left alone" in gc(place, "--max-age", many_years)
+    assert f"s3://bucket/{left}: would be aborted, its upload was not completed" in gc(place, "--dry-run")
+    assert uploads(s3) == sorted([left, other])
+    assert f"s3://bucket/{left}: aborted, its upload was not completed" in gc(place)
+    assert uploads(s3) == [other]
+    assert "no save was interrupted" in gc(place)
 
 
+def test_many_uploads_are_listed_in_pages(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """moto does not count pages: the answers are made here."""
+
+    pages = [
+        "<R xmlns='http://s3.amazonaws.com/doc/2006-03-01/'><IsTruncated>true</IsTruncated><NextKeyMarker>m/a</NextKeyMarker>"
+        "<NextUploadIdMarker>1</NextUploadIdMarker><Upload><Key>m/a</Key><UploadId>1</UploadId>"
+        "<Initiated>2024-01-01T00:00:00.000Z</Initiated></Upload></R>",
+        "<R><IsTruncated>false</IsTruncated><Upload><Key>m/b</Key><UploadId>2</UploadId>"
+        "<Initiated>2024-01-01T00:00:00.000Z</Initiated></Upload></R>",
+    ]
+    queries: list[dict[str, str]] = []
+
+    def send(folder: Any, method: str, name: str, query: Any) -> bytes:
+        queries.append(dict(query))
+        return pages[len(queries) - 1].encode()
+
+    monkeypatch.setattr(remote_save, "_send", send)
+    found = [*remote_save._listed_uploads(Folder(RemoteRoot("s3://bucket/m")))]
+    assert [(one.name, one.id) for one in found] == [("a", "1"), ("b", "2")]
+    assert queries[1] == {"uploads": "", "prefix": "m/", "key-marker": "m/a", "upload-id-marker": "1"}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("<R><IsTruncated>true</IsTruncated></R>", "the same page"),
+        ("<R><IsTruncated>true</IsTruncated><NextKeyMarker>m/a</NextKeyMarker></R>", "the same page"),
+        ("<R><Upload><Key>m/a</Key></Upload></R>", "did not send a list"),
+        ("<R><Upload><Key>m/a</Key><Initiated>today</Initiated></Upload></R>", "did not send a list"),
+        ("no list", "did not send a list"),
+    ],
+)
+def test_a_list_of_uploads_that_is_none(
+    s3: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, page: str, message: str
+) -> None:
+    answers = iter([page] * 4)
+    monkeypatch.setattr(remote_save, "_send", lambda *request: next(answers).encode())
+    assert remote_save._uploads(Folder(RemoteRoot("s3://bucket/m"))) == []
+    assert message in caplog.text
+
+
+def test_uploads_that_may_not_be_listed(s3: Any, proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
+    proxy.fault = lambda k, method, path: "expired" if "uploads=" in path else None
+    assert "no save was interrupted" in gc("s3://bucket/m")
+    assert "cannot be listed" in caplog.text
+    assert "ExpiredToken" in caplog.text
+    assert "AbortIncompleteMultipartUpload" in caplog.text
+    assert "Signature" not in caplog.text
+
+
+@pytest.mark.parametrize(("status", "num_requests"), [(501, 1), (503, 2)])
+def test_a_store_that_lists_no_uploads(
+    s3: Any, server: HttpServer, caplog: pytest.LogCaptureFixture, status: int, num_requests: int
+) -> None:
+    """One that has no such request (501) is asked once."""
+    server.fault = lambda number, request: Fault(status=status)
+    root = RemoteRoot("s3://bucket/m", config={"endpoint": server.url}, patience=Patience(2, first_pause_seconds=0.01))
+    assert remote_save._uploads(Folder(root)) == []
+    assert "cannot be listed" in caplog.text
+    assert len(server.requests) == num_requests
+    assert all("X-Amz-Signature" in request.path for request in server.requests)
+
+
+@pytest.mark.parametrize("style", ["true", "false"])
+def test_a_request_with_a_query_is_signed_as_s3_requires(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signature is that of botocore, which knows only the URL."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
+    auth = pytest.importorskip("botocore.auth")
+    request_of, credentials = pytest.importorskip("botocore.awsrequest"), pytest.importorskip("botocore.credentials")
+    config = {
+        "region": "eu-west-1",
+        "access_key_id": "test",
+        "secret_access_key": "secret",
+        "virtual_hosted_style_request": style,
+    }
+    location = locate("s3://bucket/m")
+
+    def connect(config: Any = config) -> Any:
+        return new_store(location, config=config)
+
+    query = {"uploadId": "a/b+c=", "prefix": "m é"}
+    url = signed_url(connect, config, "DELETE", "/a%20b%2Bc", query)
+    parts = urlsplit(url)
+    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    assert {key: given[key] for key in query} == query
+    assert (parts.hostname or "").startswith("bucket.") == (style == "true")
+    plain = url.partition("&X-Amz-Signature=")[0].replace("x-stio=/", "x-stio=%2F")
+    request = request_of.AWSRequest(method="DELETE", url=plain)
+    request.context["timestamp"] = given["X-Amz-Date"]
+    signer = auth.S3SigV4QueryAuth(credentials.Credentials("test", "secret"), "s3", "eu-west-1")
+    text = signer.string_to_sign(request, signer.canonical_request(request))
+    assert given["X-Amz-Signature"] == signer.signature(text, request)
+
+
+@pytest.mark.slow
 def test_gc_beside_an_index_of_another_kind(s3: Any) -> None:
     stio.sync.save(generation(1), "s3://bucket/m")
     before = keys(s3)

@@ -84,6 +84,8 @@ class GarbageReport:
     """Directories whose deletion an earlier process had started."""
     unused: tuple[str, ...] = ()
     """Shards in a store that no index names, and that were deleted."""
+    aborted: tuple[str, ...] = ()
+    """Objects of a store with an upload that was begun and not completed, and that was aborted."""
     newer: tuple[str, ...] = ()
     """Those of `kept` that another version of stio has left, and only that version can complete or roll back."""
     failed: tuple[str, ...] = ()
