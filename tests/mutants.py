@@ -77,7 +77,7 @@ UNPINNING = "tests/gpu/test_unpinning.py::"
 CUDA = "stio/device/cuda.py"
 PRIVATE = "stio/device/torch_private.py"
 RINGS = "stio/device/cuda.py"
-WARM = "stio/serving/warm_start/load.py"
+WARM = "stio/serving/warm_start/api.py"
 PINNED = "stio/device/pinned.py"
 COPYING = "stio/device/copy_out.py"
 BASE = "stio/device/base.py"
@@ -843,7 +843,7 @@ MUTANTS = (
     mutant(
         "a load that outlives its cache keeps the memory",
         "memory of a closed cache is kept for later files if a load used it at the close",
-        "stio/serving/entries.py",
+        "stio/serving/host_cache.py",
         (
             "entry.image.take_memory()\n                if not self._closed:\n                    self._keep(regions)\n",
             "entry.image.take_memory()\n                self._keep(regions)\n",

@@ -9,7 +9,7 @@ For saves: `save.py` has the transaction, which one put commits, and deletes wha
 
 `hub.py` finds repositories of the Hugging Face hub (`hf://`); their files are then local. `disk_cache.py` has
 `DiskCache`, a directory of objects that the processes of a machine share: a load gets local files in place of objects,
-before it is planned. `download.py` copies an object to a file, for that and for `pull.py`, which copies a checkpoint.
+before it is planned; it copies an object to a file by a `Download`, as `pull.py` does, which copies a checkpoint.
 The schemes of URLs are registered in `stio/__init__.py`, so nothing below this package imports it.
 
 Invariants: before any byte of an answer reaches the caller's memory, the answer is known to belong to the state in

@@ -10,24 +10,35 @@ from __future__ import annotations
 import errno
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any
+from typing import Literal
+from typing import TypeAlias
+from typing import TypeVar
 
 import numpy as np
 
-from stio.errors import CheckpointNotFoundError, StioError, StorageError
-from stio.remote.requests import RequestFailure, failure_of
+from stio.errors import CheckpointNotFoundError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.remote.requests import RequestFailure
+from stio.remote.requests import failure_of
+from stio.remote.requests import for_each
 from stio.remote.source import RemoteRoot
 from stio.remote.stores import require_obstore
 from stio.runtime import memory
-from stio.runtime.calls import LOOK_SECONDS, Call
+from stio.runtime.calls import LOOK_SECONDS
+from stio.runtime.calls import Call
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled, is_interrupted, mark_progress
-from stio.runtime.workers import WorkerPool
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import is_interrupted
+from stio.runtime.operation import mark_progress
 from stio.text import log
 
 T = TypeVar("T")
@@ -153,14 +164,12 @@ class Folder:
         Raises:
             StioError: The store refuses it.
         """
-        left = iter([*names])
 
-        def work() -> None:
-            while (name := next(left, None)) is not None:  # one step: several workers call it
-                with suppress(CheckpointNotFoundError):
-                    self._run(partial(_delete, key=self.key(name)), name)
+        def delete_one(name: str) -> None:
+            with suppress(CheckpointNotFoundError):
+                self._run(lambda store: require_obstore().delete(store, self.key(name)), name)
 
-        WorkerPool("delete").run(work, min(len(names), NUM_IN_FLIGHT))
+        for_each(names, delete_one, "delete", NUM_IN_FLIGHT)
 
     def upload(self, name: str, parts: Iterator[Any], *, part_bytes: int, is_one: bool, save_id: str) -> str:
         """Upload an object of parts, and return its ETag; an error of the iterator aborts it.
@@ -202,10 +211,6 @@ class Folder:
 
 def _state_of(meta: Any) -> State:
     return {key: meta[key] for key in ("e_tag", "version") if meta[key] is not None}
-
-
-def _delete(store: Any, *, key: str) -> None:
-    require_obstore().delete(store, key)
 
 
 _Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]

@@ -10,24 +10,41 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from errno import EACCES, EHOSTUNREACH, EIO, ENOENT
+from errno import EACCES
+from errno import EHOSTUNREACH
+from errno import EIO
+from errno import ENOENT
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
+from typing import TypeVar
 from urllib.parse import unquote
 
-from stio.errors import CheckpointNotFoundError, FormatError, StioError, StorageError, install_command, one_line
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, PICKLE_SUFFIXES, names_checkpoint, whole_name
+from stio.errors import CheckpointNotFoundError
+from stio.errors import FormatError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import install_command
+from stio.format.naming import FILE_SUFFIX
+from stio.format.naming import INDEX_SUFFIX
+from stio.format.naming import PICKLE_SUFFIXES
+from stio.format.naming import names_checkpoint
+from stio.format.naming import whole_name
 from stio.format.other_sources import CONVERT
+from stio.remote.requests import for_each
+from stio.remote.requests import short_line
 from stio.runtime.calls import Call
-from stio.runtime.workers import WorkerPool
+
 from stio.storage.base import Source
 from stio.storage.checks import commits_in
 from stio.storage.open import open_file
-from stio.text import log, without_secrets
+from stio.text import log
+from stio.text import without_secrets
 
 T = TypeVar("T")
 
@@ -57,8 +74,7 @@ _MISSING = {
     "HFValidationError": "the hub has no repositories of this name",
 }
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SECRET = re.compile(r"(https?://[^\s'\"<>]+)|hf_\w{8,}")
-_MAX_TEXT = 300
+_TOKEN = re.compile(r"hf_\w{8,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +96,7 @@ class HubLocation:
 
 def _text_of(error: BaseException) -> str:
     """Return the text of an error on one line: without tokens, and without what a signed URL gives access to."""
-
-    def shown(found: re.Match[str]) -> str:
-        return without_secrets(found[1]) if found[1] else "hf_..."
-
-    text = one_line(_SECRET.sub(shown, " ".join(str(error).split())))
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+    return short_line(_TOKEN.sub("hf_...", str(error)))
 
 
 def locate(url: str) -> tuple[HubLocation, str]:
@@ -219,17 +230,11 @@ class HubRoot:
             CheckpointNotFoundError: The repository does not have all files; none is downloaded.
         """
         self.resolve()
-        left = list(dict.fromkeys(names))[::-1]
+        left = list(dict.fromkeys(names))
         for name in left:
             self._require(name)
-        pool = WorkerPool("download")
-
-        def work() -> None:
-            for name in pool.items(left):
-                self._download(name)
-
         with suppress(StioError):
-            pool.run(work, min(len(left), _NUM_DOWNLOADS))
+            for_each(left, self._download, "download", _NUM_DOWNLOADS)
 
     def open(self, name: str, *, trusted: bool = False) -> Source:
         """Open one file; download it if it is not in the cache.
@@ -335,11 +340,8 @@ class HubRoot:
             kinds |= {kind.__name__ for kind in type(reason).__mro__}
         if "GatedRepoError" in kinds:
             page = f"{self._constants.ENDPOINT}/{self._location.repository}"
-            return StorageError(
-                f"the repository is gated; request access on {page}, and log in by `hf auth login`, or set HF_TOKEN",
-                path=path,
-                errno=EACCES,
-            )
+            words = f"the repository is gated; request access on {page}, and log in by `hf auth login`, or set HF_TOKEN"
+            return StorageError(words, path=path, errno=EACCES)
         if "OfflineModeIsEnabled" in kinds or (is_local and self._constants.HF_HUB_OFFLINE):
             words, remedy = "the hub is not contacted (HF_HUB_OFFLINE is set)", "; load it once with the hub"
             if name:
@@ -358,11 +360,10 @@ class HubRoot:
             words = f"the hub cannot be reached, or did not answer; check network, proxy and HF_ENDPOINT: {text}"
             return StorageError(words + self._cached_commits(), path=path, errno=EHOSTUNREACH)
         # Its parts that are not Python raise RuntimeError.
-        if "InvalidURL" in kinds or isinstance(error, OSError | RuntimeError | ValueError):
-            return StorageError(
-                "the hub refused the request, or its answer cannot be used or stored; check HF_TOKEN, HF_ENDPOINT, "
-                f"proxy, and space and permissions of the hub's cache (HF_HOME): {text}",
-                path=path,
-                errno=EACCES if status in (401, 403) else getattr(error, "errno", None) or EIO,
-            )
-        raise error
+        if not ("InvalidURL" in kinds or isinstance(error, OSError | RuntimeError | ValueError)):
+            raise error
+        words = (
+            "the hub refused the request, or its answer cannot be used or stored; check HF_TOKEN, HF_ENDPOINT, proxy"
+        )
+        number = EACCES if status in (401, 403) else getattr(error, "errno", None) or EIO
+        return StorageError(f"{words}, and space and permissions of HF_HOME: {text}", path=path, errno=number)

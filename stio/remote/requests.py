@@ -16,26 +16,36 @@ import random
 import re
 import threading
 from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any
+from typing import Literal
+from typing import TypeVar
 
 from stio import clock
-from stio.errors import (
-    ChangedDuringReadError,
-    CheckpointNotFoundError,
-    ConcurrentSaveError,
-    StallTimeoutError,
-    StioError,
-    StorageError,
-    listed,
-    one_line,
-    printable,
-)
-from stio.remote.stores import STALL_SECONDS, set_variables
-from stio.runtime.calls import LOOK_SECONDS, Call
-from stio.runtime.operation import Cancelled, PanicError, is_interrupted, without_panic
-from stio.text import RareWarnings, log, without_secrets
+from stio.errors import ChangedDuringReadError
+from stio.errors import CheckpointNotFoundError
+from stio.errors import ConcurrentSaveError
+from stio.errors import StallTimeoutError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import listed
+from stio.errors import one_line
+from stio.errors import printable
+from stio.remote.stores import STALL_SECONDS
+from stio.remote.stores import set_variables
+from stio.runtime.calls import LOOK_SECONDS
+from stio.runtime.calls import Call
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import PanicError
+from stio.runtime.operation import is_interrupted
+from stio.runtime.operation import without_panic
+from stio.runtime.workers import WorkerPool
+from stio.text import RareWarnings
+from stio.text import log
+from stio.text import without_secrets
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 Kind = Literal[
@@ -60,13 +70,13 @@ _LINK = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://[^\s<>\"']+")
 _TLS = re.compile(
     r"InvalidCertificate\(\s*\w+|AlertReceived|Peer(Incompatible|Misbehaved)|Invalid(Message|ContentType)"
 )
+_NO_HOST = "no host has this name"
 _CAUSES = (
-    (re.compile(r"Connection ?refused", re.IGNORECASE), "the connection was refused"),
-    (re.compile(r"dns error|failed to lookup|Name or service not known", re.IGNORECASE), "there is no such host"),
+    ("Connection ?refused", "the connection was refused"),
+    ("Name or service not known|nodename nor servname|No address associated", _NO_HOST),
+    ("dns error|failed to lookup", "the name of the host cannot be resolved now"),
     (
-        re.compile(
-            r"Connection ?reset|UnexpectedEof|Incomplete(Body|Message)|BrokenPipe|ConnectionAborted", re.IGNORECASE
-        ),
+        "Connection ?reset|UnexpectedEof|Incomplete(Body|Message)|BrokenPipe|ConnectionAborted",
         "the connection was closed early",
     ),
 )
@@ -102,8 +112,8 @@ class RequestFailure:
 
     @property
     def is_slow(self) -> bool:
-        """Whether a long time passed before it was known, so that few attempts are made."""
-        return self.kind in _SLOW
+        """Whether few attempts are made: a long time passed before it was known, or no host has the name."""
+        return self.kind in _SLOW or self.cause == _NO_HOST
 
     def error(self, path: str, attempts: int = 1, *, expected: object = None, work: Work = "load") -> StioError:
         """Return the error to raise.
@@ -122,7 +132,7 @@ class RequestFailure:
                 path=path,
                 expected=None if expected is None else str(expected),
             )
-        what, remedy, number = _MESSAGES["page" if self.kind == "unranged" and work == "save" else self.kind]
+        number, what, remedy = _MESSAGES["page" if self.kind == "unranged" and work == "save" else self.kind]
         if self.kind == "panic" and (names := set_variables(path.partition("://")[0])):
             remedy = f"{remedy}; these variables are set: {listed(names)}"
         tried = f" (in {attempts} attempts)" if attempts > 1 else ""
@@ -135,65 +145,54 @@ class RequestFailure:
         return StorageError(text, path=path, errno=number)
 
 
-_MESSAGES: dict[Kind, tuple[str, str, int]] = {
-    "busy": ("the store could not answer", "{work} again later", errno.EBUSY),
+_MESSAGES: dict[Kind, tuple[int, str, str]] = {
+    "busy": (errno.EBUSY, "the store could not answer", "{work} again later"),
     "stalled": (
+        errno.ETIMEDOUT,
         f"the store sent fewer than {MIN_BYTES_PER_SECOND:,} bytes/s for too long",
         "check the network, or {work} again",
-        errno.ETIMEDOUT,
     ),
-    "missing": ("the store has no such object", "", errno.ENOENT),
-    "broken": ("the connection to the store broke", "{work} again", errno.ECONNRESET),
-    "unreachable": ("the store cannot be reached", "check address, endpoint and proxy", errno.EHOSTUNREACH),
-    "wrong": ("the store did not send what was requested", "do not use this server or proxy", errno.EPROTO),
-    "expired": ("the credentials or the signed URL have expired", "get new ones", errno.EACCES),
+    "missing": (errno.ENOENT, "the store has no such object", ""),
+    "broken": (errno.ECONNRESET, "the connection to the store broke", "{work} again"),
+    "unreachable": (errno.EHOSTUNREACH, "the store cannot be reached", "check address, endpoint and proxy"),
+    "wrong": (errno.EPROTO, "the store did not send what was requested", "do not use this server or proxy"),
+    "expired": (errno.EACCES, "the credentials or the signed URL have expired", "get new ones"),
     "anonymous": (
+        errno.EACCES,
         "no credentials were found",
         "set those of your provider (AWS_ACCESS_KEY_ID, AWS_PROFILE=default for ~/.aws, "
-        "GOOGLE_APPLICATION_CREDENTIALS, ...), or "
-        "AWS_SKIP_SIGNATURE=true, GOOGLE_SKIP_SIGNATURE=true for what is public",
-        errno.EACCES,
+        "GOOGLE_APPLICATION_CREDENTIALS), or AWS_SKIP_SIGNATURE=true, GOOGLE_SKIP_SIGNATURE=true for what is public",
     ),
-    "no bucket": ("there is no such bucket or container; check the URL and the endpoint", "or make it", errno.ENOENT),
-    "no name": ("the name of the object is not allowed", "use another one", errno.EINVAL),
+    "no bucket": (errno.ENOENT, "there is no such bucket or container; check the URL and endpoint", "or make it"),
+    "no name": (errno.EINVAL, "the name of the object is not allowed", "use another one"),
     "odd key": (
-        "the directory cannot be listed, since obstore refuses keys with an empty segment, `.`, `..` or a control "
-        "character",
-        "delete or rename the object, or load the URL of an index or a file, which lists nothing",
         errno.EILSEQ,
+        "obstore cannot list the directory: a key has an empty segment, `.`, `..` or a control character",
+        "delete or rename the object, or load the URL of an index or a file",
     ),
-    "denied": ("the store refuses access", "check the credentials, and what they allow", errno.EACCES),
-    "unranged": (
-        "the server sends no parts of files (it ignores Range), so it cannot be streamed",
-        "download the file, and load that",
-        errno.EOPNOTSUPP,
-    ),
+    "denied": (errno.EACCES, "the store refuses access", "check the credentials, and what they allow"),
+    "unranged": (errno.EOPNOTSUPP, "the server sends no parts of files (it ignores Range)", "download the file first"),
     "tls": (
-        "no TLS connection, or the server's certificate is not accepted",
-        "SSL_CERT_FILE or AWS_CA_BUNDLE names the certificate of a private authority; a server without TLS has http://",
         errno.EPROTO,
+        "no TLS connection, or the server's certificate is not accepted",
+        "SSL_CERT_FILE or AWS_CA_BUNDLE names a private authority's certificate; a server without TLS has http://",
     ),
     "elsewhere": (
-        "the store redirects to another place, which is not followed",
-        "set AWS_REGION if the bucket is in another region, or give the URL of that place (from https:// none is "
-        "followed to http://)",
         errno.EREMOTE,
+        "the store redirects to another place, which is not followed",
+        "set AWS_REGION if the bucket is in another region, or give the URL of that place",
     ),
     "page": (
+        errno.EACCES,
         "the server sent something else than the data, such as a login page",
         "log in, or correct the URL, the endpoint and the credentials",
-        errno.EACCES,
     ),
-    "panic": (
-        "obstore has failed inside (a panic)",
-        "check the URL and the settings of the store for values that a URL or a header cannot have",
-        errno.EIO,
-    ),
-    "no credentials": ("the credential provider gives no credentials", "correct its settings", errno.EACCES),
-    "range": ("the store has no such range of the object", "{work} again", errno.EINVAL),
-    "other": ("the request failed", "the store says why", errno.EIO),
+    "panic": (errno.EIO, "obstore has failed inside (a panic)", "check the URL and the settings of the store"),
+    "no credentials": (errno.EACCES, "the credential provider gives no credentials", "correct its settings"),
+    "range": (errno.EINVAL, "the store has no such range of the object", "{work} again"),
+    "other": (errno.EIO, "the request failed", "the store says why"),
 }
-"""What happened, what to do, and the number of the error."""
+"""The number of the error, what happened, and what to do."""
 
 
 class RequestError(Exception):
@@ -269,7 +268,7 @@ def _without_status(summary: str, details: str) -> RequestFailure:
         return RequestFailure("wrong", summary)
     if refusal := _TLS.search(details):
         return RequestFailure("tls", "".join(refusal[0].split()).replace("(", ": "))
-    cause = next((words for pattern, words in _CAUSES if pattern.search(details)), summary)
+    cause = next((words for pattern, words in _CAUSES if re.search(pattern, details, re.IGNORECASE)), summary)
     if "kind: Timeout" in details or "TimedOut" in details:
         return RequestFailure("unreachable" if "kind: Connect" in details else "stalled", "")
     if "kind: Connect" in details or "ConnectError" in details:
@@ -287,6 +286,11 @@ def summary_of(text: str) -> str:
     else:
         answer = text.partition("Debug source:")[0].rpartition(" - ")[2].replace(_ANSWERED, "")
         text = answer.partition("<")[0].rstrip(": \n")
+    return short_line(text)
+
+
+def short_line(text: str) -> str:
+    """Return a text on one short line, with its URLs as they may be shown."""
     line = one_line(" ".join(_LINK.sub(lambda link: without_secrets(link[0]), text).split()))
     return line if len(line) <= _MAX_CHARACTERS else line[:_MAX_CHARACTERS] + "..."
 
@@ -419,10 +423,9 @@ class Attempts:
         patience, requester = self._requester.patience, self._requester
         self._num_slow += failure.is_slow
         seconds = patience.pause_seconds(self.number)
-        last = self._num_slow >= patience.num_stalls or patience.is_over(
-            failure, self.number, clock.monotonic() - self._began, seconds
-        )
-        if last or not failure.may_succeed or (failure.kind == "expired" and self._renewed):
+        is_last = patience.is_over(failure, self.number, clock.monotonic() - self._began, seconds)
+        is_last = is_last or self._num_slow >= patience.num_stalls or (failure.kind == "expired" and self._renewed)
+        if is_last or not failure.may_succeed:
             raise failure.error(self._path, self.number, expected=self._expected, work=self._work)
         max_attempts = patience.num_stalls if failure.is_slow else patience.num_attempts
         log(
@@ -430,7 +433,6 @@ class Attempts:
             "%s: attempt %d%s failed (%s%s); trying again",
             self._path,
             self.number,
-            # Throttled requests are repeated for a time, however often.
             "" if failure.is_throttled and patience.busy_seconds else f" of {max_attempts}",
             failure.kind,
             f": {failure.cause}" if failure.cause else "",
@@ -510,6 +512,25 @@ class Requester:
             except Exception as error:
                 failure = failure_of(error)
             attempts.failed(failure)
+
+
+def for_each(items: Iterable[A], work: Callable[[A], object], name: str, max_workers: int) -> None:
+    """Call a function with each item, on several threads at one time; the first error ends all.
+
+    Args:
+        items: In the order in which they are begun.
+        work: The function.
+        name: Of the threads.
+        max_workers: Most threads, this one among them.
+    """
+    left, pool = [*items][::-1], WorkerPool(name)
+
+    def call_each() -> None:
+        for item in pool.items(left):
+            work(item)
+
+    if left:
+        pool.run(call_each, min(len(left), max_workers))
 
 
 def pause(seconds: float) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,29 +14,38 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from stio.errors import CheckpointNotFoundError, StioError, StorageError
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_file
-from stio.remote.requests import (
-    WEB_PAGE,
-    Patience,
-    RateWatch,
-    Requester,
-    RequestError,
-    RequestFailure,
-    Work,
-    current_watch,
-    is_page,
-    patience_of,
-)
-from stio.remote.stores import Location, Options, locate, new_store, require_obstore
+from stio.errors import CheckpointNotFoundError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.format.naming import FILE_SUFFIX
+from stio.format.naming import INDEX_SUFFIX
+from stio.format.naming import names_file
+from stio.remote.requests import WEB_PAGE
+from stio.remote.requests import Patience
+from stio.remote.requests import RateWatch
+from stio.remote.requests import Requester
+from stio.remote.requests import RequestError
+from stio.remote.requests import RequestFailure
+from stio.remote.requests import Work
+from stio.remote.requests import current_watch
+from stio.remote.requests import for_each
+from stio.remote.requests import is_page
+from stio.remote.requests import patience_of
+from stio.remote.stores import Location
+from stio.remote.stores import Options
+from stio.remote.stores import locate
+from stio.remote.stores import new_store
+from stio.remote.stores import require_obstore
 from stio.runtime import memory
 from stio.runtime.calls import Call
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
-from stio.runtime.workers import WorkerPool
-from stio.storage.base import Identity, Requests
+
+from stio.storage.base import Identity
+from stio.storage.base import Requests
 from stio.storage.checks import cut_short
-from stio.text import log, without_secrets
+from stio.text import log
+from stio.text import without_secrets
 
 REQUESTS = Requests(nbytes=8 << 20, num_in_flight=32, gap_bytes=1 << 20)
 """At 30 ms to the first byte and 60 MB/s a connection, 8 MiB take 0.17 s, a fifth of it latency, and 32 connections
@@ -171,18 +181,16 @@ class RemoteRoot:
 
     def open_ahead(self, names: Sequence[str]) -> None:
         """Open objects at one time, each of which `open` returns later. Blocks; raises no error of an object."""
-        left = [name for name in dict.fromkeys(names) if name not in self._ahead][::-1]
-        pool = WorkerPool("open")
+        left = [name for name in dict.fromkeys(names) if name not in self._ahead]
 
-        def work() -> None:
-            for name in pool.items(left):
-                try:
-                    self._ahead[name] = self._open(name)
-                except StioError as error:
-                    self._ahead[name] = error
+        def open_one(name: str) -> None:
+            try:
+                self._ahead[name] = self._open(name)
+            except StioError as error:
+                self._ahead[name] = error
 
         if len(left) > 1:
-            pool.run(work, min(len(left), self._requests.num_in_flight))
+            for_each(left, open_one, "open", self._requests.num_in_flight)
 
     def open(self, name: str, *, trusted: bool = False) -> RemoteSource:
         """Open one object.

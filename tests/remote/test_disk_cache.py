@@ -27,7 +27,7 @@ from torch import nn
 import stio
 from stio.loading import planned
 from stio.loading.engine import EngineExecutor
-from stio.remote import disk_cache, download
+from stio.remote import disk_cache
 from stio.runtime.notifier import run_blocking
 from stio.storage.commit import directory_lock, syscalls
 
@@ -591,7 +591,7 @@ def test_processes_share_the_work(server: HttpServer, cache: stio.DiskCache, tmp
         stio.RemoteRoot(f"{server.url}/m").open(first.rpartition("/")[2]).identity,
     )
     os.makedirs(cache.path)
-    with download.opened_directory(cache.path) as dir_fd:
+    with disk_cache.opened_directory(cache.path) as dir_fd:
         lock = directory_lock.FileLock(key + ".lock", dir_fd)
         assert lock.try_lock()
         found: list[dict[str, torch.Tensor]] = []
@@ -608,7 +608,7 @@ def test_processes_share_the_work(server: HttpServer, cache: stio.DiskCache, tmp
 
 def test_a_forked_child_holds_no_lock(server: HttpServer, cache: stio.DiskCache) -> None:
     os.makedirs(cache.path)
-    with download.opened_directory(cache.path) as dir_fd:
+    with disk_cache.opened_directory(cache.path) as dir_fd:
         lock = directory_lock.FileLock("a.lock", dir_fd)
         assert lock.try_lock()
         reading, writing = os.pipe()

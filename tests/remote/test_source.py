@@ -22,7 +22,7 @@ from stio.errors import (
     StioError,
     StorageError,
 )
-from stio.remote.requests import Patience
+from stio.remote.requests import Patience, failure_of
 from stio.remote.source import RemoteRoot
 from stio.runtime import memory
 from stio.runtime.operation import Operation
@@ -295,6 +295,16 @@ def test_attempts_are_logged(server: HttpServer, caplog: pytest.LogCaptureFixtur
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert f"{source.path}: attempt 1 of 3 failed (stalled)" in caplog.text
     assert "attempt 1 of 4 failed (busy: SlowDown)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_slow"), [("Name or service not known", True), ("Temporary failure in name resolution", False)]
+)
+def test_a_name_that_no_host_has_gets_few_attempts(reason: str, is_slow: bool) -> None:
+    """A name server that does not answer may do so later."""
+    text = f"Generic error. Debug source: kind: Connect, dns error: failed to lookup address information: {reason}"
+    failure = failure_of(OSError(text))
+    assert (failure.kind, failure.may_succeed, failure.is_slow) == ("unreachable", True, is_slow)
 
 
 def test_a_server_that_is_not_there_is_told_at_the_first_repeat(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stio.remote.download import BLOCK_BYTES, Download, opened_directory
+from stio.remote.disk_cache import BLOCK_BYTES, Download, opened_directory
 from stio.storage.base import Requests
 from stio.storage.commit import syscalls as calls
 from stio.storage.local import LocalRoot

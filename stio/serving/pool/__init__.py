@@ -1,8 +1,8 @@
 """Pools: more models than a device holds, with the device's memory as a cache in front of host memory, disk and stores.
 
-`policy.py` decides: which model is loaded next, which one is evicted for it, which callers get theirs. It is pure.
+`policy.py` decides: which model is loaded next, which one is evicted for it, which callers get theirs. It is pure. It
+also has the values in which a pool tells of itself.
 `content.py` has the tensors of one model on the device: loads them, removes them, finds what still refers to them.
-`status.py` has what a pool tells of itself.
 `thread.py` carries out what the policy decides, on the pool's thread.
 `api.py` has the public class `ModelPool`; its methods run on callers' threads.
 

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any, Self
+from typing import Any
+from typing import Self
 
 import torch
 
 from stio import clock
-from stio.device.base import current_device, with_current_index
 from stio.device.tensors import DtypesLike
-from stio.errors import CheckpointNotFoundError, listed, printable
-from stio.limits import Limits, checked_size
+from stio.errors import CheckpointNotFoundError
+from stio.errors import listed
+from stio.errors import printable
+from stio.limits import Limits
+from stio.limits import checked_size
 from stio.loading.api import load
-from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.options import LoadOptions
+from stio.loading.options import SourceLike
 from stio.loading.planned import ACCELERATOR_BUDGET_BYTES
 from stio.remote.disk_cache import DiskCache
 from stio.runtime.notifier import AsyncOnly
@@ -30,17 +33,27 @@ from stio.runtime.process import after_fork_in_child
 from stio.runtime.reports.progress import Progress
 from stio.runtime.reports.trace import Trace
 from stio.serving.host_cache import HostCache
-from stio.serving.pool.content import Content, Make
+from stio.serving.pool.content import Content
+from stio.serving.pool.content import Make
+from stio.serving.pool.policy import ModelStatus
 from stio.serving.pool.policy import Policy
-from stio.serving.pool.status import ModelStatus, PoolStats, Tier
-from stio.serving.pool.thread import Caller, Eviction, PooledModel, PoolThread, Update
+from stio.serving.pool.policy import PoolStats
+from stio.serving.pool.policy import State
+from stio.serving.pool.policy import Tier
+from stio.serving.pool.thread import Caller
+from stio.serving.pool.thread import Change
+from stio.serving.pool.thread import PooledModel
+from stio.serving.pool.thread import PoolThread
 from stio.storage.checks import broken_link
-from stio.text import described_by, is_url
+from stio.text import described_by
+from stio.text import is_url
 
 RING_BYTES = 96 << 20
 """Most staging memory of loads to a device."""
 
 _MIN_BUDGET_BYTES = 4 << 20
+
+_TIERS: dict[State, Tier] = {"resident": "device", "updating": "device", "loading": "loading", "measuring": "loading"}
 
 
 class ModelUse(AsyncOnly, Caller):
@@ -71,7 +84,8 @@ class ModelUse(AsyncOnly, Caller):
             self.thread.post(self.thread.released, self.entry, event)
 
     def __del__(self) -> None:
-        if self._is_entered and not self.thread.is_closed:  # interrupted between the wait and the block
+        is_waiting = self._value is not None or not self._decided
+        if self._is_entered and is_waiting and not self.thread.is_closed:  # interrupted between the wait and the block
             self.leave()
 
 
@@ -136,19 +150,17 @@ class ModelPool(AsyncOnly):
             raise ValueError(f"max_loads must be a positive whole number, not {max_loads!r}")
         if disk is not None and not isinstance(disk, DiskCache):
             raise TypeError(f"disk= takes a stio.DiskCache, not {disk!r}")
-        where: Any = with_current_index(device, current_device())
         bound = checked_size(device_bytes, "device_bytes")
         budget = max(_MIN_BUDGET_BYTES, min(ACCELERATOR_BUDGET_BYTES, bound // 8))
+        self._options = LoadOptions(device=device, memory="copy", budget_bytes=budget, trace=trace, streams="copy")
+        where: Any = self._options.device
         self._disk, self._host = disk, None
         if host_bytes != 0:
             left = checked_size(host_bytes, "host_bytes") - (0 if str(where) == "cpu" else RING_BYTES)
             if left <= 0:
                 raise ValueError(f"host_bytes must be more than the staging memory of loads, {RING_BYTES:,} bytes")
             self._host = HostCache(left, device=where)
-        caches = tuple(cache for cache in (disk, self._host) if cache is not None) or None
-        self._options = LoadOptions(
-            device=where, memory="copy", budget_bytes=budget, cache=caches, trace=trace, streams="copy"
-        )
+        self._caches = (*([] if disk is None else [disk]), *([] if self._host is None else [self._host])) or None
         self._entries: dict[str, PooledModel] = {}
         policy: Policy[PooledModel] = Policy(
             bound, hold_seconds=max_hold_seconds, max_loads=max_loads, idle_seconds=idle_seconds
@@ -193,12 +205,11 @@ class ModelPool(AsyncOnly):
             raise TypeError(f"the name of a model is a str, not {name!r}")
         if make is not None and not callable(make):
             raise TypeError(f"make= takes a function that returns a module, not {make!r}")
-        if isinstance(source, str | os.PathLike) and not is_url(path := os.fspath(source)) and not os.path.exists(path):
+        if isinstance(source, str | os.PathLike) and not (os.path.exists(path := os.fspath(source)) or is_url(path)):
             raise CheckpointNotFoundError(f"there is no such file or directory{broken_link(path)}", path=path)
-        options = replace(
-            self._options, dtype=dtype, strict=strict, limits=limits, verify=verify, follow_symlinks=follow_symlinks
-        )
-        entry = PooledModel(name, bool(pin), source=source, content=Content(name, make, options))
+        own = {"dtype": dtype, "strict": strict, "limits": limits, "verify": verify, "follow_symlinks": follow_symlinks}
+        content = Content(name, make, partial(replace, self._options, cache=self._caches, **own))
+        entry = PooledModel(name, bool(pin), source=source, content=content)
         if self._entries.setdefault(name, entry) is not entry:
             raise ValueError(f"the pool has a model {name!r}; replace its weights by update(), or choose another name")
         self._thread.post(self._thread.policy.models.append, entry)
@@ -265,10 +276,7 @@ class ModelPool(AsyncOnly):
             ClosedError: The pool is not open.
             StioError: See `stio.load`.
         """
-        update = Update(self._thread, self._entry(name), source, make)
-        self._thread.require_open()
-        self._thread.post(self._thread.called, update)
-        await update.wait()
+        await self._change(name, source=source, make=make)
 
     async def evict(self, name: str, *, host: bool = False) -> None:
         """Remove a model from the device, also if it is pinned; the next use loads it again.
@@ -283,7 +291,9 @@ class ModelPool(AsyncOnly):
             ValueError: There is no such model.
             ClosedError: The pool is not open, or the model is removed.
         """
-        await self._take_out(name, None, host=host)
+        entry = await self._change(name, evicts=True)
+        if host and self._host is not None:
+            self._host.evict(entry.source)
 
     async def remove(self, name: str) -> None:
         """Remove a model from the pool, with its files in host memory; see `evict`.
@@ -297,16 +307,18 @@ class ModelPool(AsyncOnly):
             ValueError: There is no such model.
             ClosedError: The pool is not open, or the model is removed.
         """
-        await self._take_out(name, partial(self._entries.pop, name, None), host=True)
+        entry = await self._change(name, evicts=True, on_removal=partial(self._entries.pop, name, None))
+        if self._host is not None:
+            self._host.evict(entry.source)
 
-    async def _take_out(self, name: str, on_removal: Callable[[], object] | None, *, host: bool) -> None:
+    async def _change(self, name: str, **change: Any) -> PooledModel:
+        """Let the pool's thread change a model, and wait until it has; see `Change`."""
         entry = self._entry(name)
         self._thread.require_open()
-        removal = Eviction(self._thread, entry, on_removal)
-        self._thread.post(self._thread.called, removal)
-        await removal.wait()
-        if host and self._host is not None:
-            self._host.evict(entry.source)
+        call = Change(self._thread, entry, **change)
+        self._thread.post(self._thread.called, call)
+        await call.wait()
+        return entry
 
     def status(self, name: str) -> ModelStatus:
         """Return where a model is now.
@@ -316,13 +328,8 @@ class ModelPool(AsyncOnly):
         """
         entry = self._entry(name)
         files = entry.files if entry.contents is None else entry.contents.files
-        tier: Tier = "source"
-        if entry.state in ("resident", "updating"):
-            tier = "device"
-        elif entry.state in ("loading", "measuring"):
-            tier = "loading"
-        elif files and self._host is not None and self._host.has(files):
-            tier = "host"
+        is_in_host_memory = bool(files) and self._host is not None and self._host.has(files)
+        tier = _TIERS.get(entry.state) or ("host" if is_in_host_memory else "source")
         progress = {"device": 1.0, "loading": entry.content.progress}.get(tier, 0.0)
         users, waiting = entry.num_users, len(entry.calls)
         return ModelStatus(tier=tier, nbytes=entry.nbytes, num_users=users, num_waiting=waiting, progress=progress)
@@ -353,7 +360,6 @@ class ModelPool(AsyncOnly):
                 self._host.close()
 
     async def __aenter__(self) -> Self:
-        self._thread.require_not_closed()
         self._thread.start()
         return self
 

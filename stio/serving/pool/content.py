@@ -7,9 +7,18 @@ Memory counts as free when no storage of the model is referenced any more, by wh
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextlib import ExitStack
+from contextlib import closing
+from contextlib import nullcontext
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import replace
+from operator import sub
 from typing import Any
 
 import torch
@@ -19,19 +28,27 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stio import clock
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES, bytes_to_count, cast_dtype, require_dtypes, torch_shape
-from stio.errors import listed, with_article
-from stio.format.dtypes import tensor_nbytes
+from stio.device.tensors import TORCH_DTYPES
+from stio.device.tensors import bytes_to_count
+from stio.device.tensors import cast_dtype
+from stio.device.tensors import require_dtypes
+from stio.device.tensors import torch_shape
+from stio.errors import listed
+from stio.errors import with_article
 from stio.format.state_tree import STATE_KEY
 from stio.loading.api import fill_from
-from stio.loading.body import collect, open_with_options, verify
+from stio.loading.body import collect
+from stio.loading.body import open_with_options
+from stio.loading.body import verify
 from stio.loading.casts import planned_casts
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import ModuleTree
 from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
-from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.options import LoadOptions
+from stio.loading.options import SourceLike
 from stio.loading.select import select_tensors
+from stio.loading.target import LoadTarget
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.runtime.reports.progress import ProgressEvent
@@ -107,14 +124,14 @@ class Content:
     Args:
         name: Name of the model.
         make: Makes the module; None: the model is a dictionary.
-        options: Options of its loads.
+        options: Makes the options of its loads; called with `progress=`.
     """
 
-    def __init__(self, name: str, make: Make | None, options: LoadOptions) -> None:
+    def __init__(self, name: str, make: Make | None, options: Callable[..., LoadOptions]) -> None:
         self._name = name
         self._make = make
-        self.options = replace(options, progress=self._count)
-        """See above."""
+        self.options = options(progress=self._count)
+        """Options of its loads."""
         self.progress = 0.0
         """How much of its load is done, from 0 to 1."""
         self._module: nn.Module | None = None
@@ -142,7 +159,8 @@ class Content:
             self._module = made
         self.close()
         with ExitStack() as closing_opened:
-            opened = open_with_options(operation, source, replace(self.options, verify=False))
+            options = replace(self.options, verify=False) if self.options.verify else self.options
+            opened = open_with_options(operation, source, options)
             closing_opened.callback(opened.close)
             contents = self._contents_of(opened)
             if not self.options.verify:  # which needs the manifest
@@ -184,7 +202,7 @@ class Content:
                 self._tensors = collect(operation, select_tensors(opened, None, options), options)()
                 return found
             target = ModuleTarget(self._module, assign=True)
-            run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
+            _fill(operation, opened, target, options)
         device = resolve_device(options.device)
         with _own_stream(device):
             self._move_unstored(device)
@@ -202,7 +220,7 @@ class Content:
         opened, _ = self._open(operation, source)
         with closing(opened), _own_stream(resolve_device(self.options.device)):
             verify(operation, opened, options)
-            run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
+            _fill(operation, opened, target, options)
 
     def drop(self) -> Leftover | None:
         """Remove the tensors from the device; return what is still referenced."""
@@ -233,27 +251,28 @@ class Content:
 
     def _contents_of(self, opened: OpenCheckpoint) -> Contents:
         found = opened.dtypes_and_shapes()
-        require_dtypes([dtype for dtype, _ in found.values()], path=opened.path)
-        casts = planned_casts({name: dtype for name, (dtype, _) in found.items()}, self.options.casts, path=opened.path)
-        stored = [tensor_nbytes(*pair) for pair in found.values()]
-        made, cast, counted = [], [0], [0]
-        for (name, (dtype, shape)), nbytes in zip(found.items(), stored, strict=True):
-            own = TORCH_DTYPES[dtype]
-            wanted = own if casts is None else cast_dtype(name, own, casts)
-            if wanted != own:
-                cast.append(nbytes)
-                counted.append(bytes_to_count(torch.Size(torch_shape(dtype, shape)).numel()))
-                made.append(wanted.itemsize * torch.Size(torch_shape(dtype, shape)).numel())
-            else:
-                made.append(nbytes)
+        kinds = {name: dtype for name, (dtype, _) in found.items()}
+        require_dtypes([*kinds.values()], path=opened.path)
+        casts = planned_casts(kinds, self.options.casts, path=opened.path)
+        stored: list[int] = []
+        for header in opened.headers:
+            stored += map(sub, header.ends, header.begins)
+        made, cast, counted = stored.copy(), [0], [0]
+        if casts is not None:
+            for k, (name, (dtype, shape)) in enumerate(found.items()):
+                if (wanted := cast_dtype(name, own := TORCH_DTYPES[dtype], casts)) != own:
+                    numel = torch.Size(torch_shape(dtype, shape)).numel()
+                    made[k] = wanted.itemsize * numel
+                    cast.append(stored[k])
+                    counted.append(bytes_to_count(numel))
         if self._module is not None:
             made += [one.nbytes for one in _unstored(self._module).values()]
-        total = sum(-(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for nbytes in made)
+        total = sum([-(-nbytes // _BLOCK_BYTES) for nbytes in made]) * _BLOCK_BYTES
         # What is cast is there twice. A group is at least one tensor, and groups under way are within the budget.
         total += min(sum(cast), (self.options.budget or 0) + max(cast)) + max(counted)
         if resolve_device(self.options.device).type != "cpu":
             total += _BLOCK_BYTES  # for a moment, when torch puts a tensor over a storage
-        on_the_way = min(sum(stored), max(_UPDATE_BYTES, max(stored, default=0))) + _BLOCK_BYTES * len(stored)
+        on_the_way = min(sum(stored), max(_UPDATE_BYTES, *stored, 0)) + _BLOCK_BYTES * len(stored)
         can_replace = self._module is not None or STATE_KEY not in opened.metadata
         return Contents(total, found, on_the_way, can_replace, [file.path for file in opened.files])
 
@@ -264,6 +283,10 @@ class Content:
         for name, old in _unstored(self._module).items():
             if not old.is_meta:
                 tree.put(name, old.to(device))
+
+
+def _fill(operation: Operation[Any], opened: OpenCheckpoint, target: LoadTarget, options: LoadOptions) -> None:
+    run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
 
 
 def _own_stream(device: torch.device) -> AbstractContextManager[None]:

@@ -1,6 +1,7 @@
 """The policy of a pool: which model is loaded next, which ones are evicted for it, and which callers get theirs.
 
-It is pure: no clock, no threads, no memory. Its owner reports what happened and carries out what `decide` returns.
+It is pure: no clock, no threads, no memory, no torch. Its owner reports what happened and carries out what `decide`
+returns.
 
 Callers of models that are not on the device are ranked by the time of their call. A step of priority counts as if the
 call had come `hold_seconds` earlier, so every caller is the first one at some time. Room for the first model is made by
@@ -87,6 +88,57 @@ class Model:
 
 M = TypeVar("M", bound=Model)
 
+Tier = Literal["device", "loading", "host", "source"]
+"""Where a model is: on the device, on its way there, in host memory as a whole, or only in its files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus:
+    """One model of a pool, at one moment."""
+
+    tier: Tier
+    """Where it is."""
+    nbytes: int | None
+    """Bytes that it needs on the device; None: its files were not opened yet."""
+    num_users: int
+    """Callers that use it."""
+    num_waiting: int
+    """Callers that wait for it."""
+    progress: float
+    """How much of its load is done, from 0 to 1; 1 on the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStats:
+    """A pool in numbers: what it holds now, and counters since it was entered."""
+
+    device_bytes: int = 0
+    """Bytes of the device that models occupy, or that are reserved for loads under way."""
+    peak_device_bytes: int = 0
+    """Most such bytes at one time."""
+    leftover_bytes: int = 0
+    """Bytes of evicted models that are not free, since tensors are still referenced. Part of `device_bytes`."""
+    host_bytes: int = 0
+    """Bytes of files that are held in host memory."""
+    disk_bytes: int = 0
+    """Bytes of files in the `DiskCache`."""
+    num_hits: int = 0
+    """Uses of a model that was on the device."""
+    num_waits: int = 0
+    """Uses that had to wait for a load, or for the end of other uses."""
+    wait_seconds: float = 0.0
+    """Time of all these waits."""
+    num_loads: int = 0
+    """Loads to the device that succeeded."""
+    num_failed: int = 0
+    """Loads to the device that failed, and models that did not fit."""
+    load_seconds: float = 0.0
+    """Time of all loads that succeeded."""
+    num_evictions: int = 0
+    """Models that were removed from the device."""
+    num_updates: int = 0
+    """Updates that succeeded."""
+
 
 @dataclass(slots=True)
 class Decision(Generic[M]):
@@ -132,7 +184,10 @@ class Policy(Generic[M]):
     @property
     def held_bytes(self) -> int:
         """Bytes of the device that are in use or reserved."""
-        return sum(model.held_bytes for model in self.models) + self.leftover_bytes
+        held_bytes = self.leftover_bytes
+        for model in self.models:
+            held_bytes += model.held_bytes
+        return held_bytes
 
     # What happened.
 
@@ -157,18 +212,9 @@ class Policy(Generic[M]):
         calls, model.calls = model.calls, []
         return calls
 
-    def cancelled(self, model: Model) -> None:
-        """Set a model as absent; callers that came since then wait for another load."""
-        model.after("cancelled")
-
     def evicted(self, model: Model) -> None:
         """Set a model as absent."""
         model.after("evicted")
-
-    def freeing(self, model: Model, nbytes: int | None) -> None:
-        """Set a model whose load failed as one that is being evicted: so many bytes are not free yet."""
-        model.after("free")
-        model.nbytes = nbytes
 
     def updated(self, model: Model, *, resident: bool) -> None:
         """Set the end of an update. The size is read again unless the new weights are on the device."""
@@ -189,7 +235,7 @@ class Policy(Generic[M]):
         decision: Decision[M] = Decision()
         limit = self.device_bytes if limit is None else min(limit, self.device_bytes)
         closed = self._make_room(now, limit, decision)
-        for model in self._idle():
+        for model in self._idle() if self._idle_seconds < inf else ():
             if now - model.used >= self._idle_seconds:
                 model.after("evict")
                 decision.evict.append(model)
@@ -207,20 +253,25 @@ class Policy(Generic[M]):
 
     def idle_in(self, now: float) -> float | None:
         """Return the seconds until the next model is evicted that nobody uses; None if there is none."""
-        return min((max(0.0, model.used + self._idle_seconds - now) for model in self._idle()), default=None)
+        idle = self._idle() if self._idle_seconds < inf else []
+        return max(0.0, min(model.used for model in idle) + self._idle_seconds - now) if idle else None
 
     def _idle(self) -> list[M]:
         """Return the models that `idle_seconds` applies to."""
-        is_on = self._idle_seconds < inf
-        return [model for model in self._evictable() if is_on and not model.num_users and not model.calls]
+        return [model for model in self._evictable() if not model.num_users and not model.calls]
 
     def _make_room(self, now: float, limit: int, decision: Decision[M]) -> list[M]:
         """Decide on loads and evictions, the first caller's first; return models that get no further users now."""
-        free = limit - self.held_bytes
-        coming = sum(model.held_bytes for model in self.models if model.state == "evicting")
-        num_loads = sum(model.state == "loading" for model in self.models)
+        waiting = [model for model in self.models if model.calls and model.state == "absent" and not model.wants_update]
+        if not waiting:
+            return []
+        waiting.sort(key=self._rank)  # the first caller's first
+        free, coming, num_loads = limit - self.held_bytes, 0, 0
+        for model in self.models:
+            coming += model.held_bytes if model.state == "evicting" else 0
+            num_loads += model.state == "loading"
         may_evict = True
-        for model in self._waited_for():
+        for model in waiting:
             if model.nbytes is None:
                 model.after("measure")
                 decision.measure.append(model)
@@ -262,12 +313,9 @@ class Policy(Generic[M]):
             num_loads += 1
         return []
 
-    def _waited_for(self) -> list[M]:
-        """Return the models that are not on the device and have callers, the first caller's first."""
-        waiting = [model for model in self.models if model.calls and model.state == "absent" and not model.wants_update]
-        return sorted(
-            waiting, key=lambda model: min(one.called - one.priority * self._hold_seconds for one in model.calls)
-        )
+    def _rank(self, model: M) -> float:
+        """Return the time of the first call of a model, or an earlier one for a caller with priority."""
+        return min([call.called - call.priority * self._hold_seconds for call in model.calls])
 
     def _evictable(self) -> list[M]:
         """Return the models that may be evicted when they have no users: without callers, least recently used first."""

@@ -8,25 +8,46 @@ the pool's thread, so no state is shared.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from collections.abc import Generator
+from collections.abc import Sequence
+from contextlib import closing
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any
+from typing import TypeAlias
 
 import torch
 
 from stio import clock
 from stio.device.base import resolve_device
-from stio.device.cuda import TorchEvent, event_now, free_bytes, has_streams
-from stio.errors import ClosedError, DeviceError, DeviceMemoryError, StioError, listed, printable
+from stio.device.cuda import TorchEvent
+from stio.device.cuda import event_now
+from stio.device.cuda import free_bytes
+from stio.device.cuda import has_streams
+from stio.errors import ClosedError
+from stio.errors import DeviceError
+from stio.errors import DeviceMemoryError
+from stio.errors import StioError
+from stio.errors import listed
+from stio.errors import printable
 from stio.loading.options import SourceLike
 from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Operation, copy_of
-from stio.runtime.reports.trace import Trace, traced
-from stio.serving.pool.content import Content, Contents, Leftover, Make
-from stio.serving.pool.policy import Model, ModelRequest, Policy
-from stio.serving.pool.status import PoolStats
+from stio.runtime.operation import Operation
+from stio.runtime.operation import copy_of
+from stio.runtime.reports.trace import Trace
+from stio.runtime.reports.trace import traced
+from stio.serving.pool.content import Content
+from stio.serving.pool.content import Contents
+from stio.serving.pool.content import Leftover
+from stio.serving.pool.content import Make
+from stio.serving.pool.policy import Model
+from stio.serving.pool.policy import ModelRequest
+from stio.serving.pool.policy import Policy
+from stio.serving.pool.policy import PoolStats
 
 Outcome: TypeAlias = tuple[Any, BaseException | None]
 """The value of an operation, or its error."""
@@ -85,22 +106,43 @@ class Caller(ModelRequest):
             self.thread.post(self.thread.left, self, is_served)
 
 
-class Update(Caller):
-    """A call of `ModelPool.update`."""
+class Change(Caller):
+    """A call of `ModelPool.update`, `ModelPool.evict` or `ModelPool.remove`."""
 
-    def __init__(self, thread: PoolThread, entry: PooledModel, source: SourceLike, make: Make | None) -> None:
+    def __init__(
+        self,
+        thread: PoolThread,
+        entry: PooledModel,
+        source: Any = None,
+        make: Make | None = None,
+        *,
+        evicts: bool = False,
+        on_removal: Callable[[], object] | None = None,
+    ) -> None:
         super().__init__(thread, entry)
         self.source, self.make = source, make
         """See `ModelPool.update`."""
-
-
-class Eviction(Caller):
-    """A call of `ModelPool.evict` or `ModelPool.remove`."""
-
-    def __init__(self, thread: PoolThread, entry: PooledModel, on_removal: Callable[[], object] | None) -> None:
-        super().__init__(thread, entry)
+        self.evicts = evicts
+        """The model is evicted, and not updated."""
         self.on_removal = on_removal
         """Called when the model leaves the pool; None: it stays."""
+
+
+class _EndNotifier(Notifier):
+    """Tells the pool's thread that an operation has ended.
+
+    Args:
+        report: Posts it.
+    """
+
+    def __init__(self, report: Callable[[], None]) -> None:
+        super().__init__()
+        self._report = report
+
+    def notify(self) -> None:
+        """Wake those that wait for the operation, and the pool's thread."""
+        super().notify()
+        self._report()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -114,11 +156,9 @@ class PooledModel(Model):
     """Paths of its files, as a prefetch found them."""
     events: list[TorchEvent] = field(default_factory=list)
     """Behind the work of its users that was queued on the device."""
-    updates: deque[Update | Eviction] = field(default_factory=deque)
+    changes: deque[Change] = field(default_factory=deque)
     operation: Operation[Any] | None = None
-    """What is under way with it, or was last."""
-    steps: Steps | None = None
-    """What gets the outcome of the operation; None: none is under way."""
+    """What is under way with it, until its steps have ended."""
     is_removed: bool = False
 
 
@@ -152,6 +192,7 @@ class PoolThread:
 
     def start(self) -> None:
         """Start the thread, once."""
+        self.require_not_closed()
         if self._operation is not None:
             raise ValueError("a pool is entered once")
         self._operation = Operation(self._run, name="pool")
@@ -175,8 +216,8 @@ class PoolThread:
 
     def require_open(self) -> None:
         """Raise `ClosedError` unless the thread runs."""
-        self.require_not_closed()
-        if self._operation is None:
+        if self._operation is None or self.is_closed:
+            self.require_not_closed()
             raise ClosedError("the pool is not open; use it inside `async with pool:`")
 
     def post(self, what: Callable[..., None], *args: Any) -> None:
@@ -207,8 +248,8 @@ class PoolThread:
             caller.end(error=ClosedError("the pool was closed"))
         elif caller.entry.is_removed:
             caller.end(error=_removed(caller.entry))
-        elif isinstance(caller, Update | Eviction):
-            caller.entry.updates.append(caller)
+        elif isinstance(caller, Change):
+            caller.entry.changes.append(caller)
             caller.entry.wants_update = True
         else:
             caller.turn = self._turn
@@ -221,11 +262,11 @@ class PoolThread:
             self.released(entry)
         elif caller in entry.calls:
             entry.calls.remove(caller)
-        elif entry.state == "updating" and entry.updates[0] is caller and entry.operation is not None:
+        elif entry.state == "updating" and entry.changes[0] is caller and entry.operation is not None:
             entry.operation.cancel()
-        elif caller in entry.updates:
-            entry.updates.remove(cast(Update | Eviction, caller))
-            entry.wants_update = bool(entry.updates)
+        elif isinstance(caller, Change) and caller in entry.changes:
+            entry.changes.remove(caller)
+            entry.wants_update = bool(entry.changes)
 
     def released(self, entry: PooledModel, event: TorchEvent | None = None) -> None:
         """Remove a user, whose work on the device is before the event."""
@@ -243,25 +284,18 @@ class PoolThread:
             while not operation.cancelled:
                 self._turn += 1
                 self._drain()
-                for entry, steps, ended in self._ended():
-                    self._go_on(entry, steps, _outcome_of(ended))
                 self._decide()
                 for entry in self.policy.models:
-                    if entry.state in ("absent", "resident"):  # it was measured, and there is no room for it yet
+                    if entry.state == "absent":  # it was measured, and there is no room for it yet
                         entry.content.close()
                 self._notifier.block_until(
-                    lambda: bool(self._inbox or operation.cancelled or self._ended()),
-                    self.policy.idle_in(clock.monotonic()),
+                    lambda: bool(self._inbox or operation.cancelled), self.policy.idle_in(clock.monotonic())
                 )
         except BaseException as failed:  # there is no such device
             error = self._failure = failed
             raise
         finally:
             self._shut(error)
-
-    def _ended(self) -> list[tuple[PooledModel, Steps, Operation[Any]]]:
-        under_way = [(one, one.steps, one.operation) for one in self.policy.models]
-        return [(one, steps, last) for one, steps, last in under_way if steps and last and last.done]
 
     def _shut(self, error: BaseException) -> None:
         self.is_closed = True
@@ -273,7 +307,8 @@ class PoolThread:
         self._has_shut = True
         self._drain()
         for entry in self.policy.models:
-            callers: list[Any] = [*entry.calls, *entry.updates]
+            entry.operation = None
+            callers: list[Any] = [*entry.calls, *entry.changes]
             for caller in callers:
                 caller.end(error=copy_of(error))
             if entry.num_users:
@@ -285,55 +320,76 @@ class PoolThread:
     def _decide(self) -> None:
         is_again = True
         while is_again:
-            self._leftovers = [left for one in self._leftovers if (left := one.now())]
-            self.policy.leftover_bytes = sum(one.nbytes for one in self._leftovers)
+            if self._leftovers:
+                self._leftovers = [left for one in self._leftovers if (left := one.now())]
+                self.policy.leftover_bytes = sum(one.nbytes for one in self._leftovers)
             decision = self.policy.decide(clock.monotonic(), self._limit())
             for entry, calls in decision.grant:
                 self._grant(entry, calls)
             for entry in decision.cancel:
                 if entry.operation is not None:
                     entry.operation.cancel()
-            ended = [self._go_on(entry, self._evict(entry)) for entry in decision.evict]
-            ended += [self._go_on(entry, self._measure(entry)) for entry in decision.measure]
-            ended += [self._go_on(entry, self._load(entry)) for entry in decision.load]
-            ended += [self._go_on(entry, self._update(entry)) for entry in decision.update]
             for entry in decision.refuse:
                 self._fail(entry, self._too_large(entry))
-            is_again = bool(decision.refuse) or any(ended)
-        self.counts = replace(self.counts, peak_device_bytes=max(self.policy.held_bytes, self.counts.peak_device_bytes))
+            is_again = bool(decision.refuse)
+            for entries, steps_of in (
+                (decision.evict, self._evict),
+                (decision.measure, self._measure),
+                (decision.load, self._load),
+                (decision.update, self._change),
+            ):
+                for entry in entries:
+                    is_again |= self._go_on(entry, steps_of(entry))
+            if decision.load or decision.update:
+                peak_bytes = max(self.policy.held_bytes, self.counts.peak_device_bytes)
+                self.counts = replace(self.counts, peak_device_bytes=peak_bytes)
 
     def _go_on(self, entry: PooledModel, steps: Steps, outcome: Outcome | None = None) -> bool:
         """Take the steps of a model up to its next operation, which is started; return whether there is none."""
-        entry.steps = steps
         while True:
             try:
                 name, body = steps.send(outcome)
             except StopIteration:
-                entry.steps = None
+                entry.operation = None
                 return True
 
             def work(operation: Operation[Any], name: str = name, body: Callable[..., Any] = body) -> Any:
                 with traced(self._trace, name, detail=entry.name):
                     return body(operation)
 
-            entry.operation = Operation(work, name=name, about=entry.name, notifier=self._notifier)
+            notifier = _EndNotifier(partial(self.post, self._ended, entry, steps))
+            entry.operation = Operation(work, name=name, about=entry.name, notifier=notifier)
             try:
                 entry.operation.start()
                 return False
             except StioError as error:  # no more threads
                 outcome = None, error
 
+    def _ended(self, entry: PooledModel, steps: Steps) -> None:
+        """Go on with a model whose operation has ended, unless the pool was closed."""
+        operation = entry.operation
+        if operation is None or self._has_shut:
+            return
+        try:
+            outcome: Outcome = operation.outcome(), None
+        except BaseException as error:  # without the frames of the pool's thread
+            outcome = None, operation.failure or error.with_traceback(None)
+        self._go_on(entry, steps, outcome)
+
     def _limit(self) -> int | None:
         """Return most bytes for models now, where others use the device too."""
         models, device = self.policy.models, self._resolved
+        if device is None or device.type == "cpu":
+            return None
         is_wanted = any(model.calls and model.state == "absent" for model in models)
         # Of a model under way it is not known how much memory is allocated.
         is_known = not any(model.state in ("loading", "updating") for model in models)
-        free = free_bytes(device) if is_wanted and is_known and device is not None and device.type != "cpu" else None
+        free = free_bytes(device) if is_wanted and is_known else None
         return None if free is None else self.policy.held_bytes + free
 
-    def _count(self, **added: float) -> None:
-        counts: Any = {name: getattr(self.counts, name) + value for name, value in added.items()}
+    def _count(self, **counts: Any) -> None:
+        for name, value in counts.items():
+            counts[name] = getattr(self.counts, name) + value
         self.counts = replace(self.counts, **counts)
 
     def _grant(self, entry: PooledModel, callers: Sequence[Any]) -> None:
@@ -370,23 +426,21 @@ class PoolThread:
     # The steps of a model.
 
     def _measure(self, entry: PooledModel) -> Steps:
-        contents, error = yield "open", lambda operation: entry.content.measure(operation, entry.source)
+        contents, error = yield "open", partial(entry.content.measure, source=entry.source)
         if error is None:
-            self._has_contents(entry, contents)
+            entry.contents = contents
+            self.policy.measured(entry, contents.nbytes)
         else:
             self._failed(entry, error)
-
-    def _has_contents(self, entry: PooledModel, contents: Contents) -> None:
-        entry.contents = contents
-        self.policy.measured(entry, contents.nbytes)
 
     def _load(self, entry: PooledModel) -> Steps:
         began = clock.monotonic()
         contents = entry.contents
         assert contents is not None
-        found, error = yield "swap", lambda operation: entry.content.load(operation, entry.source, contents)
+        found, error = yield "swap", partial(entry.content.load, source=entry.source, expected=contents)
         if error is None and found != contents:  # it waits for room once more
-            self._has_contents(entry, found)
+            entry.contents = found
+            self.policy.measured(entry, found.nbytes)
         elif error is None:
             self._count(num_loads=1, load_seconds=clock.monotonic() - began)
             self._grant(entry, self.policy.loaded(entry, clock.monotonic()))
@@ -394,12 +448,14 @@ class PoolThread:
             left, nbytes = entry.content.drop(), entry.nbytes
             self._failed(entry, error)
             if left is not None:
-                self.policy.freeing(entry, nbytes)
-                self._freed(entry, (yield from self._free(entry, left)))
+                entry.after("free")
+                entry.nbytes = nbytes  # not free yet
+                yield from self._free(entry, left)
+                self.policy.evicted(entry)
 
     def _failed(self, entry: PooledModel, error: BaseException) -> None:
         if entry.operation is not None and entry.operation.cancelled:
-            self.policy.cancelled(entry)
+            entry.after("cancelled")  # callers that came since then wait for another load
         else:
             self._fail(entry, error)
 
@@ -410,10 +466,10 @@ class PoolThread:
             with traced(self._trace, "evict", detail=entry.name):
                 left = entry.content.drop()
         if is_used or left:
-            left = yield from self._free(entry, left)
-        self._freed(entry, left)
+            yield from self._free(entry, left)
+        self.policy.evicted(entry)
 
-    def _free(self, entry: PooledModel, left: Leftover | None) -> Generator[Any, Any, Leftover | None]:
+    def _free(self, entry: PooledModel, left: Leftover | None = None) -> Generator[Any, Any, None]:
         """Wait until the memory of a model is free, or a second; `left` is what was dropped, None if nothing was."""
 
         def drop() -> Leftover | None:
@@ -421,44 +477,39 @@ class PoolThread:
             return left or entry.content.drop()
 
         last, error = yield "evict", lambda _: (dropped := drop()) and dropped.later()
-        return last if error is None else drop()  # an error: no thread was started
-
-    def _freed(self, entry: PooledModel, left: Leftover | None) -> None:
-        self._release(entry, left)
-        self.policy.evicted(entry)
-
-    def _release(self, entry: PooledModel, left: Leftover | None) -> None:
+        last = last if error is None else drop()  # an error: no thread was started
         entry.events = []
-        self._leftovers += [left] if left else []
+        self._leftovers += [last] if last else []
 
-    def _take_out(self, entry: PooledModel, removal: Eviction) -> Steps:
+    def _take_out(self, entry: PooledModel, removal: Change) -> Steps:
         """Evict a model for a caller; remove it from the pool if the caller wants that."""
         nbytes = entry.nbytes
         if nbytes is not None:  # it is on the device
             self._count(num_evictions=1)
-            left = yield from self._free(entry, None)
-            self._release(entry, left)
+            yield from self._free(entry)
         self.policy.updated(entry, resident=False)
         entry.nbytes = nbytes
-        entry.updates.popleft()
-        entry.wants_update = bool(entry.updates)
+        entry.changes.popleft()
+        entry.wants_update = bool(entry.changes)
         if removal.on_removal is not None:
             entry.is_removed = True
             self.policy.models.remove(entry)
             removal.on_removal()
-            others: list[Any] = [*self.policy.failed(entry), *entry.updates]
+            others: list[Any] = [*self.policy.failed(entry), *entry.changes]
             for caller in others:
                 caller.end(error=_removed(entry))
         removal.end()
 
-    def _update(self, entry: PooledModel) -> Steps:
+    def _change(self, entry: PooledModel) -> Steps:
         """Replace the weights of a model: in place if the new ones fit there, else it is loaded at the next use."""
-        update, old = entry.updates[0], entry.contents
-        if isinstance(update, Eviction):
+        update, old = entry.changes[0], entry.contents
+        source = update.source
+        if update.evicts:
             yield from self._take_out(entry, update)
             return
-        source = update.source
-        content = entry.content if update.make is None else Content(entry.name, update.make, entry.content.options)
+        content = entry.content
+        if update.make is not None:
+            content = Content(entry.name, update.make, partial(replace, content.options))
         is_resident = entry.nbytes is not None
         left: Leftover | None = None
         in_place = False
@@ -485,23 +536,16 @@ class PoolThread:
                 return new
 
         new, error = yield "update", work
-        entry.updates.popleft()
+        entry.changes.popleft()
         self._leftovers += [left] if left else []
         self.policy.updated(entry, resident=is_resident)
-        entry.wants_update = bool(entry.updates)
+        entry.wants_update = bool(entry.changes)
         if error is None:
             entry.content, entry.contents, entry.source = content, new, source
             self._count(num_updates=1)
         if (error is None or is_resident) and entry.contents is not None:
             entry.nbytes = entry.contents.nbytes
         update.end(error=None if error is None else copy_of(error))
-
-
-def _outcome_of(operation: Operation[Any]) -> Outcome:
-    try:
-        return operation.outcome(), None
-    except BaseException as error:
-        return None, operation.failure or error.with_traceback(None)  # without the frames of the pool's thread
 
 
 def _removed(entry: PooledModel) -> ClosedError:

@@ -1,7 +1,7 @@
 """Warm starts: a module on `meta` whose forward runs while its parameters are loaded.
 
-`api.py` has the public class `WarmStart`. `load.py` compares module and checkpoint before anything is read, and fills
-the placeholders in the order in which they are used. `parameter.py` has the class of a parameter until it is filled.
+`api.py` has the public class `WarmStart`. It compares module and checkpoint before anything is read, and fills the
+placeholders in the order in which they are used. `parameter.py` has the class of a parameter until it is filled.
 
 Invariants: a parameter stays the same object; its shape, dtype and device are correct from the start; a use of it
 blocks the thread that uses it, and no other. If the load ends early, every use of an unfilled parameter raises an

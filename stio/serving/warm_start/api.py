@@ -1,45 +1,101 @@
 """`warm_start` and `WarmStart`: a module on `meta` whose forward may run while its parameters are loaded.
 
-On entering the block, names, shapes and dtypes are compared, buffers are loaded, and parameters become placeholders
-(`parameter.py`). Then the load runs beside the block (`load.py`), on threads of stio's own, so it continues while a
-forward blocks the thread of the event loop.
+On entering the block, module and checkpoint are compared (`Match`), and modules whose parameters cannot be placeholders
+are rejected: by names, shapes and dtypes, before the first tensor is read. Parameters become placeholders
+(`parameter.py`). Buffers are loaded before the block: a computation with a buffer on `meta` would raise no error. Then
+the load runs beside the block, on threads of stio's own, so it continues while a forward blocks the thread of the event
+loop.
+
+Groups are small, so that the first ones arrive early, and are read in the given order. A use that waits for a parameter
+moves its submodule to the front, and then the submodules behind it, since the forward uses them next. The load's thread
+fills the parameters, so no fill waits for the thread of an event loop that a forward blocks. Until a submodule's own
+parameters are filled, a hook blocks its forward: custom kernels and `autograd.Function` use parameters without regard
+to their class. A hook is removed when the submodule's last parameter is filled, and all hooks at the end of the load.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import nullcontext
 from contextlib import suppress
+from dataclasses import dataclass
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
+from typing import Self
 
 import torch
 from torch import nn
+from torch.jit._trace import is_tracing
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
-from stio.device.base import DeviceMap, LoadedGroup, resolve_devices
+from stio.device.base import DeviceMap
+from stio.device.base import LoadedGroup
+from stio.device.base import current_streams
+from stio.device.base import resolve_devices
+from stio.device.copy_in import copy_all
+from stio.device.cuda import TorchAccelerator
+from stio.device.cuda import default_stream
+from stio.device.tensor_memory import TargetMemory
+from stio.device.tensors import TORCH_DTYPES
 from stio.device.tensors import DtypesLike
+from stio.device.tensors import as_scalar
+from stio.device.tensors import cast
+from stio.device.tensors import loses_values
+from stio.device.tensors import require_dtypes
+from stio.device.torch_private import copy_of
+from stio.device.torch_private import moved
 from stio.errors import ClosedError
+from stio.errors import MismatchError
+from stio.errors import TensorNotFoundError
+from stio.errors import WarmStartError
+from stio.errors import listed
+from stio.errors import printable
 from stio.limits import Limits
 from stio.loading.api import load
-from stio.loading.body import gather, open_with_options, verify
+from stio.loading.body import gather
+from stio.loading.body import open_with_options
+from stio.loading.body import scheduled
+from stio.loading.body import verify
+from stio.loading.casts import planned_casts
+from stio.loading.casts import report_lost
 from stio.loading.module import ModuleTarget
-from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.module_tree import is_from
+from stio.loading.open import OpenCheckpoint
+from stio.loading.options import CacheLike
+from stio.loading.options import DevicesLike
+from stio.loading.options import LoadOptions
+from stio.loading.options import Memory
+from stio.loading.options import SourceLike
+from stio.loading.plan import Group
+from stio.loading.read_paths import Delivery
+from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import select_tensors
 from stio.loading.target import LoadReport
-from stio.runtime.notifier import AsyncOnly, runs_blocking
-from stio.runtime.operation import Operation, close_all
+from stio.runtime.locks import new_lock
+from stio.runtime.notifier import AsyncOnly
+from stio.runtime.notifier import Notifier
+from stio.runtime.notifier import runs_blocking
+from stio.runtime.operation import Operation
+from stio.runtime.operation import close_all
 from stio.runtime.process import collection_paused
 from stio.runtime.process import switch_interval as shortened
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace, shown
-from stio.serving.warm_start.load import (
-    Match,
-    WarmStartLoad,
-    in_order,
-    require_supported,
-    restore_ended,
-)
-from stio.text import described_by, keywords_for
+from stio.runtime.progress import Progress
+from stio.runtime.text import described_by
+from stio.runtime.text import keywords_for
+from stio.runtime.trace import Trace
+from stio.runtime.trace import shown
+from stio.serving.warm_start.parameter import MatchedParameter
+from stio.serving.warm_start.parameter import Placeholder
+from stio.serving.warm_start.parameter import PlaceholderParameter
+from stio.serving.warm_start.parameter import placeholder_of
+
+_is_tracing: Callable[[], bool] = is_tracing  # torch leaves it untyped
 
 
 @described_by(load)
@@ -221,3 +277,493 @@ class WarmStart(AsyncOnly):
         if self._load is None:
             raise ClosedError("the warm start is not entered; use it inside its `with` block", path=shown(self._source))
         return self._load
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The tensors that a module and a checkpoint have in common."""
+
+    report: LoadReport
+    """Names that only one of them has."""
+    parameters: tuple[MatchedParameter, ...]
+    """The parameters to be filled, in the order in which they are read."""
+    buffers: Mapping[int, str]
+    """Name of the data in the checkpoint, by the id of the buffer."""
+    casts: Mapping[str, torch.dtype]
+    """Dtype to cast to, by the checkpoint's name."""
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, into: ModuleTarget, names: Sequence[str], opened: OpenCheckpoint, options: LoadOptions
+    ) -> Match:
+        """Compare a module with a checkpoint; reads nothing.
+
+        Args:
+            module: The target.
+            into: Its tensors.
+            names: Their names in the order in which they are read.
+            opened: The checkpoint.
+            options: Options of the load. Floating tensors are cast to its `dtype`, others to the module's, as all are
+                with None.
+
+        Raises:
+            MismatchError: Module and checkpoint differ.
+            UnsupportedDtypeError: torch has no such dtype, or no such cast.
+        """
+        into.select(opened, options, lambda: None)
+        stored = opened.dtypes_and_shapes()
+        parameters: list[MatchedParameter] = []
+        buffers: dict[int, str] = {}
+        casts: dict[str, torch.dtype] = {}
+        seen: set[int] = set()
+        sources = into.sources
+        kinds = {name: kind for name, (kind, _) in stored.items()}
+        chosen = [source for source, _ in sources.values() if source in kinds]
+        wanted = planned_casts(kinds, options.casts, path=opened.path, selected=chosen)
+        for name in names:
+            source, target = sources[name]
+            if source not in stored or id(target) in seen:
+                continue
+            seen.add(id(target))
+            own = wanted if isinstance(wanted, torch.dtype) else (wanted or {}).get(source)
+            final = _final_dtype(name, stored[source][0], target, own, opened.path)
+            casts.setdefault(source, final)
+            if isinstance(target, nn.Parameter):
+                parameters.append(MatchedParameter(target, name, source, final))
+            else:
+                buffers[id(target)] = source
+        _require_meta(module, parameters, seen, opened.path)
+        parameters += [
+            MatchedParameter(parameter, name, None, parameter.dtype)
+            for name, parameter in module.named_parameters()
+            if parameter.is_meta and id(parameter) not in seen
+        ]
+        casts = {name: final for name, final in casts.items() if final != TORCH_DTYPES[stored[name][0]]}
+        return cls(into.report, tuple(parameters), buffers, casts)
+
+
+@dataclass(slots=True)
+class _Owner:
+    """A submodule and the placeholders that its forward needs."""
+
+    placeholders: list[Placeholder]
+    """Its own parameters that have data in the checkpoint."""
+    left: set[Placeholder]
+    """Those that are not filled yet."""
+    handle: RemovableHandle | None = None
+    """Its hook."""
+
+
+class WarmStartLoad:
+    """One load into placeholder parameters.
+
+    Args:
+        opened: The checkpoint; closed when the load has ended.
+        options: Options of the load.
+        match: What module and checkpoint have in common; its `casts` are used instead of `options.dtype`.
+        buffers: Loaded buffers, not yet passed to the stream of the caller's thread.
+        device: Device of the parameters and buffers.
+    """
+
+    def __init__(
+        self,
+        opened: OpenCheckpoint,
+        options: LoadOptions,
+        match: Match,
+        buffers: Sequence[LoadedGroup],
+        device: torch.device,
+    ) -> None:
+        self._opened = opened
+        self._path = opened.path
+        self._options = options
+        self.report = match.report
+        """Names that only the module or only the checkpoint has."""
+        self._casts = match.casts or None
+        self._names_of_buffers = match.buffers
+        self._buffers = buffers
+        self._device = device
+        self._placeholders: list[Placeholder] = []
+        self._by_source: dict[str, list[Placeholder]] = {}
+        self._owners: dict[Placeholder, list[_Owner]] = {}
+        self._encoders: list[nn.TransformerEncoder] = []
+        self._lock = new_lock()  # for fills, `_owners` and `_encoders`, on stio's threads
+        self._abandoned = False
+        self._scheduler: LoadScheduler | None = None
+        self._groups: list[int] = []  # of the plan, in the order of the parameters
+        self._group_of: dict[str, int] = {}
+        self._needed: list[str] = []
+        self._process = os.getpid()
+        self._stream: Any = None
+        self.notifier = Notifier()
+        """Notified when parameters were filled, and at the end."""
+        self.operation: Operation[None] = Operation(
+            self._body, name="warm_start", kind="load", about=opened.path, notifier=self.notifier
+        )
+        """The load; not started by the constructor."""
+
+    # The module.
+
+    def make_placeholders(self, module: nn.Module, parameters: Sequence[MatchedParameter]) -> None:
+        """Make placeholders of a module's parameters: of all of them or, after an error, of none."""
+        loaded: dict[int, Placeholder] = {}
+        try:
+            for found in parameters:
+                placeholder = Placeholder(found, device=self._device, wait=self.wait, has_ended=self.has_ended)
+                self._placeholders.append(placeholder)
+                if found.source is not None:
+                    self._by_source.setdefault(found.source, []).append(placeholder)
+                    loaded[id(found.parameter)] = placeholder
+            self._attach(module, loaded)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _attach(self, module: nn.Module, loaded: Mapping[int, Placeholder]) -> None:
+        """Add hooks to the modules of placeholders that will be filled, which are given by the id of the parameter."""
+        for part in module.modules():
+            own = [loaded[id(parameter)] for parameter in part._parameters.values() if id(parameter) in loaded]
+            if own:
+                owner = _Owner(own, set(own))
+                for placeholder in own:
+                    self._owners.setdefault(placeholder, []).append(owner)
+                owner.handle = part.register_forward_pre_hook(_waits(self, own), prepend=True)
+            if isinstance(part, nn.TransformerEncoder) and getattr(part, "use_nested_tensor", False):
+                # It checks its first layer only before it makes a nested tensor. The fast path of the layers alone
+                # accepts such a tensor, and a layer with placeholders uses the other path.
+                part.use_nested_tensor = False
+                self._encoders.append(part)
+
+    def _detach(self) -> None:
+        """Remove hooks and settings from the module. Idempotent."""
+        with self._lock:
+            owners, self._owners = self._owners, {}
+            encoders, self._encoders = self._encoders, []
+        for owner in [owner for owners_of_one in owners.values() for owner in owners_of_one]:
+            if owner.handle is not None:
+                owner.handle.remove()
+        for encoder in encoders:
+            encoder.use_nested_tensor = True
+
+    def abandon(self) -> None:
+        """Undo `make_placeholders`; the operation was not started."""
+        self._abandoned = True
+        self.notifier.notify()
+        self._release_all()
+        self.restore_unfilled()
+
+    def close(self) -> None:
+        """Release module and files, as the end of the load does, if the operation was never started."""
+        if not self.operation.running:
+            self._release_all()
+
+    def _release_all(self) -> None:
+        self._scheduler = None
+        self._detach()
+        for placeholder in self._placeholders:
+            if placeholder.filled:
+                placeholder.release()
+        self._placeholders = [placeholder for placeholder in self._placeholders if not placeholder.filled]
+        self._by_source = {}
+        self._opened.discard()
+
+    def restore_unfilled(self) -> None:
+        """Restore parameters that the checkpoint lacks (strict=False) to plain ones on `meta`. Idempotent."""
+        placeholders, self._placeholders = self._placeholders, []
+        for placeholder in placeholders:
+            placeholder.restore()
+
+    # The load.
+
+    def start(self, module: nn.Module) -> None:
+        """Place the buffers, and start the load. Called on the caller's thread, whose current stream will use both."""
+        self._stream = current_streams().get(self._device)
+        buffers, self._buffers = self._buffers, ()
+        try:
+            tensors: dict[str, torch.Tensor] = {}
+            for group in buffers:
+                tensors |= group.take()
+            record(tensors.values(), self._device, self._stream)
+            place_buffers(module, self._names_of_buffers, tensors, self._device, self._path)
+            self.operation.start()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _body(self, operation: Operation[None]) -> None:
+        try:
+            with shortened(self._options.switch_interval):
+                names = list(self._by_source)
+                selected = select_tensors(self._opened, names, self._options, casts=self._casts)
+                scheduler = scheduled(selected, self._options, Delivery(deliver=self._deliver, prompt=True))
+                self._group_of = {name: group.index for group in scheduler.plan.groups for name in group.names}
+                self._groups = list(dict.fromkeys(self._group_of[name] for name in names))
+                scheduler.arrange(self._groups)
+                self._scheduler = scheduler
+                self._reorder()  # for uses that started to wait before there was a scheduler
+                operation.on_cancel(scheduler.stop)
+                scheduler.run()
+                report_lost(self._options.lost or {}, self._path)
+        finally:
+            self._release_all()
+
+    def _deliver(self, _: Group, group: LoadedGroup) -> None:
+        """Fill a group's parameters."""
+        tensors = group.take()
+        record(tensors.values(), self._device, self._stream)  # the load has allocated them under the copy stream
+        # Names that are tied in the checkpoint and not in the module: copied before a use may change the first one.
+        others = [(placeholder, name) for name in tensors for placeholder in self._by_source[name][1:]]
+        twins = _copies([(tensors[name], placeholder.dtype) for placeholder, name in others], self._device)
+        record(twins, self._device, self._stream)
+        filled = [(placeholder, twin) for (placeholder, _), twin in zip(others, twins, strict=True)]
+        self._fill(filled + [(self._by_source[name][0], tensor) for name, tensor in tensors.items()])
+        self.notifier.notify()
+
+    def _fill(self, filled: Sequence[tuple[Placeholder, torch.Tensor]]) -> None:
+        """Fill placeholders.
+
+        The hook of a module is removed before the last fill, so no copy of the module has the hook, and when all other
+        parameters of the module are filled.
+        """
+        with self._lock:
+            for placeholder, tensor in filled:
+                for owner in self._owners.get(placeholder, ()):
+                    owner.left.discard(placeholder)
+                    if not owner.left and owner.handle is not None:
+                        owner.handle.remove()
+                        owner.handle = None
+                placeholder.fill(as_scalar(tensor) if not placeholder.parameter.dim() else tensor)
+
+    # Called by uses of parameters.
+
+    def has_ended(self) -> bool:
+        """Whether no more parameters will be filled."""
+        return self._abandoned or self.operation.done
+
+    def wait(self, placeholders: Sequence[Placeholder]) -> None:
+        """Block until these are filled.
+
+        Raises:
+            ClosedError: They will not be filled: the load failed or was cancelled.
+            TensorNotFoundError: The checkpoint has no data for one of them.
+            WarmStartError: A trace or a CUDA graph would capture the placeholder.
+        """
+        for placeholder in placeholders:
+            if placeholder.source is None:
+                message = "the checkpoint has no data for this parameter, which strict=False allows"
+                raise TensorNotFoundError(message, path=self._path, requested=placeholder.name)
+        if all(placeholder.filled for placeholder in placeholders):
+            return
+        self._require_ordinary()
+        self._needed = [needed.source for needed in placeholders if needed.source is not None and not needed.filled]
+        self._reorder()
+        self.notifier.block_until(lambda: self.has_ended() or all(placeholder.filled for placeholder in placeholders))
+        for placeholder in placeholders:
+            if not placeholder.filled:
+                raise self._error_for(placeholder)
+
+    def _require_ordinary(self) -> None:
+        what = ""
+        if _is_tracing():
+            what = "torch.jit.trace"
+        elif self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            what = "a CUDA graph"
+        if what:
+            raise WarmStartError(f"{what} would capture parameters that are not loaded yet; capture after `done()`")
+
+    def _reorder(self) -> None:
+        """Read the needed parameters next, then those of their submodules, then the following ones in the order."""
+        scheduler, needed = self._scheduler, self._needed
+        if scheduler is None or not needed or self.has_ended():
+            return
+        own = [
+            sibling.source
+            for name in needed
+            for placeholder in self._by_source.get(name, ())
+            for owner in self._owners.get(placeholder, ())
+            for sibling in owner.placeholders
+            if sibling.source is not None
+        ]
+        first = [self._group_of[name] for name in (*needed, *own)]
+        scheduler.arrange([*first, *self._groups[self._groups.index(first[0]) :]])
+
+    def _error_for(self, placeholder: Placeholder) -> ClosedError:
+        failure = self.operation.failure
+        why = "ended before that" if failure is None else f"failed: {failure}"
+        if os.getpid() != self._process:
+            why = "is the parent's, and not of a forked child; fork after `done()`"
+        error = ClosedError(f"{printable(placeholder.name)} was not loaded: the warm start {why}", path=self._path)
+        error.__cause__ = failure
+        return error
+
+
+def _waits(load: WarmStartLoad, placeholders: Sequence[Placeholder]) -> Callable[[nn.Module, object], None]:
+    """Return a hook. It is a plain function: a copy of the module would copy the object of a bound method too."""
+
+    def wait_for_parameters(module: nn.Module, inputs: object) -> None:
+        # torch.jit.script fails here on purpose: parameters without data must not be compiled; script after `done()`.
+        if left := [placeholder for placeholder in placeholders if not placeholder.filled]:
+            load.wait(left)
+
+    return wait_for_parameters
+
+
+def _copies(pairs: Sequence[tuple[torch.Tensor, torch.dtype]], device: torch.device) -> list[torch.Tensor]:
+    """Return copies of tensors with these dtypes.
+
+    They are complete, for any stream; nothing that a user has queued is waited for.
+    """
+    if not pairs:
+        return []
+    with nullcontext() if device.type == "cpu" else TorchAccelerator(device).on_stream():
+        return [copy_of(tensor) if tensor.dtype == dtype else tensor.to(dtype) for tensor, dtype in pairs]
+
+
+def record(tensors: Iterable[torch.Tensor], device: torch.device, stream: Any) -> None:
+    """Record that a stream, None: the default one, uses tensors that a load has allocated under the copy stream."""
+    if device.type != "cpu":
+        TorchAccelerator(device).record(tensors, default_stream(device) if stream is None else stream)
+
+
+_FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.jit")
+"""Python modules whose classes handle parameters themselves."""
+
+
+def require_supported(module: nn.Module) -> None:
+    """Raise for modules whose parameters cannot be placeholders.
+
+    Raises:
+        WarmStartError: A part of the module, or a parameter, that handles uses of parameters itself.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"warm_start takes a module, not {type(module).__name__}")
+    foreign: dict[type[nn.Module], bool] = {}  # a model has thousands of modules, of a few kinds
+    for name, part in module.named_modules():
+        kind = type(part)
+        if kind not in foreign:
+            foreign[kind] = any(is_from(kind, package) for package in _FOREIGN)
+        if foreign[kind] or getattr(part, "_compiled_call_impl", None) is not None:
+            shown = f"the submodule {printable(name)!r}, a {kind.__name__}," if name else f"a {kind.__name__}"
+            raise WarmStartError(
+                f"{shown} cannot be warm-started: it is compiled, or shards or replicates its parameters; warm-start "
+                "the plain module, and wrap or compile it after `done()`"
+            )
+        for leaf, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None and (why := _unsupported(tensor)):
+                shown = f"{name}.{leaf}" if name else leaf
+                raise WarmStartError(f"{printable(shown)} cannot be warm-started, {why}")
+
+
+def _unsupported(tensor: torch.Tensor) -> str:
+    """Return why a warm start cannot fill this tensor; empty if it can."""
+    kind = type(tensor)
+    if isinstance(tensor, PlaceholderParameter):
+        placeholder = placeholder_of(tensor)
+        return "" if placeholder is None or placeholder.has_ended() else "another warm start has not filled it yet"
+    if is_lazy(tensor):
+        return "it is lazy: first set its shapes by a forward with an input on 'meta'"
+    plain = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if isinstance(tensor, nn.Parameter):
+        plain = plain and kind.__torch_function__ is nn.Parameter.__torch_function__
+    if tensor.is_meta and not plain:
+        return f"its class {kind.__name__} handles its uses itself; warm-start the module before the conversion"
+    return ""
+
+
+def restore_ended(module: nn.Module) -> None:
+    """Restore parameters that an earlier warm start left without data to plain ones on `meta`."""
+    for parameter in module.parameters():
+        if (
+            isinstance(parameter, PlaceholderParameter)
+            and (placeholder := placeholder_of(parameter)) is not None
+            and placeholder.has_ended()
+        ):
+            placeholder.restore()
+
+
+def in_order(names: Sequence[str], order: Iterable[str] | None) -> list[str]:
+    """Return names in the caller's order; names that it does not mention come last, in the module's order.
+
+    Args:
+        names: The module's, in its own order.
+        order: Names of tensors, and of submodules for all tensors in them.
+
+    Raises:
+        TensorNotFoundError: `order` has a name that the module does not have.
+    """
+    if order is None:
+        return list(names)
+    below: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        for k in range(1, len(parts) + 1):
+            below.setdefault(".".join(parts[:k]), []).append(name)
+    found: dict[str, None] = {}
+    for item in [order] if isinstance(order, str) else order:
+        if item not in below:
+            raise TensorNotFoundError("order= takes names of the module's parameters and submodules", requested=item)
+        found |= dict.fromkeys(below[item])
+    return [*found, *(name for name in names if name not in found)]
+
+
+def _final_dtype(name: str, stored: str, target: torch.Tensor, cast_to: torch.dtype | None, path: str) -> torch.dtype:
+    require_dtypes([stored], path=path)
+    own = TORCH_DTYPES[stored]
+    final = cast_to if cast_to is not None and own.is_floating_point else target.dtype
+    if loses_values(stored, final):
+        message = "a cast would lose the values of a tensor; load_into(..., assign=True) keeps the checkpoint's dtype"
+        raise MismatchError(message, path=path, expected=str(final), found=f"{stored} for {name}")
+    if final != own:
+        cast(name, torch.empty(1, dtype=own), final)  # an error of the cast is raised now, and not during the load
+    if target.requires_grad and not (final.is_floating_point or final.is_complex):
+        message = "a parameter of this dtype cannot have a gradient; call requires_grad_(False) on it first"
+        raise MismatchError(message, path=path, found=f"{final} for {name}")
+    return final
+
+
+def _require_meta(module: nn.Module, parameters: Sequence[MatchedParameter], seen: set[int], path: str) -> None:
+    """Require that all parameters to fill are on `meta`, and that no buffer stays there."""
+    if real := tuple(matched.name for matched in parameters if not matched.parameter.is_meta):
+        message = "these parameters have data, a warm start fills those on 'meta'; load_into copies"
+        raise MismatchError(f"{message}: {listed(real)}", path=path)
+    left = tuple(name for name, buffer in module.named_buffers() if buffer.is_meta and id(buffer) not in seen)
+    if left:
+        message = "the checkpoint does not hold these buffers, and a forward would compute without their data"
+        raise MismatchError(f"{message}; make them on a device and not on 'meta': {listed(left)}", path=path)
+
+
+def place_buffers(
+    module: nn.Module, buffers: Mapping[int, str], tensors: Mapping[str, torch.Tensor], device: torch.device, path: str
+) -> None:
+    """Put loaded buffers into the module, and move all others to the device.
+
+    If a buffer is on the device already, the values are copied into it, so that other references to it have them too.
+
+    Raises:
+        MismatchError: The memory of a buffer was freed or shrunk.
+    """
+    memory = TargetMemory(path)
+    made: dict[int, torch.Tensor] = {}
+    used: set[str] = set()
+    for prefix, part in module.named_modules():
+        for leaf, old in part._buffers.items():
+            if old is None:
+                continue
+            if id(old) not in made:
+                source, name = buffers.get(id(old)), f"{prefix}.{leaf}" if prefix else leaf
+                if source is not None:
+                    made[id(old)] = _placed(old, tensors[source], source in used, name, path)
+                    used.add(source)
+                else:
+                    if old.device != device:
+                        memory.require(name, old)
+                    made[id(old)] = moved(old, device)
+            part._buffers[leaf] = made[id(old)]
+
+
+def _placed(old: torch.Tensor, new: torch.Tensor, is_used: bool, name: str, path: str) -> torch.Tensor:
+    if old.device == new.device:
+        with torch.no_grad():
+            copy_all([old], [new], [name], path=path)
+            return old
+    new = as_scalar(new) if not old.dim() else new
+    return copy_of(new) if is_used else new

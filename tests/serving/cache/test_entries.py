@@ -12,7 +12,7 @@ from stio.errors import ClosedError, NoSpaceError, StorageError
 from stio.loading.caches import CachedFile, CacheStats
 from stio.runtime import memory
 from stio.runtime.memory import Region
-from stio.serving.entries import CacheEntries, RequestedFile
+from stio.serving.host_cache import CacheEntries, RequestedFile
 from stio.storage.base import Identity
 
 

@@ -290,7 +290,7 @@ async def test_what_a_failed_load_leaves_counts_until_it_is_free(
     async with pool_of(files, room=1) as pool:
         kept = []
 
-        def fail(self: Any, *_: Any) -> None:
+        def fail(self: Any, *_: Any, **__: Any) -> None:
             self._tensors = {"w": torch.empty(256, 256)}
             kept.append(self._tensors["w"])
             raise OSError("the disk failed")
