@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.checkpoint import _nested_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -31,11 +32,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.utils._pytree import tree_leaves
 
 from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
 from stio.distributed.load import describe_opened, require_same
 from stio.distributed.parts import part_of
-from stio.distributed.torch_private import NamePath, flat_state, tree_leaves
 from stio.errors import ClosedError, MismatchError, StioError, printable
 from stio.format.state_tree import HOST_KINDS, STATE_KEY, Reference
 from stio.loading.api import fill_from, load
@@ -215,8 +216,8 @@ class _Opened:
     """Name of each tensor in the checkpoint."""
     values: dict[str, object] = field(default_factory=dict)
     """Values that are no tensors. A tuple has an empty tensor in place of each of its tensors."""
-    paths: dict[str, NamePath] = field(default_factory=dict)
-    """Where each value is in the nested state."""
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    """Where each value is in the nested state: keys as text, indices of lists."""
 
     def metadata(self) -> Metadata:
         """Return all values as DCP describes them.
@@ -259,7 +260,9 @@ def _described(operation: Operation[Any], checkpoint: OpenCheckpoint, limits: Li
 
     state = nested.tree.fill(stand_in)
     try:
-        flat, opened.paths = flat_state(state if isinstance(state, Mapping) else {"state": state})
+        flat, opened.paths = _nested_dict.flatten_state_dict(
+            dict(state) if isinstance(state, Mapping) else {"state": state}
+        )
     except ValueError as error:
         raise MismatchError(
             "two values of the state have one name in torch's distributed checkpoint; stio.load_state loads them",

@@ -15,6 +15,7 @@ DCP does not report failures to a writer. So the ranks report them to each other
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import os
@@ -28,6 +29,7 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
@@ -37,10 +39,9 @@ from torch.futures import Future
 
 from stio.device.describe import LazyTensor, describe_tensors
 from stio.device.tensor_memory import require_values
-from stio.distributed.parts import part_of
+from stio.distributed.parts import local_memory, part_of
 from stio.distributed.ranks import MAX_VALUE_BYTES, RANK_TIMEOUT_SECONDS, Ranks
-from stio.distributed.sharded_save import SaveToFiles
-from stio.distributed.torch_private import local_memory, state_of_save
+from stio.distributed.save import ShardedSave
 from stio.errors import MismatchError, SaveInProgressError, printable
 from stio.format.manifest import HashName
 from stio.format.placements import ByteRange, byte_ranges
@@ -287,7 +288,7 @@ class StioStorageWriter(StorageWriter):
             return await save.complete()
 
 
-class _PlannedSave(SaveToFiles):
+class _PlannedSave(ShardedSave):
     """The save on one rank, of the parts that DCP's planner has chosen.
 
     See `ShardedSave` for the other arguments.
@@ -476,7 +477,7 @@ def state_paths(plan: SavePlan) -> dict[StatePath, str | None]:
             for number, one in enumerate(value):
                 walk(one, (*as_text, number), (*path, number))
 
-    walk(state_of_save() or {}, (), ())
+    walk(_state_of_save() or {}, (), ())
     if {name for name in paths.values() if name is not None} == set(names.values()):
         return paths
     for path, name in names.items():
@@ -487,6 +488,20 @@ def state_paths(plan: SavePlan) -> dict[StatePath, str | None]:
                 "`get_optimizer_state_dict` returns them"
             )
     return dict(names)
+
+
+def _state_of_save() -> Mapping[Any, Any] | None:
+    """Return the state that the `dcp.save` which called this saves; None: it was not called by one.
+
+    A planner has the state with text in place of its keys, and without the empty mappings in it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_save_state_dict" and frame.f_globals.get("__name__") == state_dict_saver.__name__:
+            state = frame.f_locals.get("state_dict")
+            return state if isinstance(state, Mapping) else None
+        frame = frame.f_back
+    return None
 
 
 def _text_paths(plan: SavePlan) -> dict[StatePath, str | None]:

@@ -21,6 +21,7 @@ chosen. So each call on all ranks has to be the same one; a load beside a save i
 from __future__ import annotations
 
 import builtins
+import hashlib
 import itertools
 import logging
 import os
@@ -38,10 +39,10 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stio import errors
-from stio.distributed.torch_private import store_of
 from stio.errors import ClosedError, LimitError, RankError, StioError, printable
 from stio.runtime import clock
 from stio.runtime.locks import Condition, new_lock
@@ -224,7 +225,7 @@ class Ranks:
                 printable(os.environ["WORLD_SIZE"]),
             )
         if self.num_ranks > 1:
-            self._store, group = store_of(process_group)
+            self._store, group = _store_of(process_group)
             self._group = _groups.setdefault(group, _GroupState())
             self.key = key or str(next(self._group.numbers))
             idle = self._group.groups
@@ -567,6 +568,17 @@ class Ranks:
         store.set(key, value)  # type: ignore[arg-type]  # bytes are allowed, and the stub does not say so
         if key not in self._keys:
             self._keys.append(key)
+
+
+def _store_of(process_group: dist.ProcessGroup | None) -> tuple[Store, dist.ProcessGroup]:
+    """Return the store of a process group, in which keys of other groups do not occur, and the group.
+
+    A group that is made after all groups were destroyed may have the name of an older one of other ranks.
+    """
+    group = process_group or distributed_c10d._get_default_group()
+    members = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
+    # `ProcessGroup.get_group_store` is not in all versions, and for some backends it has no store.
+    return PrefixStore(f"{group.group_name}/{members}", distributed_c10d._get_default_store()), group
 
 
 def _own_connection(store: Store) -> Store:

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from stio import errors
-from stio.distributed import broadcast, sharded_save
+from stio.distributed import broadcast
 from stio.distributed.ranks import MAX_VALUE_BYTES, Ranks, _described, _RankFailure, decoded
-from stio.distributed.sharded_upload import _unpack
+from stio.distributed.save import _Compared
+from stio.distributed.sharded_write import _unpack
 from stio.errors import LimitError, MismatchError, RankError, StioError, StorageError
 from stio.runtime.operation import PanicError
-from stio.storage.commit.transaction import begin_local
+from stio.storage.commit.transaction import Invitation, begin_local
 
 
 def sent(error: Exception) -> BaseException | None:
@@ -207,9 +208,7 @@ PACKED = [pickle.dumps(Executed("x")), b"", b"\xc1", b"\x91" * 1_000_000, b"\x81
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    "kind", [bytes, list[int], dict[int, str], tuple[str, ...], broadcast._Need | None, sharded_save._Compared]
-)
+@pytest.mark.parametrize("kind", [bytes, list[int], dict[int, str], tuple[str, ...], broadcast._Need | None, _Compared])
 @pytest.mark.parametrize("data", [*PACKED, msgspec.msgpack.encode(1), b"\xc4" * (MAX_VALUE_BYTES + 1)])
 def test_a_value_that_is_malformed(data: bytes, kind: Any, no_pickle: None) -> None:
     with pytest.raises(RankError, match="rank 2 has sent"):
@@ -272,11 +271,11 @@ def test_an_invitation_that_is_malformed(change: dict[str, Any] | None, tmp_path
     owner.create([1, 1], [0, 0])
     good = owner.invite()
     owner.roll_back()
-    assert sharded_save.Invitation.from_json(good.to_json()) == good
+    assert Invitation.from_json(good.to_json()) == good
     values = json.loads(good.to_json())
     data = pickle.dumps(Executed("x")) if change is None else json.dumps({**values, **change}).encode()
     with pytest.raises(StorageError, match="no valid invitation"):
-        sharded_save.Invitation.from_json(data)
+        Invitation.from_json(data)
 
 
 def test_a_value_that_is_too_long_to_send() -> None:
