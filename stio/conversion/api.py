@@ -15,7 +15,7 @@ import torch
 
 from stio.conversion.sources import OpenSource, open_source
 from stio.conversion.torch_files import Key, check_key
-from stio.device.tensors import TORCH_DTYPES, DtypeLike, Lost, checked_dtype
+from stio.device.tensors import TORCH_DTYPES, DtypeLike, checked_dtype
 from stio.errors import ClosedError, printable
 from stio.format.manifest import HashName
 from stio.format.naming import FILE_SUFFIX
@@ -107,11 +107,9 @@ async def convert(
     plan_writes([], max_shard_bytes=None, block_bytes=1 << 20, metadata=options.metadata)  # the same for the metadata
 
     def body(operation: Operation[SaveResult]) -> SaveResult:
-        lost: Lost = {}
         opened = open_source(
             os.fspath(source),
             dtype=wanted,
-            lost=lost,
             window_bytes=max(1 << 20, budget // 8),
             key=key,
             trust_pickle=trust_pickle,
@@ -119,7 +117,7 @@ async def convert(
         )
         try:
             result = _save(operation, opened, os.fspath(destination), options, budget // 2)
-            return replace(result, out_of_range=report_lost(lost, shown(source)))
+            return replace(result, out_of_range=report_lost(opened.lost, shown(source)))
         finally:
             if opened.reader is not None:
                 opened.reader.close()

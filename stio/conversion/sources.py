@@ -43,7 +43,7 @@ from stio.errors import (
     listed,
     printable,
 )
-from stio.format.directory import beside, require_complete, warning_of_gone_shards, warning_of_others, without_index
+from stio.format.directory import beside, require_complete, warning_of_others, without_index
 from stio.format.header import TensorInfo
 from stio.format.index import ShardIndex, parse_index
 from stio.format.naming import FILE_SUFFIX, PICKLE_SUFFIXES, is_hidden, is_index, names_checkpoint, whole_name
@@ -78,7 +78,6 @@ class ReadAhead:
         opened: The checkpoint; closed by `close`.
         names: New name of each tensor, with its name in the checkpoint.
         dtype: Cast floating tensors to it.
-        lost: Where to count the values that casts lose.
         window_bytes: Most bytes in one read, unless one row is larger. Two reads are in memory at once.
     """
 
@@ -88,12 +87,13 @@ class ReadAhead:
         names: Mapping[str, str],
         *,
         dtype: torch.dtype | None,
-        lost: Lost,
         window_bytes: int,
     ) -> None:
         self._opened = opened
         self._names = names
-        self._settings = LoadOptions(dtype=dtype, memory="copy", budget_bytes=window_bytes, lost=lost)
+        self.lost: Lost = {}
+        """Counts the values that casts lose."""
+        self._settings = LoadOptions(dtype=dtype, memory="copy", budget_bytes=window_bytes, lost=self.lost)
         self._window_bytes = window_bytes
         self._units: Iterator[_Unit] = iter(())
         self._loaded: _Tensors = {}
@@ -210,6 +210,8 @@ class OpenSource:
     """Tied names, each with the name that has the data. Only ties that shared memory does not show."""
     tied: TiedNames = UNDECLARED
     """What the module declares about tied names, if the source is a pickle of one."""
+    lost: Lost = field(default_factory=dict)
+    """Counts the values that casts lose, while the tensors are saved."""
     reader: ReadAhead | None = None
     """Reads the tensors of a safetensors checkpoint."""
 
@@ -218,7 +220,6 @@ def open_source(
     path: str,
     *,
     dtype: torch.dtype | None,
-    lost: Lost,
     window_bytes: int,
     key: Key | None,
     trust_pickle: bool,
@@ -229,7 +230,6 @@ def open_source(
     Args:
         path: See `stio.convert`.
         dtype: Floating tensors are cast to it.
-        lost: Where to count the values that casts lose.
         window_bytes: Bytes of one read.
         key: Key of the tensors in a pickle, or path of keys.
         trust_pickle: Unpickle anything.
@@ -244,7 +244,7 @@ def open_source(
         if found is None:
             if key is not None and (os.path.lexists(path) or is_url(path)):
                 raise ValueError("key= is for files of torch.save; a safetensors checkpoint is flat")
-            return _open_safetensors(path, dtype, lost, window_bytes, check)
+            return _open_safetensors(path, dtype, window_bytes, check)
     except (UnsafePathError, LimitError) as error:  # which advise what a conversion does not take
         message = error.message.replace("pass follow_symlinks=True", "copy the file there")
         error.message = message.replace("pass limits=", "save what stio.load returns with limits=")
@@ -274,7 +274,7 @@ def open_source(
         file_of |= dict.fromkeys(part, file)
     if key is None:  # otherwise the names may be others than those of the index
         found.require_named(file_of)
-    return OpenSource(**_cast(tensors, dtype, lost, tied, path), files=pickles, tied=tied)
+    return OpenSource(**_cast(tensors, dtype, tied, path), files=pickles, tied=tied)
 
 
 # Which files a path means.
@@ -351,34 +351,13 @@ def _pickles_in(directory: str) -> _Pickles | None:
 
 
 def _indexed_pickles_in(directory: str, index: str, names: Sequence[str]) -> _Pickles | None:
-    """Return the files of the only index in a directory; the whole file beside it if none of them exists."""
+    """Return the files of the only index in a directory. Warns of others with its name."""
     _require_inside(directory, [index])
     path = os.path.join(directory, index)
     named = _parsed(path)
-    files = files_of_index(directory, index, whole_name(index), named.shards, names, PICKLE_SUFFIXES)
-    return _named_pickles(path, named) if files == named.shards else _Pickles(_require_inside(directory, files))
-
-
-def files_of_index(
-    directory: str, index: str, whole: str, shards: tuple[str, ...], names: Sequence[str], suffixes: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Return the shards of an index; the whole file beside it if they are all gone. Warns of such files.
-
-    Args:
-        directory: The directory of the index.
-        index: Name of the index.
-        whole: Name of the whole file.
-        shards: The files that the index names.
-        names: Names of the files in the directory.
-        suffixes: Ends of the names that count.
-    """
-    others = beside(index, shards, names, suffixes)[0]
-    if whole in others and not any(os.path.lexists(os.path.join(directory, shard)) for shard in shards):
-        log(logging.WARNING, "%s", warning_of_gone_shards(directory, index, whole))
-        return (whole,)
-    if others:
+    if others := beside(index, named.shards, names, PICKLE_SUFFIXES)[0]:
         log(logging.WARNING, "%s", warning_of_others(directory, index, others))
-    return shards
+    return _named_pickles(path, named)
 
 
 def _parsed(path: str) -> ShardIndex:
@@ -417,15 +396,14 @@ def _require_inside(directory: str, names: Sequence[str]) -> list[str]:
 # The tensors in them.
 
 
-def _cast(
-    tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, lost: Lost, tied: TiedNames, path: str
-) -> dict[str, Any]:
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, tied: TiedNames, path: str) -> dict[str, Any]:
     """Return lazy tensors for those to be cast, and the ties that their memory does not show."""
     if dtype is None:
         return {"tensors": tensors}
     _, ties = resolve_shared(describe_tensors(tensors), "dedupe", tied)
     kinds = {name: FORMAT_DTYPES.get(tensor.dtype, "") for name, tensor in tensors.items()}
     casts = planned_casts(kinds, dtype, path=path, remedy=AS_STORED)
+    lost: Lost = {}
     lazy = {}
     for name, tensor in tensors.items():
         wanted = tensor.dtype if casts is None else cast_dtype(name, tensor.dtype, casts)
@@ -436,6 +414,7 @@ def _cast(
         )
     return {
         "tensors": lazy,
+        "lost": lost,
         "ties": {alias: name for alias, name in ties.items() if isinstance(lazy[name], LazyTensor)},
     }
 
@@ -457,16 +436,14 @@ def _common_metadata(opened: OpenCheckpoint) -> dict[str, Any]:
     return {key: value for key, value in opened.metadata.items() if key not in opened.differing_metadata}
 
 
-def _open_safetensors(
-    path: str, dtype: torch.dtype | None, lost: Lost, window_bytes: int, check: Callable[[], None]
-) -> OpenSource:
+def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, check: Callable[[], None]) -> OpenSource:
     opened = open_checkpoint(path, allow_trailing=True, check=check)
     opened.require_plain()
     try:
         names = {**_plain_names(opened), **opened.aliases}
         infos = {name: opened.info(stored) for name, stored in names.items()}
         require_dtypes([info.dtype for info in infos.values()], path=opened.path)
-        reader = ReadAhead(opened, names, dtype=dtype, lost=lost, window_bytes=window_bytes)
+        reader = ReadAhead(opened, names, dtype=dtype, window_bytes=window_bytes)
         tensors: dict[str, torch.Tensor | LazyTensor] = {}
         casts = planned_casts(
             {name: kind for name, (kind, _) in opened.dtypes_and_shapes().items()}, dtype, path=path, remedy=AS_STORED
@@ -482,6 +459,7 @@ def _open_safetensors(
             metadata=_common_metadata(opened),
             ties=dict(opened.aliases),
             reader=reader,
+            lost=reader.lost,
         )
     except BaseException:
         opened.close()

@@ -37,8 +37,7 @@ expected type; torch's own messages (plans and results of its distributed checkp
 from __future__ import annotations
 
 from stio.distributed.dcp_reader import StioStorageReader
-from stio.distributed.dcp_stager import StioStager
-from stio.distributed.dcp_writer import StioStorageWriter
+from stio.distributed.dcp_writer import StioStager, StioStorageWriter
 from stio.distributed.load import load_into
 from stio.distributed.parts import Placements
 from stio.distributed.save import Saver, save

@@ -399,11 +399,10 @@ class _Broadcast(RankTransfer):
             self._send_chunk(number)
 
     def _send_chunk(self, number: int) -> None:
-        """Send a chunk, or receive it; and copy what this rank needs of it, unless it was received in its place."""
+        """Send a chunk, or receive it; and copy what this rank needs of it."""
         chunk = self._plan.chunks[number]
         is_own = chunk.owner == self._ranks.rank
-        place = None if is_own else self._place(chunk)
-        data = self._read[number][1] if is_own else self._received[: chunk.nbytes] if place is None else place
+        data = self._read[number][1] if is_own else self._received[: chunk.nbytes]
         begin, how = perf_counter(), dist.BroadcastOptions()
         how.rootRank = chunk.owner
         sending = self._group.broadcast([data], how)
@@ -412,11 +411,11 @@ class _Broadcast(RankTransfer):
         sending.wait()
         if self._trace is not None:
             self._trace.add("send" if is_own else "receive", begin, perf_counter(), num_bytes=chunk.nbytes)
-        if place is None and not is_own:
+        if not is_own:
             self._copy_all(chunk, data)
+            return
         del data
-        if is_own:
-            self._release(number)
+        self._release(number)
 
     def _release(self, number: int) -> None:
         """Release the memory of a chunk that was sent."""
@@ -425,18 +424,6 @@ class _Broadcast(RankTransfer):
         scheduler = self._scheduler
         if not self._num_unsent[group.index] and scheduler is not None:
             scheduler.release(group)
-
-    def _place(self, chunk: Chunk) -> torch.Tensor | None:
-        """Return the memory of the module where all bytes of a chunk belong, if there is one."""
-        if len(chunk.pieces) > 1 or self._error is not None or self._operation.cancelled:
-            return None
-        (piece,) = chunk.pieces
-        one = self._plan.tensors[piece.tensor]
-        try:
-            return self._target.rows_memory(one.name, TORCH_DTYPES[one.dtype], one.rows.dim, piece.rows, one.shape)
-        except BaseException as error:
-            self._error = error
-            return None
 
     def _copy_all(self, chunk: Chunk, data: torch.Tensor) -> None:
         """Copy what this rank needs of a chunk. An error is kept: others wait for this rank in the next step."""
@@ -458,27 +445,12 @@ class _Broadcast(RankTransfer):
 
 
 def _in_chunks(header: Header, chunks: Sequence[tuple[int, Chunk]]) -> Header:
-    """Return a header in which some chunks of the file are tensors of bytes, and so is all that is between them."""
-    names, begins, ends = [], [], []
-    end = 0
-    for number, chunk in chunks:
-        if chunk.begin > end:
-            names.append(f"before {number}")
-            begins.append(end)
-            ends.append(chunk.begin)
-        end = chunk.begin + chunk.nbytes
-        names.append(str(number))
-        begins.append(chunk.begin)
-        ends.append(end)
-    if end < header.data_end:
-        names.append("rest")
-        begins.append(end)
-        ends.append(header.data_end)
+    """Return a header in which some chunks of the file are tensors of bytes, and nothing else is."""
     return replace(
         header,
-        names=names,
-        dtypes=["U8"] * len(names),
-        shapes=[(end - begin,) for begin, end in zip(begins, ends, strict=True)],
-        begins=begins,
-        ends=ends,
+        names=[str(number) for number, _ in chunks],
+        dtypes=["U8"] * len(chunks),
+        shapes=[(chunk.nbytes,) for _, chunk in chunks],
+        begins=[chunk.begin for _, chunk in chunks],
+        ends=[chunk.begin + chunk.nbytes for _, chunk in chunks],
     )

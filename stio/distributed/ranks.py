@@ -26,7 +26,7 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -43,7 +43,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stio import errors
-from stio.errors import ClosedError, LimitError, RankError, StioError, printable
+from stio.errors import ClosedError, RankError, StioError, listed, printable
 from stio.runtime import clock
 from stio.runtime.locks import Condition, new_lock
 from stio.runtime.notifier import Notifier, runs_blocking
@@ -62,8 +62,11 @@ _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.1
 _KEPT_ROUNDS = 8
 """Number of objects whose keys are kept: a rank that is late still finds the failure of an older one."""
 
-MAX_VALUE_BYTES = 4 << 20
-"""Longest value to share: torch's store closes a connection over which a value of more than 8 MiB comes."""
+_MAX_PART_BYTES = 4 << 20
+"""Longest part of a value: torch's store closes a connection over which a value of more than 8 MiB comes."""
+
+_NUMBER_BYTES = 2
+"""A value begins with the number of its parts."""
 
 _MAX_CHARACTERS = 4096
 """What is sent of a text of an error."""
@@ -164,8 +167,8 @@ class _GroupState:
     """Held while `start` is made."""
     old_keys: deque[list[str]] = field(default_factory=deque)
     """The keys that this rank has set for each object that has ended."""
-    groups: dict[float, list[tuple[str, Any]]] = field(default_factory=dict)
-    """Gloo groups of `RankTransfer` that are connected and not in use, with their names, by their time limits."""
+    groups: list[tuple[str, Any]] = field(default_factory=list)
+    """Gloo groups of `RankTransfer` that are connected and not in use, with their names."""
 
 
 _groups: MutableMapping[dist.ProcessGroup, _GroupState] = WeakKeyDictionary()
@@ -228,10 +231,7 @@ class Ranks:
             self._store, group = _store_of(process_group)
             self._group = _groups.setdefault(group, _GroupState())
             self.key = key or str(next(self._group.numbers))
-            idle = self._group.groups
-            for timeout in [timeout for timeout in idle if timeout != self.timeout]:
-                del idle[timeout]  # one set of connections is kept, not one for each timeout
-            self.groups = idle.setdefault(self.timeout, [])
+            self.groups = self._group.groups
         self.failure: RankError | None = None
         """The first failure of another rank, once it is known."""
         self.has_begun = False
@@ -266,20 +266,13 @@ class Ranks:
             cancel()
 
     def share(self, name: str, value: object = b"") -> None:
-        """Give the other ranks a small value of plain data, once for each name; returns at once.
-
-        Raises:
-            LimitError: The value is too long for a store.
-        """
-        data = msgspec.msgpack.encode(value)
-        if len(data) > MAX_VALUE_BYTES:
-            raise LimitError(
-                f"ranks cannot tell each other so much about a {self._about}: too many tensors, or too long names",
-                expected=f"at most {MAX_VALUE_BYTES:,} bytes",
-                found=f"{len(data):,}",
-            )
+        """Give the other ranks a value of plain data, once for each name; returns at once."""
         if self._store is not None:
-            self._to_set.append((f"{name}/{self.rank}", data))
+            data, key = msgspec.msgpack.encode(value), f"{name}/{self.rank}"
+            parts = [data[at : at + _MAX_PART_BYTES] for at in range(0, len(data), _MAX_PART_BYTES)]
+            # The first part comes last, with the number of all: a rank that has it finds the others.
+            self._to_set.extend((f"{key}/{k}", part) for k, part in enumerate(parts[1:], 1))
+            self._to_set.append((key, len(parts).to_bytes(_NUMBER_BYTES, "big") + parts[0]))
             self._changed.wake()
 
     async def fetch(self, name: str, of: int = 0, *, kind: Any = bytes) -> Any:
@@ -309,7 +302,6 @@ class Ranks:
 
         Raises:
             RankError: A rank has failed, or has shared something else.
-            LimitError: The value is too long for a store.
             Cancelled: This rank was interrupted.
         """
         if self._store is None:
@@ -349,7 +341,7 @@ class Ranks:
         raise ClosedError(f"the {self._about} has ended")
 
     def connect(self) -> tuple[str, Any]:
-        """Return a new `ProcessGroupGloo` of these ranks, connected to all of them, and its name; blocks.
+        """Return a new `ProcessGroupGloo` of these ranks, connected to all of them, and its unique name; blocks.
 
         It is none of the groups of the program: those are made in one order on all ranks, and this one on any thread.
         A call in it waits `timeout` for the others. Its connections are closed with the last reference to it.
@@ -357,7 +349,7 @@ class Ranks:
         assert self._store is not None
         store = PrefixStore(f"{self._prefix}/gloo", _own_connection(self._store))
         limit = timedelta(seconds=self.timeout)
-        return self._prefix, dist.ProcessGroupGloo(store, self.rank, self.num_ranks, limit)
+        return f"{self._prefix} {self.timeout}", dist.ProcessGroupGloo(store, self.rank, self.num_ranks, limit)
 
     def interrupt(self) -> None:
         """End all waits of this rank, which was cancelled. Takes no lock; callable from any thread."""
@@ -373,8 +365,6 @@ class Ranks:
     async def reports(self) -> AsyncIterator[None]:
         """Return a block for what comes before that of this object; an error in it is raised on the other ranks too."""
         try:
-            if self._refused is not None:
-                raise copy_of(self._refused)
             yield
         except BaseException as error:
             if not self.has_begun:
@@ -464,7 +454,7 @@ class Ranks:
             self._read_failure(store.get("failed"))
         for request in self._requests.copy():
             if store.check(request.keys):
-                request.values = [store.get(key) for key in request.keys]
+                request.values = [_value(store, key) for key in request.keys]
                 with suppress(ValueError):  # nothing waits for it any more
                     self._requests.remove(request)
                 self._notifier.notify()
@@ -490,7 +480,8 @@ class Ranks:
         if silent and self.failure is None:
             has_begun = any(self._signs[other].value for other in silent)
             what = "gave no sign of life for" if has_begun else f"did not begin the {self._about} within"
-            text = f"{named(silent)} {what} {self.timeout:g} s (rank_timeout=)"
+            who = "rank" if len(silent) == 1 else "ranks"
+            text = f"{who} {listed(silent)} {what} {self.timeout:g} s (rank_timeout=)"
             self._tell(store, _RankFailure(self.rank, tuple(silent), text))
 
     def _require_same_call(self, store: Store, other: int, about: str) -> None:
@@ -581,6 +572,15 @@ def _store_of(process_group: dist.ProcessGroup | None) -> tuple[Store, dist.Proc
     return PrefixStore(f"{group.group_name}/{members}", distributed_c10d._get_default_store()), group
 
 
+def _value(store: Store, key: str) -> bytes:
+    """Return a value that is in the store, from its parts."""
+    first = store.get(key)
+    others = [f"{key}/{k}" for k in range(1, int.from_bytes(first[:_NUMBER_BYTES], "big"))]
+    if others and not store.check(others):
+        others = []  # no rank of stio has sent this, and it cannot be decoded
+    return first[_NUMBER_BYTES:] + b"".join(map(store.get, others))
+
+
 def _own_connection(store: Store) -> Store:
     """Return a store over a connection of its own, where torch has that (2.8): a call waits for calls of others."""
     clone: Callable[[], Any] | None = getattr(store, "clone", None)
@@ -620,8 +620,6 @@ def decoded(
         RankError: It is something else.
     """
     sender, ranks = ("a rank", ()) if rank is None else (f"rank {rank}", (rank,))
-    if len(data) > MAX_VALUE_BYTES:
-        raise RankError(f"{sender} has sent {len(data):,} bytes at once; do all ranks run the same stio?", ranks=ranks)
     try:
         return decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -654,11 +652,3 @@ def _cut(text: str) -> str:
     if len(text) > _MAX_CHARACTERS:
         text = f"{text[:_MAX_CHARACTERS]}... ({len(text):,} characters)"
     return text.encode(errors="backslashreplace").decode()  # paths may have surrogates
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Return ranks as words."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"ranks {shown}"

@@ -35,7 +35,7 @@ from stio.distributed.agreement import TREE, RankState, Share, difference, merge
 from stio.distributed.parts import identify, part_of, replica_of
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.sharded_write import FileTransaction, RankTransaction, Store, StoreTransaction
-from stio.errors import LimitError, MismatchError, RankError, printable
+from stio.errors import MismatchError, RankError, printable
 from stio.format.manifest import HashName
 from stio.format.sharding import TensorSource
 from stio.format.shared import UNDECLARED, SharedPolicy, TiedNames, resolve_shared
@@ -486,19 +486,14 @@ class ShardedSave(PendingSave):
 
     def _raise_difference(self, state: RankState, tree: bytes, others: Sequence[int]) -> None:
         rank = self._ranks.rank
-        mine: dict[str, str] = {}
-        if rank in (0, others[0]):
-            described = {**state.settings, **(tree_entries(tree) if tree else {}), **state.described()}
-            described.pop(TREE, None)
-            mine = {what: text.encode(errors="backslashreplace").decode() for what, text in described.items()}
+        described = {**state.settings, **(tree_entries(tree) if tree else {}), **state.described()}
+        described.pop(TREE, None)
+        mine = {what: text.encode(errors="backslashreplace").decode() for what, text in described.items()}
         if rank == 0:
-            try:
-                self._ranks.share("described", mine)
-            except LimitError:
-                self._ranks.share("described", {})  # the difference is not named
+            self._ranks.share("described", mine)
         if rank != others[0]:
             run_blocking(self._ranks.fetch("difference", of=others[0]))  # raises what that rank raises
-        theirs = run_blocking(self._ranks.fetch("described", kind=dict[str, str])) or mine
+        theirs = run_blocking(self._ranks.fetch("described", kind=dict[str, str]))
         text = difference(mine, theirs, rank)
         raise MismatchError(f"the ranks do not save the same: {text}", path=str(self.destination))
 

@@ -113,7 +113,7 @@ class RankTransfer:
         if ranks.num_ranks == 1:
             return ""
         name, self._group = ranks.groups.pop() if ranks.groups else ("", None)
-        if not name or set(run_blocking(ranks.arrive("group", name, kind=str))) != {name}:
+        if set(run_blocking(ranks.arrive("group", name, kind=str))) != {name} or not name.endswith(f" {ranks.timeout}"):
             self._group = None
             # On a thread that a failure or a cancel leaves behind: it waits for each of the others.
             name, self._group = Call(ranks.connect).result()

@@ -157,11 +157,11 @@ def errors() -> dict[str, Any]:
 
 
 def long_differences(folder: str) -> dict[str, Any]:
-    """Metadata that differ, and do not fit into the store, which is smaller here."""
+    """Metadata that differ, and that the store takes in many parts, which are smaller here."""
     text = os.urandom(2000).hex() + str(dist.get_rank())
     state = {"é\u0301\ud7ff\U0001f600": spread(torch.ones(7, 3)), "": torch.ones(())}
     found = {"names": outcome(lambda: sync.distributed.save(state, f"{folder}/é\udcff", metadata={"ü": "ä"}))}
-    with patched(ranks, "MAX_VALUE_BYTES", 3000):
+    with patched(ranks, "_MAX_PART_BYTES", 300):
         found["metadata"] = outcome(lambda: sync.distributed.save(state, f"{folder}/never", metadata={"ü": text}))
     assert sync.load(f"{folder}/é\udcff").keys() == state.keys()
     return found
@@ -478,7 +478,7 @@ def test_errors_that_are_hard_to_send(found: list[dict[str, Any]]) -> None:
 
 def test_long_differences(found: list[dict[str, Any]]) -> None:
     assert set(kinds(found, "differences", "metadata")) <= {"MismatchError", "RankError"}
-    assert "metadata of rank 1 differ from those of rank 0" in found[0]["differences"]["metadata"][1]
+    assert "the metadata under 'ü' differs: " in found[0]["differences"]["metadata"][1]
     assert kinds(found, "differences", "names") == [""] * NUM_RANKS
 
 
