@@ -189,14 +189,13 @@ def _require_other_file(opened: OpenSource, destination: str) -> None:
     """
     if not destination.endswith(FILE_SUFFIX):
         return
-    url = str(open_destination(destination)) if is_url(destination) else None
-    for path in opened.files:
-        try:
-            is_same = path == url if url is not None else os.path.samefile(path, destination)
-        except OSError:
-            continue  # one of them does not exist
-        if is_same:
-            raise ValueError(
-                f"the destination {printable(destination)!r} is a file of the source; choose another name (a directory "
-                "may be converted in place)"
-            )
+    if is_url(destination):
+        is_same = str(open_destination(destination)) in opened.files
+    else:
+        files = [path for path in opened.files if os.path.exists(path)]
+        is_same = os.path.exists(destination) and any(os.path.samefile(path, destination) for path in files)
+    if is_same:
+        raise ValueError(
+            f"the destination {printable(destination)!r} is a file of the source; choose another name (a directory "
+            "may be converted in place)"
+        )

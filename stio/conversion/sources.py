@@ -112,7 +112,7 @@ class ReadAhead:
             StioError: The read failed.
         """
         if self._is_cut(name):
-            return self._rows(name)
+            return (self._next().pop(name) for _ in self._row_cuts(name))
         if name not in self._loaded:
             self._loaded = self._next()
         return self._loaded.pop(name)
@@ -132,10 +132,6 @@ class ReadAhead:
             ahead.close()
         self._loaded = {}
         self._opened.close()
-
-    def _rows(self, name: str) -> Iterator[torch.Tensor]:
-        for _ in range(len(self._row_cuts(name))):
-            yield self._next().pop(name)
 
     def _next(self) -> _Tensors:
         """Return the tensors that were read ahead, and start the read of the next ones."""

@@ -99,11 +99,9 @@ def read_pickle(
         HostMemoryError: The host has too little memory for its tensors.
         StorageError: The operating system reported an error.
     """
-    kind = kind_of_file(path)
-    if kind is None:
-        raise FormatError("not a file of torch.save, by its first bytes; fetch it again", path=path)
-    if kind != TORCH_SAVE:
-        raise FormatError(kind.refusal(path), path=path)
+    if (kind := kind_of_file(path)) != TORCH_SAVE:
+        reason = "not a file of torch.save, by its first bytes; fetch it again" if kind is None else kind.refusal(path)
+        raise FormatError(reason, path=path)
     in_zip = read_start(path, len(_ZIP_START)) == _ZIP_START
     if trust_pickle:
         warnings.warn(

@@ -6,8 +6,8 @@ part of the checkpoint's tensor a `DTensor` is. It has `Placements` too, for loa
 
 - `ranks.py`: failures of other ranks, and small values that ranks exchange. A rank that fails, is cancelled or killed
   is an error on all, within a bounded time. `transfer.py`: how ranks send each other many bytes.
-- Loads: `load.py` fills a sharded module or state, one load for each rank. Before that, `broadcast.py` fills what
-  several ranks need: it is read once and sent.
+- Loads: `load.py` fills a sharded module or state, one load for each rank. Before that, a
+  broadcast fills what several ranks need: it is read once and sent.
 - Saves: `save.py` and `sharded_save.py` are one save for each rank; `agreement.py` is what ranks agree on first, and
   the first rank commits. On a filesystem all write into the same files. `sharded_upload.py`: in a store each file has
   an owner, to which the others send their bytes.

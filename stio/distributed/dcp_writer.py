@@ -461,7 +461,12 @@ def state_paths(plan: SavePlan) -> dict[StatePath, str | None]:
     Raises:
         ValueError: The planner saves what is not in the state, and text in a path may have been a number.
     """
-    names = {path: name for path, name in _text_paths(plan).items() if name is not None}
+    data = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
+    names: dict[StatePath, str] = {
+        tuple(key if isinstance(key, int) else (key,) for key in path): name
+        for name, path in data.items()
+        if isinstance(path, tuple)
+    }
     paths: dict[StatePath, str | None] = {}
 
     def walk(value: object, as_text: StatePath, path: StatePath) -> None:
@@ -503,16 +508,6 @@ def _state_of_save() -> Mapping[Any, Any] | None:
     return None
 
 
-def _text_paths(plan: SavePlan) -> dict[StatePath, str | None]:
-    """Return the paths that the default planner has, with text in place of each key."""
-    data = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
-    return {
-        tuple(key if isinstance(key, int) else (key,) for key in path): name
-        for name, path in data.items()
-        if isinstance(path, tuple)
-    }
-
-
 def _put(state: dict[Any, Any], path: StatePath, value: object) -> None:
     """Put a value into a nested state, and make the containers on its path."""
     here: Any = state
@@ -532,7 +527,7 @@ def _paths(plans: Iterable[SavePlan], names: Sequence[str]) -> dict[StatePath, s
     paths: dict[StatePath, str | None] = {}
     last: dict[StatePath, str | None] = {}
     for plan in plans:
-        own = plan.storage_data if isinstance(plan.storage_data, dict) else _text_paths(plan)
+        own: dict[StatePath, str | None] = plan.storage_data  # see `prepare_local_plan`
         if own != last:  # those of most ranks are equal
             paths.update((path, name) for path, name in own.items() if name is not None or path not in paths)
         last = own

@@ -190,8 +190,8 @@ class Ranks:
         exit_patience: Seconds that the interpreter's exit waits for the end of what they do.
 
     Raises:
-        ValueError: This process is not a member of the group. A wrong timeout is refused when the object, or its block
-            `reports`, is entered: the other ranks have to learn of it.
+        TypeError: The timeout is no number.
+        ValueError: It is out of range, or this process is not a member of the group.
     """
 
     def __init__(
@@ -204,9 +204,12 @@ class Ranks:
         is_alone: bool = False,
         exit_patience: float = 0.0,
     ) -> None:
-        self._refused = _why_refused(timeout)
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            raise TypeError(f"rank_timeout= takes a number of seconds, not {timeout!r}")
+        if not 0 < timeout <= TIMEOUT_MAX:  # also False for NaN
+            raise ValueError(f"rank_timeout= takes a positive number of seconds, at most {TIMEOUT_MAX:.0f}")
         self._about = about
-        self.timeout = RANK_TIMEOUT_SECONDS if self._refused else timeout
+        self.timeout = timeout
         """See above."""
         self.rank, self.num_ranks = 0, 1
         self.groups: list[tuple[str, Any]] = []
@@ -379,9 +382,6 @@ class Ranks:
             for sign in self._signs.values():  # this object may have been made long ago
                 sign.seen = now
             self._watcher.start()
-        if self._refused is not None:
-            await self.__aexit__(type(self._refused), self._refused, None)
-            raise copy_of(self._refused)
         return self
 
     async def __aexit__(
@@ -585,15 +585,6 @@ def _own_connection(store: Store) -> Store:
     """Return a store over a connection of its own, where torch has that (2.8): a call waits for calls of others."""
     clone: Callable[[], Any] | None = getattr(store, "clone", None)
     return store if clone is None else clone()
-
-
-def _why_refused(timeout: object) -> Exception | None:
-    """Return the error for a timeout, None if it can be used."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        return TypeError(f"rank_timeout= takes a number of seconds, not {timeout!r}")
-    if not 0 < timeout <= TIMEOUT_MAX:  # also False for NaN
-        return ValueError(f"rank_timeout= takes a positive number of seconds, at most {TIMEOUT_MAX:.0f}")
-    return None
 
 
 def _described(rank: int, about: str, error: BaseException) -> _RankFailure:

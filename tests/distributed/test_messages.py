@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from stio import errors
-from stio.distributed import broadcast
+from stio.distributed import load as broadcast
 from stio.distributed.ranks import _described, _RankFailure, decoded
 from stio.distributed.save import _Compared
 from stio.distributed.sharded_write import _unpack
