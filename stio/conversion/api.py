@@ -132,10 +132,8 @@ def _floating_dtype(dtype: DtypeLike | None) -> torch.dtype | None:
         ValueError: It is not a floating dtype, or not the name of one.
         TypeError: It is neither a dtype nor text.
     """
-    if dtype is None:
-        return None
-    wanted = checked_dtype(dtype)
-    if wanted not in _CASTS:
+    wanted = None if dtype is None else checked_dtype(dtype)
+    if wanted is not None and wanted not in _CASTS:
         raise ValueError(f"dtype= takes a floating dtype, such as 'bfloat16' or 'BF16', not {printable(str(dtype))!r}")
     return wanted
 

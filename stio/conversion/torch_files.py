@@ -136,7 +136,6 @@ def read_pickle(
 
 def _load(path: str, *, mmap: bool, **options: Any) -> Any:
     """Return `torch.load` of a file; one that the system does not map is read."""
-    source: Any
     # torch would read a file of this name as safetensors.
     with reporting_shortage(path), open(path, "rb") if path.endswith(FILE_SUFFIX) else nullcontext(path) as source:
         try:
@@ -144,9 +143,7 @@ def _load(path: str, *, mmap: bool, **options: Any) -> Any:
         except Warning:  # an error by the filters of the caller, such as `python -W error`; the file is not damaged
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                if source is not path:
-                    source.seek(0)
-                return torch.load(source, mmap=mmap, **options)
+                return _load(path, mmap=mmap, **options)
         except RuntimeError as error:  # before anything is unpickled
             if not mmap or not str(error).startswith("unable to mmap "):
                 raise

@@ -715,7 +715,7 @@ class StioStager(AsyncStager):
         for keys, tensor in _tensors_of(state_dict):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                path = python_path(keys)  # for messages, so long keys are cut: two may have one text
+                path = python_path([*keys])  # for messages, so long keys are cut: two may have one text
                 tensors[path if path not in tensors else f"{path} ({len(tensors)})"] = tensor
         locals_of = {path: local_memory(tensor) for path, tensor in tensors.items()}
         ready = Readiness.now(locals_of)
@@ -777,15 +777,10 @@ class StioStager(AsyncStager):
             self._free.append(memory)
 
 
-def _tensors_of(state: object) -> Iterator[tuple[list[object], torch.Tensor]]:
+def _tensors_of(value: object, keys: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
     """Yield the tensors in mappings, lists and tuples, each with its keys."""
-    ahead: list[tuple[list[object], object]] = [([], state)]
-    seen = set()
-    while ahead:
-        keys, value = ahead.pop()
-        if isinstance(value, torch.Tensor):
-            yield keys, value
-        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
-            seen.add(id(value))
-            items = value.items() if isinstance(value, Mapping) else enumerate(value)
-            ahead += [([*keys, key], one) for key, one in items]
+    if isinstance(value, torch.Tensor):
+        yield keys, value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors_of(one, (*keys, key))

@@ -18,7 +18,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import islice, pairwise, zip_longest
 from time import perf_counter
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -145,23 +145,15 @@ async def load_into(
         options = LoadOptions(**keywords_for(LoadOptions, given))
         if not (isinstance(broadcast, bool) or broadcast == "auto"):
             raise ValueError(f"broadcast= takes True, False or 'auto', not {broadcast!r}")
-        opened_as = b""
-
-        def fill_first(
-            operation: Operation[Any], opened: OpenCheckpoint, target: LoadTarget, names: list[str]
-        ) -> list[str]:
-            nonlocal opened_as
-            opened_as = describe_opened(opened, source)
-            return SharedFill(ranks, options, broadcast).fill(operation, opened, target, names)
-
+        shared = SharedFill(ranks, options, broadcast, source)
         report = await fill_from(
             source,
             _filled(target, checked_casting(casting)),
             options,
             on_begin=lambda load: ranks.on_failure(load.cancel),
-            fill_first=fill_first,
+            fill_first=shared.fill,
         )
-        require_same(await ranks.arrive("loaded", opened_as), path=report.path)
+        require_same(await ranks.arrive("loaded", shared.opened_as), path=report.path)
         return report
 
 
@@ -291,10 +283,13 @@ class SharedFill:
         ranks: The ranks.
         options: Options of the load.
         broadcast: See `load_into`. All ranks must give the same.
+        source: The checkpoint, as the caller named it.
     """
 
-    def __init__(self, ranks: Ranks, options: LoadOptions, broadcast: Broadcast) -> None:
-        self._ranks, self._options, self._broadcast = ranks, options, broadcast
+    def __init__(self, ranks: Ranks, options: LoadOptions, broadcast: Broadcast, source: object) -> None:
+        self._ranks, self._options, self._broadcast, self._source = ranks, options, broadcast, source
+        self.opened_as = b""
+        """The result of `describe_opened`, once the checkpoint is open."""
 
     def fill(
         self, operation: Operation[Any], opened: OpenCheckpoint, target: LoadTarget, names: list[str]
@@ -315,6 +310,7 @@ class SharedFill:
             ValueError: `broadcast` differs between ranks.
             ChangedDuringReadError: Ranks have opened different checkpoints.
         """
+        self.opened_as = describe_opened(opened, self._source)
         operation.on_cancel(self._ranks.interrupt)
         with traced(self._options.trace, "agree"):
             plan = self._agree(opened, target, names)
@@ -327,8 +323,6 @@ class SharedFill:
     def _agree(self, opened: OpenCheckpoint, target: LoadTarget, names: Sequence[str]) -> _Plan | None:
         """Return what is sent, which the first rank decides; None if each rank reads what it needs."""
         ranks, options, required = self._ranks, self._options, self._broadcast is True
-        if required and not dist.is_gloo_available():
-            raise ValueError("broadcast=True needs a torch with Gloo, and this one has none; pass broadcast=False")
         takes_part = required or (self._broadcast == "auto" and _may_pay(opened, options))
         if ranks.num_ranks == 1 or not takes_part or not isinstance(target, ModuleTarget) or target.keeps:
             ranks.share("need", None)
@@ -365,7 +359,7 @@ def _may_pay(opened: OpenCheckpoint, options: LoadOptions) -> bool:
     Files in the page cache are read faster by each rank. A `DiskCache` reads each object once for all ranks of a host.
     """
     is_remote = any(isinstance(file, RequestedSource) for file in opened.files)
-    return is_remote and options.disk_cache is None and not options.verify and dist.is_gloo_available()
+    return is_remote and options.disk_cache is None and not options.verify
 
 
 def _require_agreement(required: bool, rank: int) -> None:
@@ -614,12 +608,13 @@ class _Broadcast(RankTransfer):
 
 
 def _in_chunks(header: Header, chunks: Sequence[tuple[int, Chunk]]) -> Header:
-    """Return a header in which some chunks of the file are tensors of bytes, and nothing else is."""
-    return replace(
-        header,
-        names=[str(number) for number, _ in chunks],
-        dtypes=["U8"] * len(chunks),
-        shapes=[(chunk.nbytes,) for _, chunk in chunks],
-        begins=[chunk.begin for _, chunk in chunks],
-        ends=[chunk.begin + chunk.nbytes for _, chunk in chunks],
-    )
+    """Return a header in which some chunks of the file are tensors of bytes, and so is all that is between them."""
+    names, edges = list[str](), [0]
+    for number, chunk in chunks:
+        names += [f"before {number}", str(number)]
+        edges += [chunk.begin, chunk.begin + chunk.nbytes]
+    names.append("rest")
+    edges.append(header.data_end)
+    shapes: list[tuple[int, ...]] = [(end - begin,) for begin, end in pairwise(edges)]
+    dtypes = ["U8"] * len(names)
+    return replace(header, names=names, dtypes=dtypes, shapes=shapes, begins=edges[:-1], ends=edges[1:])

@@ -222,14 +222,8 @@ class Ranks:
             self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
             if self.rank < 0:
                 raise ValueError("this process is not a member of process_group=")
-        elif not is_alone and dist.is_torchelastic_launched() and os.environ.get("WORLD_SIZE", "1") != "1":
-            log(
-                logging.WARNING,
-                "the %s is of this process alone: torchrun has started %s, and there is no process group; call "
-                "torch.distributed.init_process_group first",
-                about,
-                printable(os.environ["WORLD_SIZE"]),
-            )
+        elif not is_alone:
+            _warn_without_group(about)
         if self.num_ranks > 1:
             self._store, group = _store_of(process_group)
             self._group = _groups.setdefault(group, _GroupState())
@@ -559,6 +553,14 @@ class Ranks:
         store.set(key, value)  # type: ignore[arg-type]  # bytes are allowed, and the stub does not say so
         if key not in self._keys:
             self._keys.append(key)
+
+
+def _warn_without_group(about: str) -> None:
+    """Log a warning if torchrun has started this process with others, and there is no process group."""
+    num_started = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_torchelastic_launched() and num_started != "1":
+        text = "the %s is of this process alone: torchrun has started %s, and there is no process group; call %s first"
+        log(logging.WARNING, text, about, printable(num_started), "torch.distributed.init_process_group")
 
 
 def _store_of(process_group: dist.ProcessGroup | None) -> tuple[Store, dist.ProcessGroup]:

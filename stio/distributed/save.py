@@ -23,7 +23,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -325,8 +324,6 @@ class ShardedSave(PendingSave):
         super().__init__(tensors, destination, options, **arguments)
         where = self._absolute_destination
         if isinstance(where, RemoteDestination):
-            if ranks.num_ranks > 1 and not dist.is_gloo_available():
-                raise ValueError("saves of many ranks to a store need a torch with Gloo, and this one has none")
             self._absolute_destination = Store(where)
         elif isinstance(where, Destination):
             raise ValueError(

@@ -113,9 +113,8 @@ class RankTransaction(Transaction):
             MismatchError: The ranks have not hashed the files.
         """
         all_digests: dict[int, str] = {}
-        for digests in run_blocking(
-            self._ranks.arrive("hashed", self._digests(new_hasher, check), kind=dict[int, str])
-        ):
+        own = self._digests(new_hasher, check)
+        for digests in run_blocking(self._ranks.arrive("hashed", own, kind=dict[int, str])):
             all_digests.update(digests)
         if all_digests.keys() != set(range(len(self.shard_names))):
             raise MismatchError("the ranks have not hashed the files of this save", path=self.path)
