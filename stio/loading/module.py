@@ -24,7 +24,7 @@ from stio.device.base import LoadedGroup, current_streams
 from stio.device.copy_in import copy_all
 from stio.device.cuda import on_stream
 from stio.device.names_in_files import names_in_files, unnumbered
-from stio.device.tensor_memory import has_memory, require_memory
+from stio.device.tensor_memory import require_memory
 from stio.device.tensors import TORCH_DTYPES, as_scalar, cast, fits_shape, loses_values, may_lose_range
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
 from stio.format.state_tree import STATE_KEY, TREE_TENSOR
@@ -429,40 +429,6 @@ class ModuleTarget(LoadTarget):
                     common = rows[(*index[:dim], slice(first - begin, end - begin), *index[dim + 1 :])]
                     memory = memory.narrow(dim, first - index[dim].start, end - first)
                 copy_all([memory], [common], [name], path=self._path, lost=self.lost)
-
-    def rows_memory(
-        self, source: str, dtype: torch.dtype, dim: int, rows: tuple[int, int], whole: tuple[int, ...]
-    ) -> torch.Tensor | None:
-        """Return the bytes of the module's memory that `copy_rows` would fill with just these rows.
-
-        Args:
-            source: Name in the checkpoint.
-            dtype: Dtype of its tensor.
-            dim: See `copy_rows`.
-            rows: The first row, and the one after the last.
-            whole: See `copy_rows`.
-
-        Returns:
-            A tensor of uint8; None if there is no such memory: it is on another device, has gaps or another dtype, is
-            in several places, or has not all of the rows.
-        """
-        places = self._places.get(source, ())
-        if len(places) != 1 or not whole:
-            return None
-        target, part = places[0].memory.detach(), places[0].part
-        held = whole_of(whole) if part is None else part.index
-        begin, end = rows[0] - held[dim].start, rows[1] - held[dim].start
-        is_plain = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
-        # Two elements of the format may be one of torch.
-        has_rows = (
-            target.shape == tuple(one.stop - one.start for one in held) and begin >= 0 and end <= target.shape[dim]
-        )
-        is_whole = target.shape[dim + 1 :] == whole[dim + 1 :] and target.numel()
-        if not (is_plain and has_rows and is_whole and has_memory(target)):  # of its memory `copy_rows` says so
-            return None
-        if not target.is_inference():
-            torch.autograd.graph.increment_version(target)
-        return target.view(torch.uint8).flatten().view(target.shape[dim], -1)[begin:end].flatten()
 
     @property
     def keeps(self) -> bool:

@@ -268,11 +268,8 @@ def test_c336_received_rows_are_not_written_into_a_shorter_storage() -> None:
     target = ModuleTarget(model)
     with closing(open_checkpoint(MemoryRoot(checkpoint_files(_values())))) as opened:
         target.select(opened, LoadOptions(), lambda: None)
-    rows = target.rows_memory("layer.weight", torch.float32, 0, (8, 16), SHAPE)
-    assert rows is not None and rows.nbytes == NBYTES // 6
     for held in SIZES.values():
         model.layer.weight.untyped_storage().resize_(held)
-        assert target.rows_memory("layer.weight", torch.float32, 0, (8, 16), SHAPE) is None
         with pytest.raises(stio.MismatchError, match=r"layer\.weight.*memory was freed or shrunk"):
             target.copy_rows("layer.weight", torch.ones(8, 64), 0, 8, SHAPE)
 
