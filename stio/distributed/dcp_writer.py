@@ -1,7 +1,7 @@
 """Saves of torch's distributed checkpoint (DCP) as checkpoints in the hub's layout, published by stio's commit.
 
 DCP's planner decides which rank writes which part of which tensor. The coordinator puts these decisions together
-(`SaveLayout`). Then `write_data` is one save of many ranks (`sharded_save.py`), of the parts that the planner chose.
+(`SaveLayout`). Then `write_data` is one save of many ranks (`save.py`), of the parts that the planner chose.
 So DCP's `finish` has nothing to do. The values that are no tensors come from the ranks that the planner chose; the
 first rank makes the tree of them, and writes it like its part of a tensor.
 
