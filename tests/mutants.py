@@ -22,8 +22,10 @@ import tempfile
 import textwrap
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import as_completed
+from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from time import perf_counter
 
@@ -878,9 +880,8 @@ MUTANTS = (
     mutant(
         "copies over the end of a pinned piece",
         "a stager copies a large tensor in one piece",
-        "stio/distributed/dcp_stager.py",
-        ("for at in range(0, one.nbytes, PINNED_BYTES)", "for at in range(0, one.nbytes, one.nbytes or 1)"),
-        ("min(PINNED_BYTES, one.nbytes - at)", "one.nbytes"),
+        "stio/distributed/dcp_writer.py",
+        ("pairwise([0, *ends, source.nbytes])", "pairwise([0, source.nbytes])"),
         tests=f"{UNPINNING}test_a_stager_s_copies_stay_within_pinned_pieces[first device]",
         stage=SLOW,
     ),

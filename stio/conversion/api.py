@@ -8,15 +8,21 @@ which the save writes them, one window ahead of it (`ReadAhead`). Tensors of a p
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from stio.conversion.sources import OpenSource, open_source
-from stio.conversion.torch_files import Key, check_key
-from stio.device.tensors import TORCH_DTYPES, DtypeLike, Lost, checked_dtype
-from stio.errors import ClosedError, printable
+from stio.conversion.sources import OpenSource
+from stio.conversion.sources import open_source
+from stio.conversion.torch_files import Key
+from stio.conversion.torch_files import check_key
+from stio.device.tensors import TORCH_DTYPES
+from stio.device.tensors import DtypeLike
+from stio.device.tensors import checked_dtype
+from stio.errors import ClosedError
+from stio.errors import printable
 from stio.format.manifest import HashName
 from stio.format.naming import FILE_SUFFIX
 from stio.format.sharding import TensorSource
@@ -24,15 +30,21 @@ from stio.limits import checked_size
 from stio.loading.casts import report_lost
 from stio.runtime.memory import default_budget_bytes
 from stio.runtime.operation import Operation
-from stio.runtime.reports.progress import Progress, progress_callback
+from stio.runtime.reports.progress import Progress
+from stio.runtime.reports.progress import progress_callback
 from stio.runtime.reports.trace import shown
 from stio.saving.api import save
-from stio.saving.options import Durability, SaveOptions, SaveResult, absolute_destination
+from stio.saving.options import Durability
+from stio.saving.options import SaveOptions
+from stio.saving.options import SaveResult
+from stio.saving.options import absolute_destination
 from stio.saving.pending import PendingSave
-from stio.saving.plan import WritePlan, plan_writes
+from stio.saving.plan import WritePlan
+from stio.saving.plan import plan_writes
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.open import open_destination
-from stio.text import described_by, is_url
+from stio.text import described_by
+from stio.text import is_url
 
 PathLike = str | os.PathLike[str]
 
@@ -107,11 +119,9 @@ async def convert(
     plan_writes([], max_shard_bytes=None, block_bytes=1 << 20, metadata=options.metadata)  # the same for the metadata
 
     def body(operation: Operation[SaveResult]) -> SaveResult:
-        lost: Lost = {}
         opened = open_source(
             os.fspath(source),
             dtype=wanted,
-            lost=lost,
             window_bytes=max(1 << 20, budget // 8),
             key=key,
             trust_pickle=trust_pickle,
@@ -119,7 +129,7 @@ async def convert(
         )
         try:
             result = _save(operation, opened, os.fspath(destination), options, budget // 2)
-            return replace(result, out_of_range=report_lost(lost, shown(source)))
+            return replace(result, out_of_range=report_lost(opened.lost, shown(source)))
         finally:
             if opened.reader is not None:
                 opened.reader.close()
@@ -134,10 +144,8 @@ def _floating_dtype(dtype: DtypeLike | None) -> torch.dtype | None:
         ValueError: It is not a floating dtype, or not the name of one.
         TypeError: It is neither a dtype nor text.
     """
-    if dtype is None:
-        return None
-    wanted = checked_dtype(dtype)
-    if wanted not in _CASTS:
+    wanted = None if dtype is None else checked_dtype(dtype)
+    if wanted is not None and wanted not in _CASTS:
         raise ValueError(f"dtype= takes a floating dtype, such as 'bfloat16' or 'BF16', not {printable(str(dtype))!r}")
     return wanted
 
@@ -191,14 +199,13 @@ def _require_other_file(opened: OpenSource, destination: str) -> None:
     """
     if not destination.endswith(FILE_SUFFIX):
         return
-    url = str(open_destination(destination)) if is_url(destination) else None
-    for path in opened.files:
-        try:
-            is_same = path == url if url is not None else os.path.samefile(path, destination)
-        except OSError:
-            continue  # one of them does not exist
-        if is_same:
-            raise ValueError(
-                f"the destination {printable(destination)!r} is a file of the source; choose another name (a directory "
-                "may be converted in place)"
-            )
+    if is_url(destination):
+        is_same = str(open_destination(destination)) in opened.files
+    else:
+        files = [path for path in opened.files if os.path.exists(path)]
+        is_same = os.path.exists(destination) and any(os.path.samefile(path, destination) for path in files)
+    if is_same:
+        raise ValueError(
+            f"the destination {printable(destination)!r} is a file of the source; choose another name (a directory "
+            "may be converted in place)"
+        )

@@ -13,54 +13,81 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from stio.conversion.torch_files import (
-    Key,
-    is_safetensors,
-    kind_of_file,
-    part_beside_code,
-    read_pickle,
-    read_start,
-    tensors_in,
-    value_at,
-)
-from stio.device.describe import LazyTensor, describe_tensors
-from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, Lost, cast, cast_dtype, require_dtypes, torch_shape
-from stio.errors import (
-    AmbiguousCheckpointError,
-    CheckpointNotFoundError,
-    FormatError,
-    IndexFormatError,
-    LimitError,
-    UnsafePathError,
-    listed,
-    printable,
-)
-from stio.format.directory import beside, require_complete, warning_of_gone_shards, warning_of_others, without_index
+from stio.conversion.torch_files import Key
+from stio.conversion.torch_files import is_safetensors
+from stio.conversion.torch_files import kind_of_file
+from stio.conversion.torch_files import part_beside_code
+from stio.conversion.torch_files import read_pickle
+from stio.conversion.torch_files import read_start
+from stio.conversion.torch_files import tensors_in
+from stio.conversion.torch_files import value_at
+from stio.device.describe import LazyTensor
+from stio.device.describe import describe_tensors
+from stio.device.tensors import FORMAT_DTYPES
+from stio.device.tensors import TORCH_DTYPES
+from stio.device.tensors import Lost
+from stio.device.tensors import cast
+from stio.device.tensors import cast_dtype
+from stio.device.tensors import require_dtypes
+from stio.device.tensors import torch_shape
+from stio.errors import AmbiguousCheckpointError
+from stio.errors import CheckpointNotFoundError
+from stio.errors import FormatError
+from stio.errors import IndexFormatError
+from stio.errors import LimitError
+from stio.errors import UnsafePathError
+from stio.errors import listed
+from stio.errors import printable
+from stio.format.directory import beside
+from stio.format.directory import require_complete
+from stio.format.directory import warning_of_others
+from stio.format.directory import without_index
 from stio.format.header import TensorInfo
-from stio.format.index import ShardIndex, parse_index
-from stio.format.naming import FILE_SUFFIX, PICKLE_SUFFIXES, is_hidden, is_index, names_checkpoint, whole_name
+from stio.format.index import ShardIndex
+from stio.format.index import parse_index
+from stio.format.naming import FILE_SUFFIX
+from stio.format.naming import PICKLE_SUFFIXES
+from stio.format.naming import is_hidden
+from stio.format.naming import is_index
+from stio.format.naming import names_checkpoint
+from stio.format.naming import whole_name
 from stio.format.other_sources import is_pickle_of_weights
-from stio.format.safe_pickle import PickleRefused, PlainPickles, decode_name, looks_encoded, shown
-from stio.format.shared import UNDECLARED, TiedNames, may_be_copied, resolve_shared
+from stio.format.safe_pickle import PickleRefused
+from stio.format.safe_pickle import PlainPickles
+from stio.format.safe_pickle import decode_name
+from stio.format.safe_pickle import looks_encoded
+from stio.format.safe_pickle import shown
+from stio.format.shared import UNDECLARED
+from stio.format.shared import TiedNames
+from stio.format.shared import may_be_copied
+from stio.format.shared import resolve_shared
 from stio.limits import Limits
 from stio.loading.body import collect
-from stio.loading.casts import AS_STORED, planned_casts
-from stio.loading.open import OpenCheckpoint, open_checkpoint
+from stio.loading.casts import AS_STORED
+from stio.loading.casts import planned_casts
+from stio.loading.open import OpenCheckpoint
+from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
 from stio.runtime.operation import Operation
 from stio.saving.tensors import tied_names
-from stio.storage.checks import broken_link, refusals
+from stio.storage.checks import broken_link
+from stio.storage.checks import refusals
 from stio.storage.open import open_directory
-from stio.text import is_url, log
+from stio.text import is_url
+from stio.text import log
 
 _MAX_NAMES = 4096
 """Most tensors in one read. To plan 4,096 tensors takes some milliseconds."""
@@ -78,7 +105,6 @@ class ReadAhead:
         opened: The checkpoint; closed by `close`.
         names: New name of each tensor, with its name in the checkpoint.
         dtype: Cast floating tensors to it.
-        lost: Where to count the values that casts lose.
         window_bytes: Most bytes in one read, unless one row is larger. Two reads are in memory at once.
     """
 
@@ -88,12 +114,13 @@ class ReadAhead:
         names: Mapping[str, str],
         *,
         dtype: torch.dtype | None,
-        lost: Lost,
         window_bytes: int,
     ) -> None:
         self._opened = opened
         self._names = names
-        self._settings = LoadOptions(dtype=dtype, memory="copy", budget_bytes=window_bytes, lost=lost)
+        self.lost: Lost = {}
+        """Counts the values that casts lose."""
+        self._settings = LoadOptions(dtype=dtype, memory="copy", budget_bytes=window_bytes, lost=self.lost)
         self._window_bytes = window_bytes
         self._units: Iterator[_Unit] = iter(())
         self._loaded: _Tensors = {}
@@ -112,7 +139,7 @@ class ReadAhead:
             StioError: The read failed.
         """
         if self._is_cut(name):
-            return self._rows(name)
+            return (self._next().pop(name) for _ in self._row_cuts(name))
         if name not in self._loaded:
             self._loaded = self._next()
         return self._loaded.pop(name)
@@ -132,10 +159,6 @@ class ReadAhead:
             ahead.close()
         self._loaded = {}
         self._opened.close()
-
-    def _rows(self, name: str) -> Iterator[torch.Tensor]:
-        for _ in range(len(self._row_cuts(name))):
-            yield self._next().pop(name)
 
     def _next(self) -> _Tensors:
         """Return the tensors that were read ahead, and start the read of the next ones."""
@@ -210,6 +233,8 @@ class OpenSource:
     """Tied names, each with the name that has the data. Only ties that shared memory does not show."""
     tied: TiedNames = UNDECLARED
     """What the module declares about tied names, if the source is a pickle of one."""
+    lost: Lost = field(default_factory=dict)
+    """Counts the values that casts lose, while the tensors are saved."""
     reader: ReadAhead | None = None
     """Reads the tensors of a safetensors checkpoint."""
 
@@ -218,7 +243,6 @@ def open_source(
     path: str,
     *,
     dtype: torch.dtype | None,
-    lost: Lost,
     window_bytes: int,
     key: Key | None,
     trust_pickle: bool,
@@ -229,7 +253,6 @@ def open_source(
     Args:
         path: See `stio.convert`.
         dtype: Floating tensors are cast to it.
-        lost: Where to count the values that casts lose.
         window_bytes: Bytes of one read.
         key: Key of the tensors in a pickle, or path of keys.
         trust_pickle: Unpickle anything.
@@ -244,7 +267,7 @@ def open_source(
         if found is None:
             if key is not None and (os.path.lexists(path) or is_url(path)):
                 raise ValueError("key= is for files of torch.save; a safetensors checkpoint is flat")
-            return _open_safetensors(path, dtype, lost, window_bytes, check)
+            return _open_safetensors(path, dtype, window_bytes, check)
     except (UnsafePathError, LimitError) as error:  # which advise what a conversion does not take
         message = error.message.replace("pass follow_symlinks=True", "copy the file there")
         error.message = message.replace("pass limits=", "save what stio.load returns with limits=")
@@ -274,7 +297,7 @@ def open_source(
         file_of |= dict.fromkeys(part, file)
     if key is None:  # otherwise the names may be others than those of the index
         found.require_named(file_of)
-    return OpenSource(**_cast(tensors, dtype, lost, tied, path), files=pickles, tied=tied)
+    return OpenSource(**_cast(tensors, dtype, tied, path), files=pickles, tied=tied)
 
 
 # Which files a path means.
@@ -351,34 +374,13 @@ def _pickles_in(directory: str) -> _Pickles | None:
 
 
 def _indexed_pickles_in(directory: str, index: str, names: Sequence[str]) -> _Pickles | None:
-    """Return the files of the only index in a directory; the whole file beside it if none of them exists."""
+    """Return the files of the only index in a directory. Warns of others with its name."""
     _require_inside(directory, [index])
     path = os.path.join(directory, index)
     named = _parsed(path)
-    files = files_of_index(directory, index, whole_name(index), named.shards, names, PICKLE_SUFFIXES)
-    return _named_pickles(path, named) if files == named.shards else _Pickles(_require_inside(directory, files))
-
-
-def files_of_index(
-    directory: str, index: str, whole: str, shards: tuple[str, ...], names: Sequence[str], suffixes: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Return the shards of an index; the whole file beside it if they are all gone. Warns of such files.
-
-    Args:
-        directory: The directory of the index.
-        index: Name of the index.
-        whole: Name of the whole file.
-        shards: The files that the index names.
-        names: Names of the files in the directory.
-        suffixes: Ends of the names that count.
-    """
-    others = beside(index, shards, names, suffixes)[0]
-    if whole in others and not any(os.path.lexists(os.path.join(directory, shard)) for shard in shards):
-        log(logging.WARNING, "%s", warning_of_gone_shards(directory, index, whole))
-        return (whole,)
-    if others:
+    if others := beside(index, named.shards, names, PICKLE_SUFFIXES)[0]:
         log(logging.WARNING, "%s", warning_of_others(directory, index, others))
-    return shards
+    return _named_pickles(path, named)
 
 
 def _parsed(path: str) -> ShardIndex:
@@ -417,15 +419,14 @@ def _require_inside(directory: str, names: Sequence[str]) -> list[str]:
 # The tensors in them.
 
 
-def _cast(
-    tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, lost: Lost, tied: TiedNames, path: str
-) -> dict[str, Any]:
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, tied: TiedNames, path: str) -> dict[str, Any]:
     """Return lazy tensors for those to be cast, and the ties that their memory does not show."""
     if dtype is None:
         return {"tensors": tensors}
     _, ties = resolve_shared(describe_tensors(tensors), "dedupe", tied)
     kinds = {name: FORMAT_DTYPES.get(tensor.dtype, "") for name, tensor in tensors.items()}
     casts = planned_casts(kinds, dtype, path=path, remedy=AS_STORED)
+    lost: Lost = {}
     lazy = {}
     for name, tensor in tensors.items():
         wanted = tensor.dtype if casts is None else cast_dtype(name, tensor.dtype, casts)
@@ -436,6 +437,7 @@ def _cast(
         )
     return {
         "tensors": lazy,
+        "lost": lost,
         "ties": {alias: name for alias, name in ties.items() if isinstance(lazy[name], LazyTensor)},
     }
 
@@ -457,16 +459,14 @@ def _common_metadata(opened: OpenCheckpoint) -> dict[str, Any]:
     return {key: value for key, value in opened.metadata.items() if key not in opened.differing_metadata}
 
 
-def _open_safetensors(
-    path: str, dtype: torch.dtype | None, lost: Lost, window_bytes: int, check: Callable[[], None]
-) -> OpenSource:
+def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, check: Callable[[], None]) -> OpenSource:
     opened = open_checkpoint(path, allow_trailing=True, check=check)
     opened.require_plain()
     try:
         names = {**_plain_names(opened), **opened.aliases}
         infos = {name: opened.info(stored) for name, stored in names.items()}
         require_dtypes([info.dtype for info in infos.values()], path=opened.path)
-        reader = ReadAhead(opened, names, dtype=dtype, lost=lost, window_bytes=window_bytes)
+        reader = ReadAhead(opened, names, dtype=dtype, window_bytes=window_bytes)
         tensors: dict[str, torch.Tensor | LazyTensor] = {}
         casts = planned_casts(
             {name: kind for name, (kind, _) in opened.dtypes_and_shapes().items()}, dtype, path=path, remedy=AS_STORED
@@ -482,6 +482,7 @@ def _open_safetensors(
             metadata=_common_metadata(opened),
             ties=dict(opened.aliases),
             reader=reader,
+            lost=reader.lost,
         )
     except BaseException:
         opened.close()

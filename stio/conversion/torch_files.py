@@ -13,31 +13,41 @@ import sys
 import tarfile
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import nullcontext
+from contextlib import suppress
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any, BinaryIO, ClassVar
+from typing import Any
+from typing import BinaryIO
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from stio.device.describe import describe_tensors
-from stio.errors import (
-    AmbiguousCheckpointError,
-    FormatError,
-    HostMemoryError,
-    StorageError,
-    TensorNotFoundError,
-    UnsupportedDtypeError,
-    listed,
-    printable,
-)
+from stio.errors import AmbiguousCheckpointError
+from stio.errors import FormatError
+from stio.errors import HostMemoryError
+from stio.errors import StorageError
+from stio.errors import TensorNotFoundError
+from stio.errors import UnsupportedDtypeError
+from stio.errors import listed
+from stio.errors import printable
 from stio.format.naming import FILE_SUFFIX
-from stio.format.other_sources import HEAD_BYTES, TORCH_SAVE, FileKind, kind_of, starts_like_safetensors
+from stio.format.other_sources import HEAD_BYTES
+from stio.format.other_sources import TORCH_SAVE
+from stio.format.other_sources import FileKind
+from stio.format.other_sources import kind_of
+from stio.format.other_sources import starts_like_safetensors
 from stio.runtime.memory import reporting_shortage
 from stio.runtime.process import contextmanager
-from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
+from stio.storage.checks import OPEN_FLAGS
+from stio.storage.checks import require_regular
+from stio.storage.checks import translated_errors
 from stio.storage.local import log_unmapped
 from stio.text import counted
 
@@ -99,11 +109,9 @@ def read_pickle(
         HostMemoryError: The host has too little memory for its tensors.
         StorageError: The operating system reported an error.
     """
-    kind = kind_of_file(path)
-    if kind is None:
-        raise FormatError("not a file of torch.save, by its first bytes; fetch it again", path=path)
-    if kind != TORCH_SAVE:
-        raise FormatError(kind.refusal(path), path=path)
+    if (kind := kind_of_file(path)) != TORCH_SAVE:
+        reason = "not a file of torch.save, by its first bytes; fetch it again" if kind is None else kind.refusal(path)
+        raise FormatError(reason, path=path)
     in_zip = read_start(path, len(_ZIP_START)) == _ZIP_START
     if trust_pickle:
         warnings.warn(
@@ -130,26 +138,22 @@ def read_pickle(
     except OSError as error:
         raise StorageError(f"the file cannot be read: {printable(str(error))}", path=path, errno=error.errno) from error
     except Exception as error:  # torch raises nearly any error for a malformed file
-        lacking = _lacking(error)
-        if lacking:
-            raise FormatError(f"the file needs {lacking}; {_IN_THE_PROGRAM}", path=path) from error
+        if isinstance(error, ImportError) or (isinstance(error, AttributeError) and "get attribute" in str(error)):
+            message = f"the file needs code that is not here ({_reason(error)}); {_IN_THE_PROGRAM}"
+            raise FormatError(message, path=path) from error
         raise FormatError(f"the file is damaged: {_reason(error)}; fetch it again", path=path) from error
 
 
 def _load(path: str, *, mmap: bool, **options: Any) -> Any:
     """Return `torch.load` of a file; one that the system does not map is read."""
-    with reporting_shortage(path), ExitStack() as closing:
-        source: Any = path
-        if path.endswith(FILE_SUFFIX):  # torch would read it as safetensors
-            source = closing.enter_context(open(path, "rb"))
+    # torch would read a file of this name as safetensors.
+    with reporting_shortage(path), open(path, "rb") if path.endswith(FILE_SUFFIX) else nullcontext(path) as source:
         try:
             return torch.load(source, mmap=mmap, **options)
         except Warning:  # an error by the filters of the caller, such as `python -W error`; the file is not damaged
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                if source is not path:
-                    source.seek(0)
-                return torch.load(source, mmap=mmap, **options)
+                return _load(path, mmap=mmap, **options)
         except RuntimeError as error:  # before anything is unpickled
             if not mmap or not str(error).startswith("unable to mmap "):
                 raise
@@ -179,20 +183,12 @@ def _without_code(path: str, options: Mapping[str, Any]) -> Any:
             reader = torch._C.PyTorchFileReader(file)
             if "constants.pkl" in reader.get_all_records():
                 return None
-            mapping = _mapped(path, file, nbytes) if options["mmap"] else None
-            return _READERS._load(reader, overall_storage=mapping, **how)
+            if options["mmap"]:
+                how["overall_storage"] = torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", False, nbytes)
+            return _READERS._load(reader, **how)
     except HostMemoryError:
         raise
     except Exception:  # torch raises nearly any error for a malformed file
-        return None
-
-
-def _mapped(path: str, file: BinaryIO, nbytes: int) -> Any:
-    """Return a mapping of an open file; None, with a line in the log, where the system refuses."""
-    try:
-        return torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", False, nbytes)
-    except RuntimeError as error:
-        log_unmapped(path, _reason(error))
         return None
 
 
@@ -267,7 +263,6 @@ _PICKLES_WITHOUT_CODE = SimpleNamespace(
 
 _ZIP_START = b"PK\x03\x04"
 _REFUSED = re.compile(r"GLOBAL ([A-Za-z_][\w.]*)")
-_LACKING = re.compile(r"Can't get attribute '([^']+)' on <module '([^']+)'")
 
 _ON_TRUST = "; trust_pickle=True reads more than tensors and plain values, and runs code that the file chose"
 _IN_THE_PROGRAM = "save its state_dict() with the program that wrote it"
@@ -275,26 +270,13 @@ _IN_THE_PROGRAM = "save its state_dict() with the program that wrote it"
 
 def _about_class(name: str, *, is_blocked: bool) -> str:
     """Return the message about a class or function that is not read without trust."""
-    module = name.partition(".")[0]
     text = f"the file holds an object that needs {printable(name)}, and stio reads tensors and plain values only"
     if is_blocked:
         return f"{text}; that is code which no checkpoint needs: do not read the file with trust_pickle=True"
-    if module == "__main__":
-        return f"{text}; it is of the script that wrote the file, so {_IN_THE_PROGRAM}"
-    if module in sys.modules or find_spec(module) is not None:
+    module = name.partition(".")[0]
+    if module != "__main__" and (module in sys.modules or find_spec(module) is not None):
         return text + _ON_TRUST
-    return f"{text}; its module {printable(module)!r} is not installed here, so {_IN_THE_PROGRAM}"
-
-
-def _lacking(error: Exception) -> str:
-    """Return the module, or the name in one, that unpickling needs and that is not here; empty: it lacks none."""
-    if isinstance(error, ImportError):
-        return f"the module {printable(error.name or str(error))!r}, which cannot be imported here"
-    found = _LACKING.search(str(error)) if isinstance(error, AttributeError) else None
-    if found is None:
-        return ""
-    where = "the script that wrote it" if found[2] == "__main__" else f"the module {printable(found[2])!r}"
-    return f"{printable(found[1])!r} of {where}, which is not here"
+    return f"{text}; its module {printable(module)!r} is not here, so {_IN_THE_PROGRAM}"
 
 
 def _reason(error: BaseException) -> str:
@@ -367,27 +349,14 @@ def part_beside_code(path: str, key: Key | None, value: Any, refusal: str) -> An
     """Return a value with placeholders if what `key` means has none; see `read_pickle`.
 
     Raises:
-        TensorNotFoundError: It has no such key, but tensors under others.
-        FormatError: The part needs code, or is below what does. The message names the keys that lead to tensors.
+        FormatError: The part needs code, or is not there. The message names the keys that lead to tensors.
     """
-    paths = list(_paths_to_tensors(value))
-    try:
+    with suppress(TensorNotFoundError):
         if _is_flat(value if key is None else value_at(path, value, key)):
             return value
-    except TensorNotFoundError:
-        if paths and not _is_in_placeholder(value, key or ()):
-            raise
+    paths = list(_paths_to_tensors(value))
     message = f"{refusal.partition('; ')[0]}; {_advice(value, paths)}, which needs no code" if paths else refusal
     raise FormatError(message, path=path)
-
-
-def _is_in_placeholder(value: Any, key: Key) -> bool:
-    """Return whether a key leads to a placeholder and further."""
-    return any(
-        isinstance(value_at("", value, key[:end]), _Uncalled)
-        for end in range(1, len(key))
-        if _steps(value, key[:end]) is not None
-    )
 
 
 def value_at(path: str, loaded: Any, key: Key) -> Any:
@@ -409,22 +378,18 @@ def _steps(value: Any, key: Key) -> tuple[Any, ...] | None:
     Text is one key, or keys joined by dots; at each level the longest key that fits is taken first.
     """
     children = _children(value)
-    if not isinstance(key, str):
-        if not key:
-            return ()
-        rest = _steps(children[key[0]], key[1:]) if key[0] in children else None
-        return None if rest is None else (key[0], *rest)
-    known = {str(one): one for one in children}
-    if key in known:
-        return (known[key],)
-    end = key.rfind(".")
-    while end > 0:
-        if key[:end] in known:
-            rest = _steps(children[known[key[:end]]], key[end + 1 :])
-            if rest is not None:
-                return known[key[:end]], *rest
-        end = key.rfind(".", 0, end)
-    return None
+    ways: list[tuple[Any, Key]]
+    if isinstance(key, str):
+        known, parts = {str(one): one for one in children}, key.split(".")
+        cuts: Any = [(key, ()), *((".".join(parts[:k]), ".".join(parts[k:])) for k in range(len(parts) - 1, 0, -1))]
+        ways = [(known[first], rest) for first, rest in cuts if first in known]
+    else:
+        ways = [(key[0], key[1:])] if key and key[0] in children else []
+    for step, rest in ways:
+        steps = _steps(children[step], rest)
+        if steps is not None:
+            return step, *steps
+    return None if key or isinstance(key, str) else ()
 
 
 def _children(value: Any) -> Mapping[Any, Any]:

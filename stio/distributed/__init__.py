@@ -6,14 +6,13 @@ part of the checkpoint's tensor a `DTensor` is. It has `Placements` too, for loa
 
 - `ranks.py`: failures of other ranks, and small values that ranks exchange. A rank that fails, is cancelled or killed
   is an error on all, within a bounded time. `transfer.py`: how ranks send each other many bytes.
-- Loads: `load.py` fills a sharded module or state, one load for each rank. Before that, `broadcast.py` fills what
-  several ranks need: it is read once and sent.
-- Saves: `save.py` and `sharded_save.py` are one save for each rank; `agreement.py` is what ranks agree on first, and
-  the first rank commits. On a filesystem all write into the same files. `sharded_upload.py`: in a store each file has
-  an owner, to which the others send their bytes.
-- `torch.distributed.checkpoint`, whose planner decides what each rank reads and writes: `dcp_reader.py`,
-  `dcp_writer.py`, `dcp_stager.py`.
-- `torch_private.py`: all that is used of torch's private names.
+- Loads: `load.py` fills a sharded module or state, one load for each rank. Before that, a broadcast fills what several
+  ranks need: it is read once and sent.
+- Saves: `save.py` is one save for each rank; `agreement.py` is what ranks agree on first, and the first rank commits.
+  `sharded_write.py`: on a filesystem all write into the same files; in a store each file has an owner, to which the
+  others send their bytes.
+- `torch.distributed.checkpoint`, whose planner decides what each rank reads and writes: `dcp_reader.py`, and
+  `dcp_writer.py` with the stager of `async_save`.
 
 Writing one file from many ranks. A page that two ranks share is written through the page cache by both; whole pages of
 one rank are written past it. Hosts have no common page cache, so on a filesystem that is not local exact ranges are
@@ -37,8 +36,7 @@ expected type; torch's own messages (plans and results of its distributed checkp
 from __future__ import annotations
 
 from stio.distributed.dcp_reader import StioStorageReader
-from stio.distributed.dcp_stager import StioStager
-from stio.distributed.dcp_writer import StioStorageWriter
+from stio.distributed.dcp_writer import StioStager, StioStorageWriter
 from stio.distributed.load import load_into
 from stio.distributed.parts import Placements
 from stio.distributed.save import Saver, save

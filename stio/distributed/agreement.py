@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stio.errors import printable
@@ -116,22 +116,14 @@ class RankState:
             ties: Groups of names that are one tensor.
         """
         keys = {name: f"tie {k}" for k, names in enumerate(ties) for name in names}
-        found = []
+        whole = []
         for source in self.sources:
-            shape = self._whole_shape(source)
+            key, shape = keys.get(source.name), self._whole_shape(source)
             nbytes = tensor_nbytes(source.dtype, shape)
-            found.append(
-                replace(
-                    source,
-                    shape=shape,
-                    nbytes=nbytes,
-                    storage_key=keys.get(source.name),
-                    span=(0, nbytes),
-                    layout=None,
-                    data=None,
-                )
+            whole.append(
+                replace(source, shape=shape, nbytes=nbytes, storage_key=key, span=(0, nbytes), layout=None, data=None)
             )
-        return found
+        return whole
 
     def parts(self, saved: Sequence[TensorSource], meshes: Sequence[Sequence[str]]) -> dict[str, WrittenPart]:
         """Return what this rank writes of the tensors that are saved.
@@ -224,9 +216,7 @@ GATHER_FIRST = (
 )
 
 
-def _around_difference(one: str, other: str) -> tuple[str, str]:
-    if max(len(one), len(other)) <= 4 * _SHOWN_CHARACTERS:
-        return printable(one), printable(other)
-    first = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    begin, end = max(0, first - _SHOWN_CHARACTERS), first + _SHOWN_CHARACTERS
-    return f"...{printable(one[begin:end])}...", f"...{printable(other[begin:end])}..."
+def _around_difference(*texts: str) -> Iterator[str]:
+    differs = (k for k, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
+    begin = max(0, next(differs, min(map(len, texts))) - _SHOWN_CHARACTERS)
+    return (f"...{printable(text[begin:])}" if begin else printable(text) for text in texts)

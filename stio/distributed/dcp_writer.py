@@ -1,7 +1,7 @@
 """Saves of torch's distributed checkpoint (DCP) as checkpoints in the hub's layout, published by stio's commit.
 
 DCP's planner decides which rank writes which part of which tensor. The coordinator puts these decisions together
-(`SaveLayout`). Then `write_data` is one save of many ranks (`sharded_save.py`), of the parts that the planner chose.
+(`SaveLayout`). Then `write_data` is one save of many ranks (`save.py`), of the parts that the planner chose.
 So DCP's `finish` has nothing to do. The values that are no tensors come from the ranks that the planner chose; the
 first rank makes the tree of them, and writes it like its part of a tensor.
 
@@ -15,62 +15,98 @@ DCP does not report failures to a writer. So the ranks report them to each other
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import inspect
 import io
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from itertools import pairwise
 from math import prod
-from typing import Any, NoReturn, TypeAlias
+from typing import Any
+from typing import NoReturn
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import TensorWriteData
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from stio.device.describe import LazyTensor, describe_tensors
+from stio.device.copy_out import Readiness
+from stio.device.copy_out import copy_out
+from stio.device.describe import LazyTensor
+from stio.device.describe import describe_tensors
+from stio.device.tensor_memory import require_no_placeholders
 from stio.device.tensor_memory import require_values
+from stio.device.tensors import tensors_in
+from stio.distributed.parts import local_memory
 from stio.distributed.parts import part_of
-from stio.distributed.ranks import MAX_VALUE_BYTES, RANK_TIMEOUT_SECONDS, Ranks
-from stio.distributed.sharded_save import SaveToFiles
-from stio.distributed.torch_private import local_memory, state_of_save
-from stio.errors import MismatchError, SaveInProgressError, printable
+from stio.distributed.parts import with_local
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS
+from stio.distributed.ranks import Ranks
+from stio.distributed.save import ShardedSave
+from stio.errors import MismatchError
+from stio.errors import SaveInProgressError
+from stio.errors import printable
 from stio.format.manifest import HashName
-from stio.format.placements import ByteRange, byte_ranges
+from stio.format.placements import ByteRange
+from stio.format.placements import byte_ranges
 from stio.format.sharding import TensorSource
-from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, parse_tree
-from stio.limits import Limits, checked_size
+from stio.format.state_tree import POINTER
+from stio.format.state_tree import STATE_KEY
+from stio.format.state_tree import TREE_TENSOR
+from stio.format.state_tree import parse_tree
+from stio.format.state_tree import python_path
+from stio.limits import Limits
+from stio.limits import checked_size
 from stio.loading.nested import torch_value
+from stio.native import PINNED_BYTES
+from stio.runtime.memory import Region
 from stio.runtime.notifier import run_blocking
+from stio.runtime.operation import Operation
 from stio.runtime.reports.progress import Progress
 from stio.runtime.reports.trace import Trace
 from stio.saving.api import save
-from stio.saving.nested import StoredTensor, tree_text
-from stio.saving.options import (
-    DEFAULT_PATTERN,
-    CommitStep,
-    Destination,
-    Durability,
-    SaveOptions,
-    SaveResult,
-    ShardNames,
-    absolute_destination,
-)
+from stio.saving.nested import StoredTensor
+from stio.saving.nested import tree_text
+from stio.saving.options import DEFAULT_PATTERN
+from stio.saving.options import CommitStep
+from stio.saving.options import Destination
+from stio.saving.options import Durability
+from stio.saving.options import SaveOptions
+from stio.saving.options import SaveResult
+from stio.saving.options import ShardNames
+from stio.saving.options import absolute_destination
 from stio.saving.pending import EXIT_PATIENCE_SECONDS
-from stio.saving.plan import WritePlan, plan_writes
+from stio.saving.plan import WritePlan
+from stio.saving.plan import plan_writes
 from stio.saving.plan_parts import WrittenPart
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.text import described_by, keywords_for, log
-
-_CHUNK_BYTES = MAX_VALUE_BYTES // 2
-"""Longest part of a rank's values that is sent at once."""
+from stio.text import described_by
+from stio.text import keywords_for
+from stio.text import log
 
 _COMMON_OPTIONS = (
     "max_shard_size", "metadata", "filename_pattern", "shard_names", "commit", "durability", "hash",
@@ -287,7 +323,7 @@ class StioStorageWriter(StorageWriter):
             return await save.complete()
 
 
-class _PlannedSave(SaveToFiles):
+class _PlannedSave(ShardedSave):
     """The save on one rank, of the parts that DCP's planner has chosen.
 
     See `ShardedSave` for the other arguments.
@@ -326,23 +362,15 @@ class _PlannedSave(SaveToFiles):
         return plan, parts
 
     def _share_tree(self, parts: dict[str, WrittenPart]) -> int:
-        """Make the tree on the first rank, from the values of all; it becomes one of its parts. Return its length."""
-        ranks, path = self._ranks, str(self.destination)
-        chunks = [self._own_tree[at : at + _CHUNK_BYTES] for at in range(0, len(self._own_tree), _CHUNK_BYTES)]
-        num_chunks = self._arrive("chunks", len(chunks), kind=int)
-        if ranks.rank:
-            for k, chunk in enumerate(chunks):
-                ranks.share(f"values {k}", chunk)
-            tree_bytes: int = run_blocking(ranks.fetch("tree", kind=int))
-            return tree_bytes
-        values = dict(self._values)
-        for rank in range(1, ranks.num_ranks):
-            text = b"".join(run_blocking(ranks.fetch(f"values {k}", of=rank)) for k in range(num_chunks[rank]))
-            values |= parse_tree(text, path=path, limits=Limits(), foreign=torch_value).fill(lambda one: one)
-        text = self._layout.tree(values, self.operation.check)
-        ranks.share("tree", len(text))
-        tree = describe_tensors({TREE_TENSOR: torch.frombuffer(bytearray(text), dtype=torch.uint8)})[0]
-        parts[TREE_TENSOR] = WrittenPart(tree, [ByteRange(0, len(text))])
+        """Make the tree, from the values of all ranks; it becomes a part of the first one. Return its length."""
+        values: dict[str, object] = {}
+        for text in self._arrive("values", self._own_tree, kind=bytes):
+            tree = parse_tree(text, path=str(self.destination), limits=Limits(), foreign=torch_value)
+            values |= tree.fill(lambda one: one)
+        text = self._layout.tree(values | self._values, self.operation.check)
+        if self._ranks.rank == 0:
+            tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            parts[TREE_TENSOR] = WrittenPart(describe_tensors({TREE_TENSOR: tensor})[0], [ByteRange(0, len(text))])
         return len(text)
 
 
@@ -461,7 +489,12 @@ def state_paths(plan: SavePlan) -> dict[StatePath, str | None]:
     Raises:
         ValueError: The planner saves what is not in the state, and text in a path may have been a number.
     """
-    names = {path: name for path, name in _text_paths(plan).items() if name is not None}
+    data = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
+    names: dict[StatePath, str] = {
+        tuple(key if isinstance(key, int) else (key,) for key in path): name
+        for name, path in data.items()
+        if isinstance(path, tuple)
+    }
     paths: dict[StatePath, str | None] = {}
 
     def walk(value: object, as_text: StatePath, path: StatePath) -> None:
@@ -476,7 +509,7 @@ def state_paths(plan: SavePlan) -> dict[StatePath, str | None]:
             for number, one in enumerate(value):
                 walk(one, (*as_text, number), (*path, number))
 
-    walk(state_of_save() or {}, (), ())
+    walk(_state_of_save() or {}, (), ())
     if {name for name in paths.values() if name is not None} == set(names.values()):
         return paths
     for path, name in names.items():
@@ -489,14 +522,18 @@ def state_paths(plan: SavePlan) -> dict[StatePath, str | None]:
     return dict(names)
 
 
-def _text_paths(plan: SavePlan) -> dict[StatePath, str | None]:
-    """Return the paths that the default planner has, with text in place of each key."""
-    data = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
-    return {
-        tuple(key if isinstance(key, int) else (key,) for key in path): name
-        for name, path in data.items()
-        if isinstance(path, tuple)
-    }
+def _state_of_save() -> Mapping[Any, Any] | None:
+    """Return the state that the `dcp.save` which called this saves; None: it was not called by one.
+
+    A planner has the state with text in place of its keys, and without the empty mappings in it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_save_state_dict" and frame.f_globals.get("__name__") == state_dict_saver.__name__:
+            state = frame.f_locals.get("state_dict")
+            return state if isinstance(state, Mapping) else None
+        frame = frame.f_back
+    return None
 
 
 def _put(state: dict[Any, Any], path: StatePath, value: object) -> None:
@@ -518,7 +555,7 @@ def _paths(plans: Iterable[SavePlan], names: Sequence[str]) -> dict[StatePath, s
     paths: dict[StatePath, str | None] = {}
     last: dict[StatePath, str | None] = {}
     for plan in plans:
-        own = plan.storage_data if isinstance(plan.storage_data, dict) else _text_paths(plan)
+        own: dict[StatePath, str | None] = plan.storage_data  # see `prepare_local_plan`
         if own != last:  # those of most ranks are equal
             paths.update((path, name) for path, name in own.items() if name is not None or path not in paths)
         last = own
@@ -601,14 +638,9 @@ def _resolved(name: str, item: WriteItem, resolve: Callable[[WriteItem], Any]) -
 
 def _makes_tensors(planner: SavePlanner) -> bool:
     """Return whether a planner may make new tensors: then each is made when it is written."""
-    kind: Any = type(planner)
-    default: Any = DefaultSavePlanner
-    return not (
-        isinstance(planner, default)
-        and kind.resolve_data is default.resolve_data
-        and kind.lookup_object is default.lookup_object
-        and kind.transform_object is default.transform_object
-    )
+    own: Any = DefaultSavePlanner
+    names = ("resolve_data", "lookup_object", "transform_object")
+    return any(getattr(type(planner), name, None) is not getattr(own, name) for name in names)
 
 
 def require_right_parts(items: Sequence[WriteItem], planner: SavePlanner) -> None:
@@ -652,17 +684,131 @@ def values_of_items(items: Sequence[WriteItem], planner: SavePlanner) -> dict[st
         return {}
     if not isinstance(planner, DefaultSavePlanner):
         raise TypeError("values that are no tensors need a planner that derives from torch's DefaultSavePlanner")
-    own, kind = DefaultSavePlanner, type(planner)
-    is_own = (kind.resolve_data, kind.transform_object) == (own.resolve_data, own.transform_object)
     values: dict[str, object] = {}
     for item in items:
         value = values[item.index.fqn] = planner.lookup_object(item.index)
-        if is_own:
+        if not _makes_tensors(planner):
             continue
-        data, expected = planner.resolve_data(item), own.transform_object(planner, item, value)
+        data, expected = planner.resolve_data(item), DefaultSavePlanner.transform_object(planner, item, value)
         if not isinstance(data, io.BytesIO) or data.getvalue() != expected.getvalue():
             raise TypeError(
                 f"{printable(item.index.fqn)!r}: the planner saves another value than the state has, as a pickle; "
                 "change the value in the state"
             )
     return values
+
+
+# The snapshot of a state for `async_save`, in memory that is used again.
+
+
+Allocator: TypeAlias = Callable[[int], Region]
+
+_Memory: TypeAlias = tuple[Allocator, Region]
+"""Memory, and what has made it."""
+
+_ALIGNMENT = 64
+
+_COPIES_AT_ONCE = 256
+"""Between two looks at a cancel."""
+
+
+class StioStager(AsyncStager):
+    """Copies the state of a save into memory of the host, so that it may change while it is written.
+
+        stager = StioStager()
+        saved = dcp.async_save(state, storage_writer=StioStorageWriter("out/"), async_stager=stager)
+
+    `stage` returns when the copy is complete. Its memory is pinned if there are tensors of an accelerator, and is used
+    again for the next snapshot. A snapshot that is still being written keeps its memory; a second one then gets its
+    own. `DTensor`s stay `DTensor`s. All that is no tensor is copied too.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self) -> None:
+        self._free: list[_Memory] = []  # not used by any snapshot
+        self._is_closed = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a state; the state may change when this returns.
+
+        Raises:
+            TypeError: A tensor has no memory of its own, such as a wrapper of other tensors.
+            ValueError: A tensor is sparse, nested, on meta or freed.
+            HostMemoryError: There is too little memory.
+            DeviceError: A copy failed.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for keys, tensor in _tensors_of(state_dict):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                path = python_path([*keys])  # for messages, so long keys are cut: two may have one text
+                tensors[path if path not in tensors else f"{path} ({len(tensors)})"] = tensor
+        locals_of = {path: local_memory(tensor) for path, tensor in tensors.items()}
+        ready = Readiness.now(locals_of)
+        copied = Operation(partial(self._copy, locals_of, ready), name="stage").result()
+        memo: dict[int, Any] = {}
+        for path, tensor in tensors.items():
+            local = copied[path]
+            memo[id(tensor)] = with_local(tensor, local) if isinstance(tensor, DTensor) else local
+        return copy.deepcopy(state_dict, memo)
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: `stage` waits."""
+
+    def close(self) -> None:
+        """Release the memory that no snapshot uses; that of a snapshot is released with it. Idempotent."""
+        self._is_closed = True
+        self._free.clear()
+
+    def _copy(
+        self, tensors: Mapping[str, torch.Tensor], ready: Readiness, operation: Operation[Any]
+    ) -> dict[str, torch.Tensor]:
+        sources = describe_tensors(tensors, check=operation.check)
+        require_no_placeholders(sources)  # later there are copies only
+        allocate = ready.staging_allocator()
+        sizes = [-(-source.nbytes // _ALIGNMENT) * _ALIGNMENT for source in sources]
+        *offsets, nbytes = accumulate(sizes, initial=0)
+        region = self._take(max(nbytes, 1), allocate)
+        copies = []
+        for source, offset in zip(sources, offsets, strict=True):
+            # No copy crosses the end of a pinned piece.
+            ends = range(PINNED_BYTES - offset % PINNED_BYTES, source.nbytes, PINNED_BYTES)
+            for begin, end in pairwise([0, *ends, source.nbytes]):
+                copies.append((source.data, begin, region.sub(offset + begin, end - begin)))
+        for at in range(0, len(copies), _COPIES_AT_ONCE):
+            operation.check()
+            copy_out(copies[at : at + _COPIES_AT_ONCE], ready)
+        return tensors_in(
+            self._lent(allocate, region),
+            [source.name for source in sources],
+            [source.dtype for source in sources],
+            [source.shape for source in sources],
+            offsets,
+        )
+
+    def _take(self, nbytes: int, allocate: Allocator) -> Region:
+        """Return memory that was used before, or new. What is not used now, of other sizes, is released."""
+        free = [memory for memory in self._free if memory[0] == allocate and memory[1].nbytes == nbytes]
+        self._free = free[1:]
+        return free[0][1] if free else allocate(nbytes).sub(0, nbytes)
+
+    def _lent(self, allocate: Allocator, region: Region) -> Region:
+        """Return a region over the same memory, which comes back when the last tensor over it is gone."""
+        buffer: Any = (ctypes.c_char * region.nbytes).from_address(region.address)
+        weakref.finalize(buffer, self._give_back, (allocate, region)).atexit = False
+        return Region(region.address, region.nbytes, buffer)
+
+    def _give_back(self, memory: _Memory) -> None:
+        if not self._is_closed:
+            self._free.append(memory)
+
+
+def _tensors_of(value: object, keys: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], torch.Tensor]]:
+    """Yield the tensors in mappings, lists and tuples, each with its keys."""
+    if isinstance(value, torch.Tensor):
+        yield keys, value
+    elif isinstance(value, Mapping | list | tuple):
+        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors_of(one, (*keys, key))

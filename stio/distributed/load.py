@@ -3,6 +3,13 @@
 A save may replace the checkpoint between the opens of two ranks. So each rank describes what it has opened
 (`describe_opened`), and ranks that have opened files at one place must have opened the same files. A place is a path on
 one filesystem of one machine, or a URL: other hosts may have copies of their own.
+
+Tensors that several ranks need may be broadcast. Without that each rank reads all that it needs, so a slow store
+sends the same bytes once for each rank. Here the ranks first agree on what they need in common (`SharedFill`). Then
+each reads its share of that, chunk by chunk, and sends each chunk by a broadcast when it is read
+(`format/placements.py` makes the plan). What a rank needs alone it reads itself after that.
+
+The chunks are sent in one order, a chunk of each rank in turn, in steps of a few (`transfer.py`).
 """
 
 from __future__ import annotations
@@ -10,28 +17,82 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace
+from itertools import islice
+from itertools import pairwise
+from itertools import zip_longest
+from time import perf_counter
+from typing import Annotated
 from typing import Any
+from typing import Literal
+from typing import TypeAlias
 
+import msgspec
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from stio.distributed.broadcast import Broadcast, SharedFill
+from stio.device.base import LoadedGroup
+from stio.device.tensors import TORCH_DTYPES
+from stio.device.tensors import require_dtypes
 from stio.distributed.parts import part_of
-from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS
+from stio.distributed.ranks import Ranks
+from stio.distributed.transfer import RankTransfer
 from stio.errors import ChangedDuringReadError
+from stio.errors import FormatError
+from stio.errors import RankError
+from stio.format.gil_slices import row_slices
+from stio.format.header import Header
+from stio.format.placements import Chunk
+from stio.format.placements import ChunkRows
+from stio.format.placements import NO_ROWS
+from stio.format.placements import RowRange
+from stio.format.placements import Rows
+from stio.format.placements import SharedRows
+from stio.format.placements import common_rows
+from stio.format.placements import cut_chunks
+from stio.format.placements import needed_rows
+from stio.format.placements import rows_of
 from stio.limits import Limits
-from stio.loading.api import fill_from, load
+from stio.loading.api import fill_from
+from stio.loading.api import load
+from stio.loading.body import scheduled
 from stio.loading.module import ModuleTarget
 from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
-from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
-from stio.loading.target import Casting, LoadReport, LoadTarget, checked_casting
+from stio.loading.options import CacheLike
+from stio.loading.options import LoadOptions
+from stio.loading.options import Memory
+from stio.loading.options import SourceLike
+from stio.loading.plan import Group
+from stio.loading.plan import stored_shape
+from stio.loading.read_paths import Delivery
+from stio.loading.scheduler import LoadScheduler
+from stio.loading.select import select_tensors
+from stio.loading.target import Casting
+from stio.loading.target import LoadReport
+from stio.loading.target import LoadTarget
+from stio.loading.target import checked_casting
+from stio.runtime.memory import default_budget_bytes
+from stio.runtime.notifier import Notifier
+from stio.runtime.notifier import run_blocking
+from stio.runtime.operation import Cancelled
 from stio.runtime.operation import Operation
 from stio.runtime.reports.progress import Progress
 from stio.runtime.reports.trace import Trace
+from stio.runtime.trace import traced
+from stio.storage.base import RequestedSource
 from stio.storage.commit.directory_lock import boot_id
-from stio.text import described_by, is_url, keywords_for
+from stio.text import described_by
+from stio.text import is_url
+from stio.text import keywords_for
+
+Broadcast: TypeAlias = bool | Literal["auto"]
+"""Whether ranks send each other what several of them need; `stio.distributed.load_into` describes it."""
 
 
 @described_by(load)
@@ -105,23 +166,15 @@ async def load_into(
         options = LoadOptions(**keywords_for(LoadOptions, given))
         if not (isinstance(broadcast, bool) or broadcast == "auto"):
             raise ValueError(f"broadcast= takes True, False or 'auto', not {broadcast!r}")
-        opened_as = b""
-
-        def fill_first(
-            operation: Operation[Any], opened: OpenCheckpoint, target: LoadTarget, names: list[str]
-        ) -> list[str]:
-            nonlocal opened_as
-            opened_as = describe_opened(opened, source)
-            return SharedFill(ranks, options, broadcast).fill(operation, opened, target, names)
-
+        shared = SharedFill(ranks, options, broadcast, source)
         report = await fill_from(
             source,
             _filled(target, checked_casting(casting)),
             options,
             on_begin=lambda load: ranks.on_failure(load.cancel),
-            fill_first=fill_first,
+            fill_first=shared.fill,
         )
-        require_same(await ranks.arrive("loaded", opened_as), path=report.path)
+        require_same(await ranks.arrive("loaded", shared.opened_as), path=report.path)
         return report
 
 
@@ -183,3 +236,406 @@ def require_same(found: Sequence[bytes], *, path: str) -> None:
 
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+# The broadcast.
+
+CHUNK_BYTES = 8 << 20
+"""Largest chunk: one request to a store. At 1 Gbit/s it takes 70 ms to another host."""
+
+_MIN_CHUNK_BYTES = 64 << 10
+_CHUNKS_IN_BUDGET = 16
+"""The budget holds the chunk that is received, and those that are read ahead."""
+
+_MIN_SHARED_BYTES = 4 << 20
+"""With `"auto"`, fewer bytes are read by each rank: the agreement takes longer."""
+
+_MAX_CHUNKS_IN_STEP = 4
+"""Chunks that are sent between two looks at failures."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One tensor of the checkpoint, with data."""
+
+    name: str
+    file: int
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    """In whole storage items; see `stored_shape`."""
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is sent, the same on all ranks."""
+
+    tensors: Sequence[_Tensor]
+    """All tensors of the checkpoint."""
+    chunks: Sequence[Chunk]
+    """In the order of the checkpoint."""
+
+
+class _Need(msgspec.Struct, array_like=True):
+    """What a rank needs. A rank that takes no part in a broadcast shares None in its place."""
+
+    checkpoint: bytes
+    """Digest of the checkpoint that it has opened."""
+    required: bool
+    """Whether it has `broadcast=True`."""
+    budget_bytes: Annotated[int, msgspec.Meta(ge=1)]
+    rows: list[RowRange]
+    """Of each tensor."""
+
+
+class _Agreement(msgspec.Struct, array_like=True):
+    """What the first rank has decided. None in its place: no broadcast."""
+
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=CHUNK_BYTES)]
+    rows: list[RowRange]
+    """Of each tensor, the rows that are sent."""
+
+
+class SharedFill:
+    """Fills the tensors that several ranks need, before each rank reads the rest.
+
+    Args:
+        ranks: The ranks.
+        options: Options of the load.
+        broadcast: See `load_into`. All ranks must give the same.
+        source: The checkpoint, as the caller named it.
+    """
+
+    def __init__(self, ranks: Ranks, options: LoadOptions, broadcast: Broadcast, source: object) -> None:
+        self._ranks, self._options, self._broadcast, self._source = ranks, options, broadcast, source
+        self.opened_as = b""
+        """The result of `describe_opened`, once the checkpoint is open."""
+
+    def fill(
+        self, operation: Operation[Any], opened: OpenCheckpoint, target: LoadTarget, names: list[str]
+    ) -> list[str]:
+        """Fill what is sent, and return the names that remain. A `FillSome` for `fill_from`.
+
+        All ranks call it. When it returns or raises, no thread uses memory of the module or of the broadcast.
+
+        Args:
+            operation: The operation of the load, on whose thread this runs.
+            opened: The checkpoint.
+            target: The module, compared with the checkpoint. Of another target nothing is filled.
+            names: Names to load.
+
+        Raises:
+            Cancelled: The operation was cancelled.
+            RankError: A rank has failed, or the connection to it broke.
+            ValueError: `broadcast` differs between ranks.
+            ChangedDuringReadError: Ranks have opened different checkpoints.
+        """
+        self.opened_as = describe_opened(opened, self._source)
+        operation.on_cancel(self._ranks.interrupt)
+        with traced(self._options.trace, "agree"):
+            plan = self._agree(opened, target, names)
+        if plan is None or not isinstance(target, ModuleTarget):
+            return names
+        sent = {plan.tensors[piece.tensor].name for chunk in plan.chunks for piece in chunk.pieces}
+        _Broadcast(operation, opened, plan, target, self._ranks, self._options).fill()
+        return [name for name in names if name not in sent]
+
+    def _agree(self, opened: OpenCheckpoint, target: LoadTarget, names: Sequence[str]) -> _Plan | None:
+        """Return what is sent, which the first rank decides; None if each rank reads what it needs."""
+        ranks, options, required = self._ranks, self._options, self._broadcast is True
+        takes_part = required or (self._broadcast == "auto" and _may_pay(opened, options))
+        if ranks.num_ranks == 1 or not takes_part or not isinstance(target, ModuleTarget) or target.keeps:
+            ranks.share("need", None)
+            if ranks.rank == 0:
+                ranks.share("decision", None)
+            return None
+        tensors = _tensors(opened)
+        need = _Need(
+            checkpoint=_layout_digest(opened),
+            required=required,
+            budget_bytes=options.budget or default_budget_bytes(),
+            rows=_needs(tensors, target, names, path=opened.path),
+        )
+        ranks.share("need", need)
+        if ranks.rank == 0:
+            needs = [run_blocking(ranks.fetch("need", of=rank, kind=_Need | None)) for rank in range(ranks.num_ranks)]
+            ranks.share("decision", _decide(tensors, needs, required=required, path=opened.path))
+        decision: _Agreement | None = run_blocking(ranks.fetch("decision", kind=_Agreement | None))
+        if decision is None:
+            _require_agreement(required, 0)
+            return None
+        _require_rows(decision.rows, tensors)
+        shared = [
+            SharedRows(k, one.file, one.offset + rows[0] * one.rows.nbytes, one.rows.nbytes, rows)
+            for k, (one, rows) in enumerate(zip(tensors, decision.rows, strict=True))
+            if rows != NO_ROWS
+        ]
+        return _Plan(tensors, cut_chunks(shared, ranks.num_ranks, decision.chunk_bytes)) if shared else None
+
+
+def _may_pay(opened: OpenCheckpoint, options: LoadOptions) -> bool:
+    """Return whether the source is behind a network, and each rank would read from there.
+
+    Files in the page cache are read faster by each rank. A `DiskCache` reads each object once for all ranks of a host.
+    """
+    is_remote = any(isinstance(file, RequestedSource) for file in opened.files)
+    return is_remote and options.disk_cache is None and not options.verify
+
+
+def _require_agreement(required: bool, rank: int) -> None:
+    if required:
+        raise ValueError(f"broadcast= must be the same on all ranks; rank {rank} does not broadcast")
+
+
+def _decide(
+    tensors: Sequence[_Tensor], found: Sequence[_Need | None], *, required: bool, path: str
+) -> _Agreement | None:
+    """Return the decision of the first rank."""
+    needs = [need for need in found if need is not None]
+    if len(needs) < len(found):
+        _require_agreement(required, found.index(None))
+        return None
+    for rank, need in enumerate(needs):
+        if need.checkpoint != needs[0].checkpoint:
+            raise ChangedDuringReadError(
+                f"ranks 0 and {rank} have opened different checkpoints: it was replaced between their opens; load it "
+                "again",
+                path=path,
+            )
+        _require_rows(need.rows, tensors)
+    of_ranks = [need.rows for need in needs]
+    rows = [common_rows(one) for one in zip(*of_ranks, strict=True)]
+    sent = sum((end - begin) * one.rows.nbytes for one, (begin, end) in zip(tensors, rows, strict=True))
+    if not any(need.required for need in needs):
+        # All ranks receive all that is sent. If most of it is of no use to most of them, to read it is less work.
+        needed = sum(
+            (end - begin) * one.rows.nbytes
+            for of_rank in of_ranks
+            for one, (begin, end), common in zip(tensors, of_rank, rows, strict=True)
+            if common != NO_ROWS
+        )
+        if sent < _MIN_SHARED_BYTES or 2 * needed < sent * len(needs):
+            return None
+    chunk_bytes = min(need.budget_bytes for need in needs) // _CHUNKS_IN_BUDGET
+    chunk_bytes = max(_MIN_CHUNK_BYTES, min(CHUNK_BYTES, chunk_bytes))
+    return _Agreement(chunk_bytes, rows)
+
+
+def _tensors(opened: OpenCheckpoint) -> list[_Tensor]:
+    found = []
+    for file, header in enumerate(opened.headers):
+        columns = zip(header.names, header.dtypes, header.shapes, header.begins, strict=True)
+        for name, dtype, shape, begin in columns:
+            try:
+                items, item_bytes = stored_shape(dtype, shape, name=name)
+                rows = rows_of(items, item_bytes)
+            except FormatError:  # rows that do not end on a byte; a load of the tensor says so
+                items, rows = shape, Rows(0, 0, 0)
+            found.append(_Tensor(name, file, begin, dtype, items, rows))
+    return found
+
+
+def _needs(tensors: Sequence[_Tensor], target: ModuleTarget, names: Sequence[str], *, path: str) -> list[RowRange]:
+    """Return the rows of each tensor that this rank needs."""
+    wanted, slices = set(names), target.slices
+    require_dtypes([one.dtype for one in tensors if one.name in wanted], path=path)
+    needs = []
+    for one in tensors:
+        if one.name not in wanted:
+            needs.append(NO_ROWS)
+        elif one.name in slices:
+            needs.append(needed_rows(one.rows, slices[one.name]))
+        else:
+            needs.append((0, one.rows.num))
+    return needs
+
+
+def _require_rows(rows: Sequence[RowRange], tensors: Sequence[_Tensor]) -> None:
+    """Require that another rank has sent rows that the tensors have.
+
+    Raises:
+        RankError: It has not.
+    """
+    fit = [0 <= begin <= end <= one.rows.num for one, (begin, end) in zip(tensors, rows, strict=False)]
+    if len(rows) != len(tensors) or not all(fit):
+        raise RankError("a rank has sent no valid rows of the tensors; do all ranks run the same stio?")
+
+
+def _layout_digest(opened: OpenCheckpoint) -> bytes:
+    """Return a digest of a checkpoint's layout, and of what names its content and is the same on all hosts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file, header in zip(opened.files, opened.headers, strict=True):
+        digest.update(repr((header.shard, header.data_start, file.identity.nbytes, file.identity.etag)).encode())
+        for rows in row_slices(len(header)):
+            columns = (header.names, header.dtypes, header.shapes, header.ends)
+            digest.update(repr([column[rows] for column in columns]).encode())
+    return digest.digest()
+
+
+class _Broadcast(RankTransfer):
+    """The broadcast of all chunks. Threads read those of this rank, within the budget, ahead of their broadcast.
+
+    For the load that does it, the checkpoint consists of chunks: tensors of bytes.
+
+    Args:
+        operation: The operation of the load, on whose thread this runs.
+        opened: The checkpoint.
+        plan: What is sent.
+        target: Is filled.
+        ranks: The ranks.
+        options: Options of the load.
+    """
+
+    def __init__(
+        self,
+        operation: Operation[Any],
+        opened: OpenCheckpoint,
+        plan: _Plan,
+        target: ModuleTarget,
+        ranks: Ranks,
+        options: LoadOptions,
+    ) -> None:
+        of_ranks: list[list[int]] = [[] for _ in range(ranks.num_ranks)]
+        for number, chunk in enumerate(plan.chunks):
+            of_ranks[chunk.owner].append(number)
+        in_turn = (number for turn in zip_longest(*of_ranks) for number in turn if number is not None)
+        super().__init__(ranks, operation, "broadcast", in_turn)
+        self._plan, self._target, self._trace = plan, target, options.trace
+        own = [(number, chunk) for number, chunk in enumerate(plan.chunks) if chunk.owner == ranks.rank]
+        self._own_names = [str(number) for number, _ in own]
+        self._in_chunks = replace(
+            opened,
+            headers=[
+                _in_chunks(header, [one for one in own if one[1].file == file])
+                for file, header in enumerate(opened.headers)
+            ],
+            aliases={},
+            manifest=None,
+        )
+        budget_bytes = options.budget or default_budget_bytes()
+        received_bytes = max(chunk.nbytes for chunk in plan.chunks)
+        self._received = torch.empty(received_bytes, dtype=torch.uint8, device="cpu")
+        self._options = replace(
+            options,
+            device="cpu",
+            dtype=None,
+            memory=options.memory if options.memory in ("auto", "map", "copy") else "auto",
+            budget_bytes=max(budget_bytes - received_bytes, budget_bytes // 2, 1),
+        )
+        self._read: dict[int, tuple[Group, torch.Tensor]] = {}  # by chunk; bytes that were not sent yet
+        self._num_unsent: dict[int, int] = {}  # by group
+        self._scheduler: LoadScheduler | None = None
+        self._notifier = Notifier()
+        self._reading: Operation[None] = Operation(
+            self._read_own, name="share", about=opened.path, notifier=self._notifier
+        )
+
+    def fill(self) -> None:
+        """Send all, and fill the target. When this returns or raises, no thread reads."""
+        self._operation.on_cancel(self._reading.cancel)
+        try:
+            self._reading.start()
+            self._target.synchronize()
+            self.run()
+            self._reading.join()  # the files are known to be unchanged
+            if self._reading.cancelled:
+                raise Cancelled
+            self._reading.outcome()
+        finally:
+            self._reading.close()
+
+    # On the thread that reads.
+
+    def _read_own(self, operation: Operation[None]) -> None:
+        selected = select_tensors(self._in_chunks, self._own_names, self._options)
+        delivery = Delivery(deliver=self._deliver, hold=True, keeps=False)
+        scheduler = scheduled(selected, self._options, delivery)
+        self._scheduler = scheduler
+        try:
+            scheduler.run_for(operation)
+        finally:
+            self._scheduler = None  # it refers to this object
+
+    def _deliver(self, group: Group, loaded: LoadedGroup) -> None:
+        self._num_unsent[group.index] = len(loaded.tensors)
+        self._read.update((int(name), (group, data)) for name, data in loaded.tensors.items())
+        self._notifier.notify()
+
+    # On the thread of the load.
+
+    def _failure(self) -> BaseException | None:
+        return self._reading.failure
+
+    def _wait(self, seconds: float) -> None:
+        self._notifier.block_until(lambda: self._num_ready() > 0 or self._failure() is not None, seconds)
+
+    def _num_ready(self) -> int:
+        num_ready = 0
+        for number in islice(self._left, _MAX_CHUNKS_IN_STEP):
+            if self._plan.chunks[number].owner == self._ranks.rank and number not in self._read:
+                break
+            num_ready += 1
+        return num_ready
+
+    def _send(self, items: Sequence[int]) -> None:
+        for number in items:
+            self._send_chunk(number)
+
+    def _send_chunk(self, number: int) -> None:
+        """Send a chunk, or receive it; and copy what this rank needs of it."""
+        chunk = self._plan.chunks[number]
+        is_own = chunk.owner == self._ranks.rank
+        data = self._read[number][1] if is_own else self._received[: chunk.nbytes]
+        begin, how = perf_counter(), dist.BroadcastOptions()
+        how.rootRank = chunk.owner
+        sending = self._group.broadcast([data], how)
+        if is_own:
+            self._copy_all(chunk, data)
+        sending.wait()
+        if self._trace is not None:
+            self._trace.add("send" if is_own else "receive", begin, perf_counter(), num_bytes=chunk.nbytes)
+        if not is_own:
+            self._copy_all(chunk, data)
+            return
+        del data
+        self._release(number)
+
+    def _release(self, number: int) -> None:
+        """Release the memory of a chunk that was sent."""
+        group, _ = self._read.pop(number)
+        self._num_unsent[group.index] -= 1
+        scheduler = self._scheduler
+        if not self._num_unsent[group.index] and scheduler is not None:
+            scheduler.release(group)
+
+    def _copy_all(self, chunk: Chunk, data: torch.Tensor) -> None:
+        """Copy what this rank needs of a chunk. An error is kept: others wait for this rank in the next step."""
+        if self._error is None and not self._operation.cancelled:
+            try:
+                for piece in chunk.pieces:
+                    self._copy(piece, data)
+            except BaseException as error:
+                self._error = error
+
+    def _copy(self, piece: ChunkRows, data: torch.Tensor) -> None:
+        one = self._plan.tensors[piece.tensor]
+        dtype, num_rows = TORCH_DTYPES[one.dtype], piece.rows[1] - piece.rows[0]
+        part = data[piece.offset : piece.offset + num_rows * one.rows.nbytes]
+        if part.data_ptr() % dtype.itemsize or part.storage_offset() % dtype.itemsize:
+            part = part.clone()
+        shape = (*one.shape[: one.rows.dim], num_rows, *one.shape[one.rows.dim + 1 :]) if one.shape else ()
+        self._target.copy_rows(one.name, part.view(dtype).view(shape), one.rows.dim, piece.rows[0], one.shape)
+
+
+def _in_chunks(header: Header, chunks: Sequence[tuple[int, Chunk]]) -> Header:
+    """Return a header in which some chunks of the file are tensors of bytes, and so is all that is between them."""
+    names, edges = list[str](), [0]
+    for number, chunk in chunks:
+        names += [f"before {number}", str(number)]
+        edges += [chunk.begin, chunk.begin + chunk.nbytes]
+    names.append("rest")
+    edges.append(header.data_end)
+    shapes: list[tuple[int, ...]] = [(end - begin,) for begin, end in pairwise(edges)]
+    dtypes = ["U8"] * len(names)
+    return replace(header, names=names, dtypes=dtypes, shapes=shapes, begins=edges[:-1], ends=edges[1:])

@@ -11,10 +11,10 @@ from operator import mul
 from typing import TypeAlias
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from stio.distributed.torch_private import local_memory
 from stio.errors import DeviceError, MismatchError, printable
 from stio.format.placements import Cut, local_part
 from stio.loading.select import PlacedPart
@@ -46,6 +46,22 @@ def part_of(name: str, tensor: torch.Tensor) -> LocalPart | None:
             found=list(local.shape),
         )
     return LocalPart(local, shape, index)
+
+
+def local_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, without a gradient; waits for the collective call that makes it."""
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a `DTensor` like another one, over other local memory.
+
+    `DTensor.from_local` would copy memory of the host to the device of the mesh.
+    """
+    made: Callable[..., DTensor] = DTensor
+    return made(local, tensor._spec, requires_grad=False)
 
 
 def local_index(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:

@@ -21,31 +21,50 @@ chosen. So each call on all ranks has to be the same one; a load beside a save i
 from __future__ import annotations
 
 import builtins
+import hashlib
 import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import MutableMapping
+from contextlib import asynccontextmanager
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import field
 from datetime import timedelta
 from functools import partial
 from math import isfinite
 from threading import TIMEOUT_MAX
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any
+from typing import Self
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import msgspec
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import Store
 
-from stio import clock, errors
-from stio.distributed.torch_private import store_of
-from stio.errors import ClosedError, LimitError, RankError, StioError, printable
-from stio.runtime.locks import Condition, new_lock
-from stio.runtime.notifier import Notifier, runs_blocking
-from stio.runtime.operation import Cancelled, Operation, copy_of, start_thread
+from stio import clock
+from stio import errors
+from stio.errors import ClosedError
+from stio.errors import RankError
+from stio.errors import StioError
+from stio.errors import listed
+from stio.errors import printable
+from stio.runtime.locks import Condition
+from stio.runtime.locks import new_lock
+from stio.runtime.notifier import Notifier
+from stio.runtime.notifier import runs_blocking
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import Operation
+from stio.runtime.operation import copy_of
+from stio.runtime.operation import start_thread
 from stio.text import log
 
 RANK_TIMEOUT_SECONDS = 120.0
@@ -60,8 +79,11 @@ _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.1
 _KEPT_ROUNDS = 8
 """Number of objects whose keys are kept: a rank that is late still finds the failure of an older one."""
 
-MAX_VALUE_BYTES = 4 << 20
-"""Longest value to share: torch's store closes a connection over which a value of more than 8 MiB comes."""
+_MAX_PART_BYTES = 4 << 20
+"""Longest part of a value: torch's store closes a connection over which a value of more than 8 MiB comes."""
+
+_NUMBER_BYTES = 2
+"""A value begins with the number of its parts."""
 
 _MAX_CHARACTERS = 4096
 """What is sent of a text of an error."""
@@ -162,8 +184,8 @@ class _GroupState:
     """Held while `start` is made."""
     old_keys: deque[list[str]] = field(default_factory=deque)
     """The keys that this rank has set for each object that has ended."""
-    groups: dict[float, list[tuple[str, Any]]] = field(default_factory=dict)
-    """Gloo groups of `RankTransfer` that are connected and not in use, with their names, by their time limits."""
+    groups: list[tuple[str, Any]] = field(default_factory=list)
+    """Gloo groups of `RankTransfer` that are connected and not in use, with their names."""
 
 
 _groups: MutableMapping[dist.ProcessGroup, _GroupState] = WeakKeyDictionary()
@@ -185,8 +207,8 @@ class Ranks:
         exit_patience: Seconds that the interpreter's exit waits for the end of what they do.
 
     Raises:
-        ValueError: This process is not a member of the group. A wrong timeout is refused when the object, or its block
-            `reports`, is entered: the other ranks have to learn of it.
+        TypeError: The timeout is no number.
+        ValueError: It is out of range, or this process is not a member of the group.
     """
 
     def __init__(
@@ -199,9 +221,12 @@ class Ranks:
         is_alone: bool = False,
         exit_patience: float = 0.0,
     ) -> None:
-        self._refused = _why_refused(timeout)
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            raise TypeError(f"rank_timeout= takes a number of seconds, not {timeout!r}")
+        if not 0 < timeout <= TIMEOUT_MAX:  # also False for NaN
+            raise ValueError(f"rank_timeout= takes a positive number of seconds, at most {TIMEOUT_MAX:.0f}")
         self._about = about
-        self.timeout = RANK_TIMEOUT_SECONDS if self._refused else timeout
+        self.timeout = timeout
         """See above."""
         self.rank, self.num_ranks = 0, 1
         self.groups: list[tuple[str, Any]] = []
@@ -214,22 +239,13 @@ class Ranks:
             self.rank, self.num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
             if self.rank < 0:
                 raise ValueError("this process is not a member of process_group=")
-        elif not is_alone and dist.is_torchelastic_launched() and os.environ.get("WORLD_SIZE", "1") != "1":
-            log(
-                logging.WARNING,
-                "the %s is of this process alone: torchrun has started %s, and there is no process group; call "
-                "torch.distributed.init_process_group first",
-                about,
-                printable(os.environ["WORLD_SIZE"]),
-            )
+        elif not is_alone:
+            _warn_without_group(about)
         if self.num_ranks > 1:
-            self._store, group = store_of(process_group)
+            self._store, group = _store_of(process_group)
             self._group = _groups.setdefault(group, _GroupState())
             self.key = key or str(next(self._group.numbers))
-            idle = self._group.groups
-            for timeout in [timeout for timeout in idle if timeout != self.timeout]:
-                del idle[timeout]  # one set of connections is kept, not one for each timeout
-            self.groups = idle.setdefault(self.timeout, [])
+            self.groups = self._group.groups
         self.failure: RankError | None = None
         """The first failure of another rank, once it is known."""
         self.has_begun = False
@@ -264,20 +280,13 @@ class Ranks:
             cancel()
 
     def share(self, name: str, value: object = b"") -> None:
-        """Give the other ranks a small value of plain data, once for each name; returns at once.
-
-        Raises:
-            LimitError: The value is too long for a store.
-        """
-        data = msgspec.msgpack.encode(value)
-        if len(data) > MAX_VALUE_BYTES:
-            raise LimitError(
-                f"ranks cannot tell each other so much about a {self._about}: too many tensors, or too long names",
-                expected=f"at most {MAX_VALUE_BYTES:,} bytes",
-                found=f"{len(data):,}",
-            )
+        """Give the other ranks a value of plain data, once for each name; returns at once."""
         if self._store is not None:
-            self._to_set.append((f"{name}/{self.rank}", data))
+            data, key = msgspec.msgpack.encode(value), f"{name}/{self.rank}"
+            parts = [data[at : at + _MAX_PART_BYTES] for at in range(0, len(data), _MAX_PART_BYTES)]
+            # The first part comes last, with the number of all: a rank that has it finds the others.
+            self._to_set.extend((f"{key}/{k}", part) for k, part in enumerate(parts[1:], 1))
+            self._to_set.append((key, len(parts).to_bytes(_NUMBER_BYTES, "big") + parts[0]))
             self._changed.wake()
 
     async def fetch(self, name: str, of: int = 0, *, kind: Any = bytes) -> Any:
@@ -307,7 +316,6 @@ class Ranks:
 
         Raises:
             RankError: A rank has failed, or has shared something else.
-            LimitError: The value is too long for a store.
             Cancelled: This rank was interrupted.
         """
         if self._store is None:
@@ -347,7 +355,7 @@ class Ranks:
         raise ClosedError(f"the {self._about} has ended")
 
     def connect(self) -> tuple[str, Any]:
-        """Return a new `ProcessGroupGloo` of these ranks, connected to all of them, and its name; blocks.
+        """Return a new `ProcessGroupGloo` of these ranks, connected to all of them, and its unique name; blocks.
 
         It is none of the groups of the program: those are made in one order on all ranks, and this one on any thread.
         A call in it waits `timeout` for the others. Its connections are closed with the last reference to it.
@@ -355,7 +363,7 @@ class Ranks:
         assert self._store is not None
         store = PrefixStore(f"{self._prefix}/gloo", _own_connection(self._store))
         limit = timedelta(seconds=self.timeout)
-        return self._prefix, dist.ProcessGroupGloo(store, self.rank, self.num_ranks, limit)
+        return f"{self._prefix} {self.timeout}", dist.ProcessGroupGloo(store, self.rank, self.num_ranks, limit)
 
     def interrupt(self) -> None:
         """End all waits of this rank, which was cancelled. Takes no lock; callable from any thread."""
@@ -371,8 +379,6 @@ class Ranks:
     async def reports(self) -> AsyncIterator[None]:
         """Return a block for what comes before that of this object; an error in it is raised on the other ranks too."""
         try:
-            if self._refused is not None:
-                raise copy_of(self._refused)
             yield
         except BaseException as error:
             if not self.has_begun:
@@ -387,9 +393,6 @@ class Ranks:
             for sign in self._signs.values():  # this object may have been made long ago
                 sign.seen = now
             self._watcher.start()
-        if self._refused is not None:
-            await self.__aexit__(type(self._refused), self._refused, None)
-            raise copy_of(self._refused)
         return self
 
     async def __aexit__(
@@ -462,7 +465,7 @@ class Ranks:
             self._read_failure(store.get("failed"))
         for request in self._requests.copy():
             if store.check(request.keys):
-                request.values = [store.get(key) for key in request.keys]
+                request.values = [_value(store, key) for key in request.keys]
                 with suppress(ValueError):  # nothing waits for it any more
                     self._requests.remove(request)
                 self._notifier.notify()
@@ -488,7 +491,8 @@ class Ranks:
         if silent and self.failure is None:
             has_begun = any(self._signs[other].value for other in silent)
             what = "gave no sign of life for" if has_begun else f"did not begin the {self._about} within"
-            text = f"{named(silent)} {what} {self.timeout:g} s (rank_timeout=)"
+            who = "rank" if len(silent) == 1 else "ranks"
+            text = f"{who} {listed(silent)} {what} {self.timeout:g} s (rank_timeout=)"
             self._tell(store, _RankFailure(self.rank, tuple(silent), text))
 
     def _require_same_call(self, store: Store, other: int, about: str) -> None:
@@ -568,19 +572,38 @@ class Ranks:
             self._keys.append(key)
 
 
+def _warn_without_group(about: str) -> None:
+    """Log a warning if torchrun has started this process with others, and there is no process group."""
+    num_started = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_torchelastic_launched() and num_started != "1":
+        text = "the %s is of this process alone: torchrun has started %s, and there is no process group; call %s first"
+        log(logging.WARNING, text, about, printable(num_started), "torch.distributed.init_process_group")
+
+
+def _store_of(process_group: dist.ProcessGroup | None) -> tuple[Store, dist.ProcessGroup]:
+    """Return the store of a process group, in which keys of other groups do not occur, and the group.
+
+    A group that is made after all groups were destroyed may have the name of an older one of other ranks.
+    """
+    group = process_group or distributed_c10d._get_default_group()
+    members = hashlib.sha256(str(dist.get_process_group_ranks(group)).encode()).hexdigest()[:16]
+    # `ProcessGroup.get_group_store` is not in all versions, and for some backends it has no store.
+    return PrefixStore(f"{group.group_name}/{members}", distributed_c10d._get_default_store()), group
+
+
+def _value(store: Store, key: str) -> bytes:
+    """Return a value that is in the store, from its parts."""
+    first = store.get(key)
+    others = [f"{key}/{k}" for k in range(1, int.from_bytes(first[:_NUMBER_BYTES], "big"))]
+    if others and not store.check(others):
+        others = []  # no rank of stio has sent this, and it cannot be decoded
+    return first[_NUMBER_BYTES:] + b"".join(map(store.get, others))
+
+
 def _own_connection(store: Store) -> Store:
     """Return a store over a connection of its own, where torch has that (2.8): a call waits for calls of others."""
     clone: Callable[[], Any] | None = getattr(store, "clone", None)
     return store if clone is None else clone()
-
-
-def _why_refused(timeout: object) -> Exception | None:
-    """Return the error for a timeout, None if it can be used."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        return TypeError(f"rank_timeout= takes a number of seconds, not {timeout!r}")
-    if not 0 < timeout <= TIMEOUT_MAX:  # also False for NaN
-        return ValueError(f"rank_timeout= takes a positive number of seconds, at most {TIMEOUT_MAX:.0f}")
-    return None
 
 
 def _described(rank: int, about: str, error: BaseException) -> _RankFailure:
@@ -607,8 +630,6 @@ def decoded(
         RankError: It is something else.
     """
     sender, ranks = ("a rank", ()) if rank is None else (f"rank {rank}", (rank,))
-    if len(data) > MAX_VALUE_BYTES:
-        raise RankError(f"{sender} has sent {len(data):,} bytes at once; do all ranks run the same stio?", ranks=ranks)
     try:
         return decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -641,11 +662,3 @@ def _cut(text: str) -> str:
     if len(text) > _MAX_CHARACTERS:
         text = f"{text[:_MAX_CHARACTERS]}... ({len(text):,} characters)"
     return text.encode(errors="backslashreplace").decode()  # paths may have surrogates
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Return ranks as words."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"ranks {shown}"

@@ -1,51 +1,95 @@
-"""Saves of modules and state that are sharded over ranks: `save`, and a `Saver`."""
+"""Saves of modules and state that are sharded over ranks: `save`, and a `Saver`.
+
+Each rank writes its parts of the files, and the first one publishes them. On a rank that is a `ShardedSave`, a
+`PendingSave` with three things of its own. The plan: ranks compare their states, then each plans its parts.
+The transaction: the first rank has it, the others join it. The end: a rank agrees when what it writes is durable, and
+the first one commits when all have agreed. A rank that fails or is cancelled before that ends the save on all of them.
+The others have ended their writes before the first rank removes the files.
+
+How a rank writes depends on the destination (`sharded_write.py`).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
+from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from stio.device.copy_out import copy_out
 from stio.device.describe import LazyTensor
+from stio.distributed.agreement import TREE
+from stio.distributed.agreement import RankState
 from stio.distributed.agreement import Share
-from stio.distributed.parts import identify, part_of, replica_of
-from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
-from stio.distributed.sharded_save import SaveToFiles, ShardedSave
-from stio.distributed.sharded_upload import SaveToStore, is_store
+from stio.distributed.agreement import difference
+from stio.distributed.agreement import merged
+from stio.distributed.parts import identify
+from stio.distributed.parts import part_of
+from stio.distributed.parts import replica_of
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS
+from stio.distributed.ranks import Ranks
+from stio.distributed.sharded_write import FileTransaction
+from stio.distributed.sharded_write import RankTransaction
+from stio.distributed.sharded_write import Store
+from stio.distributed.sharded_write import StoreTransaction
+from stio.errors import MismatchError
 from stio.errors import RankError
+from stio.errors import printable
 from stio.format.manifest import HashName
-from stio.format.shared import UNDECLARED, SharedPolicy
+from stio.format.sharding import TensorSource
+from stio.format.shared import UNDECLARED
+from stio.format.shared import SharedPolicy
+from stio.format.shared import TiedNames
+from stio.format.shared import resolve_shared
+from stio.format.state_tree import POINTER
+from stio.format.state_tree import STATE_KEY
+from stio.format.state_tree import TREE_TENSOR
+from stio.format.state_tree import sorted_tree
+from stio.format.state_tree import tree_entries
+from stio.remote.save import RemoteDestination
+from stio.runtime.memory import Region
+from stio.runtime.memory import allocate
+from stio.runtime.notifier import run_blocking
+from stio.runtime.operation import Operation
 from stio.runtime.reports.progress import Progress
 from stio.runtime.reports.trace import Trace
 from stio.saving import api
-from stio.saving.api import MakeOptions, WhenFull
+from stio.saving.api import MakeOptions
+from stio.saving.api import WhenFull
 from stio.saving.nested import flatten
-from stio.saving.options import (
-    DEFAULT_PATTERN,
-    CommitStep,
-    Destination,
-    DestinationLike,
-    Durability,
-    SaveOptions,
-    SaveResult,
-    ShardNames,
-    absolute_destination,
-)
-from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
+from stio.saving.options import DEFAULT_PATTERN
+from stio.saving.options import CommitStep
+from stio.saving.options import Destination
+from stio.saving.options import DestinationLike
+from stio.saving.options import Durability
+from stio.saving.options import SaveOptions
+from stio.saving.options import SaveResult
+from stio.saving.options import ShardNames
+from stio.saving.pending import EXIT_PATIENCE_SECONDS
+from stio.saving.pending import PendingSave
+from stio.saving.plan import WritePlan
+from stio.saving.plan import plan_writes
+from stio.saving.plan_parts import WrittenPart
+from stio.saving.plan_parts import data_places
 from stio.saving.tensors import tensors_of
+from stio.storage.base import Transaction
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.text import described_by, keywords_for
+from stio.text import described_by
+from stio.text import keywords_for
 
 _TOLD = "_stio_told"
 """Attribute of an error that a save of a `Saver` has told to the other ranks: the key of that save."""
@@ -231,12 +275,6 @@ async def _sharded(
         nested: Whether it is saved as nested state; None: if it is no module and no flat mapping of tensors.
         arguments: See `PendingSave`.
     """
-    where = absolute_destination(destination)
-    kind: type[ShardedSave] = SaveToStore if is_store(where) else SaveToFiles
-    if isinstance(where, Destination) and not is_store(where):
-        raise ValueError(
-            f"many ranks save to a path on a filesystem that they share, or to a URL of s3, gs or az, not to {where}"
-        )
     if nested is None:
         nested = not isinstance(state, nn.Module) and not _is_flat(state)
     if nested:
@@ -256,10 +294,278 @@ async def _sharded(
             # A rank that is not in the mesh has nothing, also of a scalar, which cannot be empty.
             tensors[name] = part.local if mesh.get_coordinate() is not None else part.local.new_empty(0)
             shares[name] = Share(part.shape, part.index, known, *replica_of(tensor))
-    return kind(tensors, shares, destination, options, ranks=ranks, tied=tied, **arguments)
+    return ShardedSave(tensors, shares, destination, options, ranks=ranks, tied=tied, **arguments)
 
 
 def _is_flat(state: object) -> bool:
     return isinstance(state, Mapping) and all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor | LazyTensor) for name, tensor in state.items()
     )
+
+
+# The save on one rank.
+
+_MAX_COMPARED_BYTES = 16 << 20
+"""Longest tensor that is compared with those of other ranks: SHA-256 takes 10 ms of it."""
+
+
+class _Compared(msgspec.Struct, array_like=True):
+    """What a rank says of its state."""
+
+    digest: str
+    meshes: list[str]
+    ties: list[list[str]]
+
+
+class ShardedSave(PendingSave):
+    """One save of many ranks, on one of them.
+
+    See `PendingSave` for the other arguments.
+
+    Args:
+        tensors: What this rank holds of each tensor.
+        shares: Which part that is, see `RankState`.
+        destination: The destination.
+        options: The keywords.
+        ranks: The ranks, not entered yet. The caller waits for the save in a block of `Ranks.reports`.
+        tied: See `resolve_shared`; the same on all ranks.
+    """
+
+    _hashes_blocks = False
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor | LazyTensor],
+        shares: Mapping[str, Share],
+        destination: DestinationLike,
+        options: SaveOptions,
+        *,
+        ranks: Ranks,
+        tied: TiedNames = UNDECLARED,
+        **arguments: Any,
+    ) -> None:
+        self._ranks, self._shares, self._tied = ranks, shares, tied
+        self._undo: Callable[[], None] = _nothing
+        super().__init__(tensors, destination, options, **arguments)
+        where = self._absolute_destination
+        if isinstance(where, RemoteDestination):
+            self._absolute_destination = Store(where)
+        elif isinstance(where, Destination):
+            raise ValueError(
+                f"many ranks save to a path on a filesystem that they share, or to a URL of s3, gs or az, not to "
+                f"{where}"
+            )
+
+    def _run(self, operation: Operation[SaveResult]) -> SaveResult:
+        try:
+            return run_blocking(self._run_on_ranks(operation))
+        finally:
+            # After this rank has left the others: a failure is reported by then, and deletions may take long. On the
+            # first rank the others have left too and ended their writes: some filesystems keep the names of open files.
+            undo, self._undo = self._undo, _nothing
+            undo()
+
+    async def _run_on_ranks(self, operation: Operation[SaveResult]) -> SaveResult:
+        ranks = self._ranks
+        ranks.on_failure(operation.cancel)
+        operation.on_cancel(ranks.interrupt)
+        async with ranks:
+            return super()._run(operation)
+
+    # The plan.
+
+    def _make_plans(self, sources: Sequence[TensorSource], block_bytes: int) -> tuple[WritePlan, WritePlan]:
+        """Return the plan of the files and that of this rank's parts."""
+        plan, parts = self._plan_all(sources, block_bytes)
+        self._require_all_parts(plan, parts)
+        where = self._absolute_destination
+        kind = StoreTransaction if isinstance(where, Store) else FileTransaction
+        self._transaction: RankTransaction = kind(self._ranks, where, self._options)
+        return plan, self._transaction.plan(plan, parts, block_bytes)
+
+    def _plan_all(
+        self, sources: Sequence[TensorSource], block_bytes: int
+    ) -> tuple[WritePlan, Mapping[str, WrittenPart]]:
+        """Return the plan of the files and the parts that this rank writes, once all ranks have the same state."""
+        options, ranks = self._options, self._ranks
+        if options.shared == "error":
+            resolve_shared(sources, "error")
+        tree = _tree_of(options.metadata, sources)
+        state = RankState(
+            sources=sources,
+            shares=self._shares,
+            settings=self._settings(tree),
+            values=self._compared_values(sources),
+            rank=ranks.rank,
+            num_ranks=ranks.num_ranks,
+        )
+        state, metadata, meshes, ties = self._agree(state, tree)
+        whole = state.whole(ties)
+        plan = plan_writes(
+            whole,
+            block_bytes,
+            max_shard_bytes=self._max_shard_bytes,
+            metadata=metadata,
+            shared="dedupe" if ties else "clone",
+            tied=self._tied,
+        )
+        return plan, state.parts(plan.sources, meshes)
+
+    def _require_all_parts(self, plan: WritePlan, parts: Mapping[str, WrittenPart]) -> None:
+        places, own_bytes = data_places(plan), [0] * len(plan.shards)
+        for name, part in parts.items():
+            own_bytes[places[name][0]] += part.source.nbytes
+        all_bytes = self._arrive("parts", own_bytes, kind=list[int])
+        for number, shard in enumerate(plan.shards):
+            of_ranks = [found[number] for found in all_bytes if len(found) == len(own_bytes)]
+            if sum(of_ranks) != shard.data_bytes:
+                raise MismatchError(
+                    "the parts of all ranks do not make up the tensors; are these all the ranks that have a part of "
+                    "them (process_group=)?",
+                    path=str(self.destination),
+                    expected=f"{shard.data_bytes:,} bytes of one file",
+                    found=f"{sum(of_ranks):,}",
+                )
+
+    def _settings(self, tree: bytes) -> dict[str, str]:
+        """Return the options that decide what is written and where; they must be equal on all ranks."""
+        options = self._options
+        found = {
+            f"the option {name}": repr(getattr(options, name))
+            for name in ("filename_pattern", "shared", "shard_names", "commit", "durability", "hash")
+        }
+        found["the option max_shard_size"] = repr(self._max_shard_bytes)
+        found["what the module declares about tied names"] = repr(
+            (sorted(self._tied.sources.items()), sorted(self._tied.required))
+        )
+        found["the destination"] = str(self._absolute_destination)
+        for key, text in sorted((options.metadata or {}).items()):
+            if key != STATE_KEY:
+                found[f"the metadata under {printable(key)!r}"] = text
+        if tree:
+            found[TREE] = hashlib.sha256(tree).hexdigest()
+        return found
+
+    def _compared_values(self, sources: Sequence[TensorSource]) -> dict[str, str]:
+        """Return digests of the tensors that must have equal values on all ranks, such as states of generators.
+
+        Copies of weights may differ by rounding, and statistics of a module by the batches of a rank. So tensors of
+        several floating-point numbers are not compared, nor are large ones.
+        """
+        compared = [
+            source
+            for source in sources
+            if source.name not in self._shares
+            and source.name != TREE_TENSOR
+            and isinstance(source.data, torch.Tensor)
+            and 0 < source.nbytes <= _MAX_COMPARED_BYTES
+            and (not (source.data.is_floating_point() or source.data.is_complex()) or source.data.numel() == 1)
+        ]
+        found = {}
+        for source in compared:
+            region = allocate(source.nbytes).sub(0, source.nbytes)
+            copy_out([(source.data, 0, region)], self._ready)
+            found[source.name] = hashlib.sha256(region.view()).hexdigest()
+        return found
+
+    def _agree(
+        self, state: RankState, tree: bytes
+    ) -> tuple[RankState, Mapping[str, str] | None, list[list[str]], list[list[str]]]:
+        """Compare the states of all ranks.
+
+        Where only their orders differ, for example by the seed of Python's hashes, all ranks take that of the names.
+
+        Returns:
+            The state and the metadata to save, the meshes of each rank, and the groups of names that are one tensor on
+            all of them.
+
+        Raises:
+            MismatchError: The states differ.
+            RankError: On another rank.
+        """
+        metadata = self._options.metadata
+        found = self._compare("state", state)
+        if _ranks_that_differ(found):
+            in_order = sorted_tree(tree) if tree else b""
+            state = state.in_order_of_names(hashlib.sha256(in_order).hexdigest() if tree else "")
+            state, metadata = _with_tree(state, metadata, in_order)
+            found = self._compare("state by names", state)
+            if others := _ranks_that_differ(found):
+                self._raise_difference(state, in_order, others)
+        meshes = [one.meshes for one in found]
+        if any(len(one) != len(state.meshes()) for one in meshes):
+            raise RankError("a rank has sent another number of meshes than its state has")
+        groups = merged(group for one in found for group in one.ties)
+        if not groups:
+            return state, metadata, meshes, []
+        mine = [k for k, group in enumerate(groups) if state.is_tied(group)]
+        tied = set(mine).intersection(*self._arrive("ties", mine, kind=list[int]))
+        return state, metadata, meshes, [groups[k] for k in sorted(tied)]
+
+    def _compare(self, name: str, state: RankState) -> list[_Compared]:
+        ties = state.ties() if self._options.shared == "dedupe" else []
+        return self._arrive(name, _Compared(state.digest(), state.meshes(), ties), kind=_Compared)
+
+    def _raise_difference(self, state: RankState, tree: bytes, others: Sequence[int]) -> None:
+        rank = self._ranks.rank
+        described = {**state.settings, **(tree_entries(tree) if tree else {}), **state.described()}
+        described.pop(TREE, None)
+        mine = {what: text.encode(errors="backslashreplace").decode() for what, text in described.items()}
+        if rank == 0:
+            self._ranks.share("described", mine)
+        if rank != others[0]:
+            run_blocking(self._ranks.fetch("difference", of=others[0]))  # raises what that rank raises
+        theirs = run_blocking(self._ranks.fetch("described", kind=dict[str, str]))
+        text = difference(mine, theirs, rank)
+        raise MismatchError(f"the ranks do not save the same: {text}", path=str(self.destination))
+
+    # The transaction.
+
+    def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
+        transaction = self._transaction
+        is_first = self._ranks.rank == 0
+        own = super()._begin_transaction(operation, num_shards) if is_first else transaction.join(operation)
+        self._undo = own.roll_back
+        transaction.begin(own, operation)
+        if len(own.shard_names) != num_shards:
+            raise RankError("rank 0 has sent the names of another number of files", ranks=(0,))
+        return transaction
+
+    def _arrive(self, name: str, value: object, *, kind: Any) -> list[Any]:
+        return run_blocking(self._ranks.arrive(name, value, kind=kind))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _ranks_that_differ(found: Sequence[_Compared]) -> list[int]:
+    return [rank for rank, one in enumerate(found) if one.digest != found[0].digest]
+
+
+def _tree_of(metadata: Mapping[str, str] | None, sources: Sequence[TensorSource]) -> bytes:
+    """Return the tree of a nested state, from the metadata or from its tensor; empty if there is none."""
+    text = (metadata or {}).get(STATE_KEY, "")
+    if text != POINTER:
+        return text.encode()
+    data = next((source.data for source in sources if source.name == TREE_TENSOR), None)
+    return b"" if data is None else bytes(Region(data.data_ptr(), data.nbytes, data).view())
+
+
+def _with_tree(
+    state: RankState, metadata: Mapping[str, str] | None, tree: bytes
+) -> tuple[RankState, Mapping[str, str] | None]:
+    """Return a state and the metadata with another text of the tree, in the place where it is."""
+    text = (metadata or {}).get(STATE_KEY)
+    if text is None or not tree:  # none, or metadata of another checkpoint
+        return state, metadata
+    if text != POINTER:
+        return state, {**(metadata or {}), STATE_KEY: tree.decode()}
+    data, nbytes = torch.frombuffer(bytearray(tree), dtype=torch.uint8), len(tree)
+    sources = [
+        replace(one, data=data, shape=(nbytes,), nbytes=nbytes, span=(0, nbytes), storage_key=None)
+        if one.name == TREE_TENSOR
+        else one
+        for one in state.sources
+    ]
+    return replace(state, sources=sources), metadata

@@ -13,7 +13,8 @@ the next transfer. If a connection breaks, it is closed, which breaks those of a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ import torch.distributed as dist
 
 from stio import clock
 from stio.distributed.ranks import Ranks
-from stio.errors import RankError, printable
+from stio.errors import RankError
+from stio.errors import printable
 from stio.runtime.calls import Call
 from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Cancelled, Operation
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import Operation
 
 _STOP = -1
 _PAUSE = 0.005
@@ -113,7 +116,7 @@ class RankTransfer:
         if ranks.num_ranks == 1:
             return ""
         name, self._group = ranks.groups.pop() if ranks.groups else ("", None)
-        if not name or set(run_blocking(ranks.arrive("group", name, kind=str))) != {name}:
+        if set(run_blocking(ranks.arrive("group", name, kind=str))) != {name} or not name.endswith(f" {ranks.timeout}"):
             self._group = None
             # On a thread that a failure or a cancel leaves behind: it waits for each of the others.
             name, self._group = Call(ranks.connect).result()

@@ -11,7 +11,7 @@ import pytest
 from support import eventually
 
 from stio.distributed.ranks import Ranks
-from stio.distributed.sharded_upload import _NUM_IMAGES, Exchange, SendPlan, cut_windows
+from stio.distributed.sharded_write import _NUM_IMAGES, Exchange, SendPlan, cut_windows
 from stio.errors import MismatchError
 from stio.format.placements import ByteRange
 from stio.format.sharding import TensorSource

@@ -56,7 +56,7 @@ def loads_and_saves(folder: str) -> dict[str, str]:
             found[f"before, {broadcast}, {held}"] = _outcome(load)
             assert not (is_victim and module.first.any())
             module.second.untyped_storage().resize_(NBYTES)
-            for name in ("copy", "copy_rows", "rows_memory"):
+            for name in ("copy", "copy_rows"):
                 old = getattr(ModuleTarget, name)
 
                 def shrink_first(target, *arguments, old=old, module=module, held=held):

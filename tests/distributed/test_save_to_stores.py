@@ -35,7 +35,7 @@ import stio
 from stio import sync
 from stio.cli.main import main
 from stio.device.describe import LazyTensor
-from stio.distributed import sharded_upload
+from stio.distributed import sharded_write
 from stio.errors import CommitUncertainError, RankError
 from stio.remote.folder import Folder
 from stio.remote.save import RemoteTransaction, Uploads
@@ -181,22 +181,6 @@ def large(place: Place) -> None:
     assert 0 < made[0].peak_bytes <= 8 << 20
 
 
-def tiny_ranges(place: Place) -> None:
-    """Ranges of which each has 80 bytes, and 40 bytes of a message say where it is. The memory is bounded."""
-    whole = {f"{k}": torch.full((60,), float(k)) for k in range(4000)}
-    mesh, plain, sizes = place.mesh(), sharded_upload._message, []
-    spread = {name: spread_of(tensor.clone(), mesh, [Shard(0)]) for name, tensor in whole.items()}
-
-    def message(packet: Any, data: Any) -> Any:
-        made = plain(packet, data)
-        sizes.append(len(made) - packet.nbytes)
-        return made
-
-    with patched(sharded_upload, "_message", message):
-        place.same_objects(spread, whole, budget_bytes=12 << 20)
-    assert sizes and max(sizes) <= sharded_upload.WINDOW_BYTES / sharded_upload.TABLE_PART / 3, sizes
-
-
 def over_an_old_checkpoint(place: Place) -> None:
     """Its shards and its manifest are deleted; a `RemoteRoot` is a destination too."""
     tensors = odd_tensors()
@@ -306,10 +290,10 @@ def failures(place: Place) -> dict[str, tuple[str, str, float]]:
         ("stage", 1, scheduler, "copy_pieces"),
         ("upload", 1, Folder, "upload"),
         ("upload on the first", 0, Folder, "upload"),
-        ("pack", 2, sharded_upload, "_message"),
-        ("assemble", 2, sharded_upload, "_unpack"),
-        ("receive", 2, sharded_upload.Exchange, "_receive_buffers"),
-        ("agree", 1, sharded_upload.Exchange, "wait"),
+        ("pack", 2, sharded_write, "_message"),
+        ("assemble", 2, sharded_write, "_unpack"),
+        ("receive", 2, sharded_write.Exchange, "_swap"),
+        ("agree", 1, sharded_write.Exchange, "wait"),
         ("publish", 0, RemoteTransaction, "_put"),
     ]:
         with failing(owner, attribute) if rank == who else patched(owner, attribute, getattr(owner, attribute)):
@@ -334,13 +318,13 @@ def failures(place: Place) -> dict[str, tuple[str, str, float]]:
 async def cancelled(path: str, spread: dict[str, Any], unchanged: Callable[[], None]) -> None:
     """One rank cancels while windows are sent: a task that waits for `save`, and a pending save."""
     rank, loop, began = dist.get_rank(), asyncio.get_running_loop(), asyncio.Event()
-    assemble = sharded_upload.Exchange._assemble
+    assemble = sharded_write.Exchange._assemble
 
     def waits(*arguments: Any) -> None:
         loop.call_soon_threadsafe(began.set)
         assemble(*arguments)
 
-    with patched(sharded_upload.Exchange, "_assemble", waits):
+    with patched(sharded_write.Exchange, "_assemble", waits):
         task = asyncio.ensure_future(stio.distributed.save(spread, path, max_shard_size=3_000_000))
         if rank == 1:
             await began.wait()
@@ -371,7 +355,6 @@ def everything(folder: str, endpoint: str) -> dict[str, Any]:
     whole = places[-1]
     other_states(whole)
     large(whole)
-    tiny_ranges(whole)
     over_an_old_checkpoint(whole)
     asyncio.run(with_a_saver(whole))
     return {"saves": [place.num_saves for place in places], "failures": failures(whole)}
@@ -387,7 +370,7 @@ def found(s3: tuple[Any, str], tmp_path_factory: pytest.TempPathFactory) -> list
 @pytest.mark.slow
 def test_objects_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
     """At 2 and 3 ranks, in `make nightly` at 1 too; the comparison is in the ranks."""
-    assert found[0]["saves"] == [count(0, 3), count(0, 3), 9]
+    assert found[0]["saves"] == [count(0, 3), count(0, 3), 8]
 
 
 @pytest.mark.slow
@@ -408,11 +391,11 @@ def test_what_is_no_store() -> None:
 
 def test_windows_fit_the_budget() -> None:
     root = RemoteRoot("s3://bucket/x", config={"skip_signature": "true", "region": "us-east-1"})
-    store = sharded_upload._Store(sharded_upload.RemoteDestination(root))
+    store = sharded_write.Store(sharded_write.RemoteDestination(root))
     for budget_bytes in (6 << 20, 64 << 20, 1 << 30):
         smaller, nbytes = store.within(budget_bytes)
-        assert nbytes == smaller.inner.buffer_bytes + sharded_upload.NUM_WINDOWS * smaller.window_bytes < budget_bytes
-        assert smaller.window_bytes <= sharded_upload.WINDOW_BYTES
+        assert nbytes == smaller.inner.buffer_bytes + sharded_write.NUM_WINDOWS * smaller.window_bytes < budget_bytes
+        assert smaller.window_bytes <= sharded_write.WINDOW_BYTES
 
 
 @pytest.mark.slow
@@ -445,7 +428,7 @@ def killed(endpoint: str, death: str, victim: int, moment: str) -> tuple[str, st
     if rank == 0:
         sync.save({"old": torch.ones(3), "older": torch.zeros(2)}, path, max_shard_size=12)
     dist.barrier()
-    assemble, client = sharded_upload.Exchange._assemble, new_client()
+    assemble, client = sharded_write.Exchange._assemble, new_client()
 
     def assemble_and_end(exchange: Any, window: Window, messages: Any) -> None:
         if window.begin:
@@ -456,9 +439,9 @@ def killed(endpoint: str, death: str, victim: int, moment: str) -> tuple[str, st
         assemble(exchange, window, messages)
 
     if rank == victim and moment in ("upload", "stop"):
-        sharded_upload.Exchange._assemble = assemble_and_end
+        sharded_write.Exchange._assemble = assemble_and_end
     elif rank == victim:
-        sharded_upload.Exchange.digests = lambda *_: end_here(death)
+        sharded_write.Exchange.digests = lambda *_: end_here(death)
     with pytest.raises(RankError) as caught:
         sync.distributed.save(spread, path, max_shard_size=11_000_000, hash="sha256", rank_timeout=2.0)
     return type(caught.value).__name__, str(caught.value), time.time() - float(Path(death).read_text())

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from stio.distributed.sharded_upload import cut_again, cut_windows, owners_of
+from stio.distributed.sharded_write import cut_windows, owners_of
 
 
 def test_owners() -> None:
@@ -40,11 +40,3 @@ def test_windows_make_up_the_files(seed: int) -> None:
         owner = owners[window.file]
         assert all(sent[owner] <= sent[other] for other in left if sent[other] < left[other])
         sent[owner] += 1
-
-
-def test_windows_that_are_cut_again() -> None:
-    """The smaller ones take the places of those that they make up."""
-    windows = cut_windows([40, 20], [0, 1], 32)
-    assert windows == [(0, 0, 32), (1, 0, 20), (0, 32, 40)]
-    assert cut_again(windows, {1, 2}, 16) == [(0, 0, 32), (1, 0, 16), (1, 16, 20), (0, 32, 40)]
-    assert cut_again(windows, set(), 16) == windows

@@ -605,7 +605,7 @@ class _before_copies:  # noqa: N801 - a context manager
 
     def __enter__(self) -> None:
         for place, name in (
-            (ModuleTarget, "copy"), (ModuleTarget, "copy_rows"), (ModuleTarget, "rows_memory"), (ModuleTarget, "_load_as_torch"),
+            (ModuleTarget, "copy"), (ModuleTarget, "copy_rows"), (ModuleTarget, "_load_as_torch"),
             (StateTarget, "copy"), (PartsTarget, "copy"), (stio.saving.scheduler, "copy_pieces"), (stio.saving.scheduler, "copy_out"),
         ):  # fmt: skip
             old = getattr(place, name)

@@ -1,6 +1,9 @@
-"""Saves of many ranks to a store: each file has an owner, which uploads it, and the others send it their parts.
+"""The files of one save, written by many ranks: into the same files of a filesystem, or by owners, to a store.
 
-The first rank has the transaction of `stio.remote`: it reads what the store has, puts the index, and deletes
+On a filesystem each rank writes its ranges into the files, which the first rank has created. To a store each file has
+an owner, which uploads it, and the others send it their parts.
+
+There the first rank has the transaction of `stio.remote`: it reads what the store has, puts the index, and deletes
 the old checkpoint. The others upload objects whose names it has chosen. Such an object is no checkpoint until the index
 names it. One file alone is uploaded by the first rank, since the end of that upload is the commit.
 
@@ -16,36 +19,60 @@ staged, and their owners have room for.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain
+from itertools import zip_longest
 from time import perf_counter
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated
+from typing import Any
+from typing import Literal
+from typing import TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from msgspec import Meta
 
 from stio.distributed.ranks import Ranks
-from stio.distributed.sharded_save import RankTransaction, ShardedSave
 from stio.distributed.transfer import RankTransfer
-from stio.errors import MismatchError, RankError
+from stio.errors import MismatchError
+from stio.errors import RankError
 from stio.format.manifest import Hasher
+from stio.format.manifest import new_hasher
 from stio.limits import PAGE_BYTES
-from stio.remote.save import RemoteDestination, RemoteTransaction, Uploads
+from stio.remote.save import RemoteDestination
+from stio.remote.save import RemoteTransaction
+from stio.remote.save import Uploads
 from stio.runtime.calls import LOOK_SECONDS
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
 from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Cancelled, Operation, is_interrupted
-from stio.runtime.reports.trace import Trace, traced
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import Operation
+from stio.runtime.operation import is_interrupted
+from stio.runtime.reports.trace import Trace
+from stio.runtime.reports.trace import traced
+from stio.saving.options import SaveOptions
 from stio.saving.options import SaveResult
 from stio.saving.plan import WritePlan
-from stio.saving.plan_parts import Packet, Window, WrittenPart, plan_stream
+from stio.saving.plan_parts import Packet
+from stio.saving.plan_parts import Window
+from stio.saving.plan_parts import WrittenPart
+from stio.saving.plan_parts import plan_parts
+from stio.saving.plan_parts import plan_stream
 from stio.saving.scheduler import PIECE_BYTES
-from stio.storage.base import Ending, FileWriter, Transaction
+from stio.storage.base import Ending
+from stio.storage.base import FileWriter
+from stio.storage.base import Note
+from stio.storage.base import Published
+from stio.storage.base import Transaction
+from stio.storage.commit.transaction import Invitation
+from stio.storage.commit.transaction import JoinedTransaction
+from stio.storage.commit.transaction import LocalTransaction
 
 _Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
@@ -63,54 +90,172 @@ _ITEM_BYTES = 8
 
 _RUN_NUMBERS = 5
 
-TABLE_PART = 8
-"""The tables of a window have at most one n-th of its size on all ranks together, unless it is a smallest one."""
-
-
 _MIN_WINDOW_BYTES = 16 * PAGE_BYTES
 
 _WindowBytes = Annotated[int, Meta(ge=_MIN_WINDOW_BYTES, le=WINDOW_BYTES, multiple_of=PAGE_BYTES)]
 
 
-def is_store(destination: object) -> bool:
-    """Return whether a destination is one of a store that many ranks can save to."""
-    return isinstance(destination, RemoteDestination)
+class RankTransaction(Transaction):
+    """The transaction of a save on one rank; there is a subclass for each kind of destination.
+
+    The first rank publishes when all have agreed. The others agree, and learn the outcome. `plan` comes first; then
+    `begin`, with the transaction that this rank writes in.
+
+    Args:
+        ranks: The ranks.
+        destination: The destination of the save.
+        options: Options of the save.
+    """
+
+    takes_index = False
+
+    def __init__(self, ranks: Ranks, destination: Any, options: SaveOptions) -> None:
+        self._ranks, self._destination, self._options = ranks, destination, options
+        self.path = str(destination)
+        self._own: Any = None
+        self._first: Transaction | None = None  # that of the first rank, on the first rank
+
+    def begin(self, own: Transaction, operation: Operation[SaveResult]) -> None:
+        """Begin.
+
+        Args:
+            own: On the first rank the transaction of the save, on others the result of `join`. The caller rolls it
+                back when this rank has left the others.
+            operation: The operation of the save.
+        """
+        self._own, self.shard_names = own, own.shard_names
+        if self._ranks.rank == 0:
+            self._first, self.takes_index, self.is_recorded = own, own.takes_index, own.is_recorded
+
+    def read_note(self, name: str) -> bytes | None:
+        """Return a note on the first rank, which writes the notes."""
+        return None if self._first is None else self._first.read_note(name)
+
+    def digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> list[str]:
+        """Return the digest of each file; see `Transaction`.
+
+        Raises:
+            MismatchError: The ranks have not hashed the files.
+        """
+        all_digests: dict[int, str] = {}
+        own = self._digests(new_hasher, check)
+        for digests in run_blocking(self._ranks.arrive("hashed", own, kind=dict[int, str])):
+            all_digests.update(digests)
+        if all_digests.keys() != set(range(len(self.shard_names))):
+            raise MismatchError("the ranks have not hashed the files of this save", path=self.path)
+        return [all_digests[number] for number in range(len(self.shard_names))]
+
+    def _prepare(self, check: Callable[[], None]) -> None:
+        """On the first rank wait until what the others write is durable."""
+        if self._first is not None:
+            run_blocking(self._ranks.arrive("agreed"))
+
+    def published(self) -> Published | None:
+        """Return what was published, on the first rank."""
+        return None if self._first is None else self._first.published()
+
+    def _publish(self, index: bytes | None, notes: Sequence[Note]) -> None:
+        """Publish, or agree and wait for the outcome: a rank that has agreed cannot cancel."""
+        if self._first is not None:
+            self._first.commit(index=index, notes=notes)
+            self._ranks.share("committed")
+            return
+        self._leave()
+        self._ranks.share("agreed")
+        run_blocking(self._ranks.fetch("committed"))
+
+    # What depends on the kind of destination, beside `_create` for this rank's plan.
+
+    def plan(self, plan: WritePlan, parts: Mapping[str, WrittenPart], block_bytes: int) -> WritePlan:
+        """Return the plan of what this rank stages and writes."""
+        raise NotImplementedError
+
+    def join(self, operation: Operation[SaveResult]) -> Transaction:
+        """On other ranks, return the transaction to write in, once the first rank lets this one join."""
+        raise NotImplementedError
+
+    def _digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
+        """Return the digests of some of the files, by number; all ranks together have all."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        """On other ranks, leave the files to the first rank, which publishes or removes them."""
+        raise NotImplementedError
+
+    def _end(self, ending: Ending) -> None:
+        """End the writes of this rank, before it leaves the others. What they wrote is the first rank's."""
+        raise NotImplementedError
 
 
-class SaveToStore(ShardedSave):
-    """A `ShardedSave` to a URL or a `RemoteRoot`."""
+class FileTransaction(RankTransaction):
+    """The transaction of a save to a path on a filesystem that all ranks share: all write into the same files."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        if self._ranks.num_ranks > 1 and not dist.is_gloo_available():
-            raise ValueError("saves of many ranks to a store need a torch with Gloo, and this one has none")
-        where = self._absolute_destination
-        assert isinstance(where, RemoteDestination)
-        self._absolute_destination = _Store(where)
+    _own: LocalTransaction | JoinedTransaction
+    _nbytes: Sequence[int] = ()
 
-    @property
-    def _store(self) -> _Store:
-        assert isinstance(self._absolute_destination, _Store)
-        return self._absolute_destination
+    def plan(self, plan: WritePlan, parts: Mapping[str, WrittenPart], block_bytes: int) -> WritePlan:
+        """Return the plan of this rank's ranges of the files."""
+        own = plan_parts(plan, parts, block_bytes, with_headers=self._ranks.rank == 0)
+        self._own_bytes = [sum(block.file_bytes for block in shard.blocks) for shard in own.shards]
+        return own
 
-    def _plan_own(self, plan: WritePlan, parts: Mapping[str, WrittenPart], block_bytes: int) -> WritePlan:
+    def join(self, operation: Operation[SaveResult]) -> Transaction:
+        """See `RankTransaction`."""
+        invitation = Invitation.from_json(run_blocking(self._ranks.fetch("staging")))
+        return JoinedTransaction(invitation, operation.check)
+
+    def begin(self, own: Transaction, operation: Operation[SaveResult]) -> None:
+        """See `RankTransaction`."""
+        super().begin(own, operation)
+        self.path = own.path
+
+    def _create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
+        """Return writers of the files; the first rank creates them, and lets the others write into them."""
+        self._nbytes = nbytes
+        writers = self._own.create(nbytes, self._own_bytes)
+        if isinstance(self._own, LocalTransaction) and self._ranks.num_ranks > 1:
+            self._ranks.share("staging", self._own.invite().to_json())
+        return writers
+
+    def _digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
+        ranks, names = self._ranks, self.shard_names
+        run_blocking(ranks.arrive("written"))
+        numbers = range(ranks.rank, len(names), ranks.num_ranks)
+        return {number: self._own.digest(names[number], new_hasher(), check) for number in numbers}
+
+    def _prepare(self, check: Callable[[], None]) -> None:
+        super()._prepare(check)
+        if isinstance(self._own, LocalTransaction):
+            for name, nbytes in zip(self.shard_names, self._nbytes, strict=True):
+                self._own.finish_file(name, nbytes)
+                check()
+            self._own.prepare_commit(check)
+
+    def _leave(self) -> None:
+        self._own.roll_back()  # closes the files
+
+    def _end(self, ending: Ending) -> None:
+        if self._first is None:
+            self._leave()
+
+
+class StoreTransaction(RankTransaction):
+    """The transaction of a save to a store."""
+
+    _own: Uploads
+    _exchange: Exchange | None = None
+
+    def plan(self, plan: WritePlan, parts: Mapping[str, WrittenPart], block_bytes: int) -> WritePlan:
+        """Return the plan of the stream that this rank sends."""
         block_bytes = min(block_bytes, PIECE_BYTES)
-        own_bytes = min(self._store.window_bytes, block_bytes)
-        window_bytes: int = min(self._arrive("window", own_bytes, kind=_WindowBytes))
+        own_bytes = min(self._destination.window_bytes, block_bytes)
+        window_bytes: int = min(run_blocking(self._ranks.arrive("window", own_bytes, kind=_WindowBytes)))
         sizes = [shard.nbytes for shard in plan.shards]
         owners = owners_of(sizes, self._ranks.num_ranks)
         windows = cut_windows(sizes, owners, window_bytes)
         own, packets = plan_stream(plan, parts, windows, block_bytes)
-        if window_bytes > _MIN_WINDOW_BYTES:
-            # The table of many tiny ranges is longer than their bytes.
-            max_bytes = window_bytes // TABLE_PART // self._ranks.num_ranks
-            long = [one.window for one in packets if table_bytes(one) > max_bytes]
-            long_of_all = {number for found in self._arrive("long", long, kind=list[int]) for number in found}
-            if long_of_all:
-                windows = cut_again(windows, long_of_all, _MIN_WINDOW_BYTES)
-                own, packets = plan_stream(plan, parts, windows, block_bytes)
         self._send_plan = SendPlan(
-            path=str(self._store),
+            path=self.path,
             owners=owners,
             headers=[shard.header for shard in plan.shards],
             windows=windows,
@@ -119,80 +264,60 @@ class SaveToStore(ShardedSave):
         )
         return own
 
-    def _share(self, transaction: Transaction, operation: Operation[SaveResult]) -> RankTransaction:
-        assert isinstance(transaction, RemoteTransaction)
-        transaction.share()
-        self._ranks.share("names", transaction.shard_names)
-        return self._transaction(transaction, transaction, operation)
+    def join(self, operation: Operation[SaveResult]) -> Transaction:
+        """See `RankTransaction`."""
+        names = run_blocking(self._ranks.fetch("names", kind=tuple[str, ...]))
+        uploads: Uploads = self._destination.inner.join(names)
+        return uploads
 
-    def _join(self, operation: Operation[SaveResult]) -> RankTransaction:
-        uploads = self._store.inner.join(run_blocking(self._ranks.fetch("names", kind=tuple[str, ...])))
-        self._undo = uploads.roll_back
-        return self._transaction(None, uploads, operation)
-
-    def _transaction(
-        self, first: Transaction | None, uploads: Uploads, operation: Operation[SaveResult]
-    ) -> RankTransaction:
-        new_exchange = partial(
-            Exchange, self._send_plan, self._ranks, save=operation, new_hasher=self._hasher(), trace=self._options.trace
-        )
-        return _ObjectTransaction(first, uploads, new_exchange, self._ranks, path=str(self._store))
-
-
-class _ObjectTransaction(RankTransaction):
-    """The transaction of a save to a store.
-
-    Args:
-        first: See `RankTransaction`.
-        uploads: What this rank uploads; on the first rank the transaction.
-        new_exchange: Makes the exchange, with the writers of all files.
-        ranks: The ranks.
-        path: The destination.
-    """
-
-    def __init__(
-        self,
-        first: Transaction | None,
-        uploads: Uploads,
-        new_exchange: Callable[[Sequence[FileWriter]], Exchange],
-        ranks: Ranks,
-        *,
-        path: str,
-    ) -> None:
-        super().__init__(first, ranks, path=path, shard_names=uploads.shard_names)
-        self._uploads, self._new_exchange = uploads, new_exchange
-        self._exchange: Exchange | None = None
+    def begin(self, own: Transaction, operation: Operation[SaveResult]) -> None:
+        """See `RankTransaction`."""
+        super().begin(own, operation)
+        self._operation = operation
+        if isinstance(own, RemoteTransaction):
+            own.share()
+            self._ranks.share("names", own.shard_names)
 
     def _create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
         """Begin the exchange; return what takes the stream of this rank."""
-        self._exchange = self._new_exchange(self._uploads.create(nbytes))
+        options = self._options
+        self._exchange = Exchange(
+            self._send_plan,
+            self._ranks,
+            self._own.create(nbytes),
+            save=self._operation,
+            new_hasher=None if options.hash is None else partial(new_hasher, options.hash),
+            trace=options.trace,
+        )
         self._exchange.start()
         return [self._exchange.stream]
 
-    def _end(self, ending: Ending) -> None:
-        """End the exchange on all ranks, and begin to end the uploads of this one. `ShardedSave` deletes them later."""
-        if ending != "published":
-            self._uploads.stop()
-            if self._exchange is not None:
-                self._exchange.close()
-
     def _digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
-        self._finish(check)  # they were computed during the upload
-        assert self._exchange is not None
-        return self._exchange.digests()
-
-    def _finish(self, check: Callable[[], None]) -> None:
         assert self._exchange is not None
         self._exchange.wait()
         check()
+        return self._exchange.digests()  # they were computed during the upload
+
+    def _prepare(self, check: Callable[[], None]) -> None:
+        assert self._exchange is not None
+        self._exchange.wait()
+        check()
+        super()._prepare(check)
 
     def _leave(self) -> None:
         # Once the first rank may have published the objects, another one must not delete them.
-        self._uploads.leave()
+        self._own.leave()
+
+    def _end(self, ending: Ending) -> None:
+        """End the exchange on all ranks, and begin to end the uploads of this one; they are deleted later."""
+        if ending != "published":
+            self._own.stop()
+            if self._exchange is not None:
+                self._exchange.close()
 
 
 @dataclass(frozen=True, slots=True)
-class _Store:
+class Store:
     """A store as the destination of many ranks, which needs memory for windows beside that for parts of uploads."""
 
     inner: RemoteDestination
@@ -203,7 +328,7 @@ class _Store:
     def __str__(self) -> str:
         return str(self.inner)
 
-    def within(self, budget_bytes: int) -> tuple[_Store, int]:
+    def within(self, budget_bytes: int) -> tuple[Store, int]:
         """Return it with less memory, and how much that is; see `BufferedDestination`."""
         inner, nbytes = self.inner.within(budget_bytes)
         fits = (budget_bytes - nbytes) // 2 // NUM_WINDOWS // PAGE_BYTES * PAGE_BYTES
@@ -252,20 +377,6 @@ def cut_windows(sizes: Sequence[int], owners: Sequence[int], window_bytes: int) 
     return [window for turn in zip_longest(*of_owner.values()) for window in turn if window is not None]
 
 
-def cut_again(windows: Sequence[Window], numbers: Container[int], window_bytes: int) -> list[Window]:
-    """Return the windows with some of them cut into smaller ones, which take their places.
-
-    Args:
-        windows: All of them.
-        numbers: Which ones are cut.
-        window_bytes: Size of a smaller one; a multiple of `PAGE_BYTES`.
-    """
-    found: list[Window] = []
-    for number, window in enumerate(windows):
-        found += _cut(window, window_bytes) if number in numbers else [window]
-    return found
-
-
 def _cut(window: Window, window_bytes: int) -> list[Window]:
     file, begin, end = window
     return [Window(file, at, min(at + window_bytes, end)) for at in range(begin, end, window_bytes)]
@@ -290,11 +401,6 @@ class SendPlan:
     """Size of the largest window."""
     packets: Sequence[Packet]
     """What this rank has of the windows."""
-
-
-def table_bytes(packet: Packet) -> int:
-    """Return the size of the numbers with which a message begins."""
-    return _ITEM_BYTES * (1 + _RUN_NUMBERS * len(packet.runs))
 
 
 class Exchange(RankTransfer):
@@ -402,42 +508,34 @@ class Exchange(RankTransfer):
         return self._plan.owners[self._plan.windows[window].file]
 
     def _send(self, items: Sequence[int]) -> None:
-        rank, begin, under_way = self._ranks.rank, perf_counter(), []
-        messages = {self._owner_of(number): self.stream.take(number) for number in items}
-        received = self._receive_buffers(messages)  # first: if there is no memory, no call may be under way
-        for other, data in received.items():
-            under_way.append(self._group.recv([torch.from_numpy(data)], other, 0))
-        for owner, message in messages.items():
-            if owner != rank and len(message):
-                under_way.append(self._group.send([torch.from_numpy(message)], owner, 0))
-        for work in under_way:
-            work.wait()
-        if self._trace is not None and under_way:
-            num_bytes = sum(len(message) for owner, message in messages.items() if owner != rank)
+        begin, messages = perf_counter(), [np.empty(0, np.uint8)] * self._ranks.num_ranks
+        for number in items:
+            messages[self._owner_of(number)] = self.stream.take(number)
+        num_bytes = sum(map(len, messages)) - len(messages[self._ranks.rank])
+        received = messages if self._group is None else self._swap(messages)
+        if self._trace is not None and self._group is not None:
             self._trace.add("send", begin, perf_counter(), num_bytes=num_bytes)
         for number in items:
-            if self._owner_of(number) == rank and not self._operation.cancelled:
+            if self._owner_of(number) == self._ranks.rank and not self._operation.cancelled:
                 try:
-                    self._assemble(self._plan.windows[number], [messages[rank], *received.values()])
+                    self._assemble(self._plan.windows[number], received)
                 except BaseException as error:
                     self._error = error
 
-    def _receive_buffers(self, messages: Mapping[int, _Bytes]) -> dict[int, _Bytes]:
-        """Return memory for the messages of other ranks, by rank.
-
-        Args:
-            messages: What this rank sends, by owner.
+    def _swap(self, messages: list[_Bytes]) -> list[_Bytes]:
+        """Send a message to each rank, and return those of all ranks; empties the list, to release the memory.
 
         Raises:
             MemoryError: There is none. `run` then reports it, and leaves the group, which ends the steps of the others.
         """
-        if self._group is None:
-            return {}
-        sizes, received = torch.zeros(2, self._ranks.num_ranks, dtype=torch.int64, device="cpu")
-        for owner, message in messages.items():
-            sizes[owner] = len(message) if owner != self._ranks.rank else 0
-        self._group.alltoall_base(received, sizes, [], []).wait()
-        return {rank: np.empty(size, np.uint8) for rank, size in enumerate(received.tolist()) if size}
+        sizes = torch.tensor([len(message) for message in messages], device="cpu")
+        new_sizes = torch.empty_like(sizes)
+        self._group.alltoall_base(new_sizes, sizes, [], []).wait()
+        sent, received = np.concatenate(messages), np.empty(int(new_sizes.sum()), np.uint8)
+        messages.clear()
+        data = torch.from_numpy(received)
+        self._group.alltoall_base(data, torch.from_numpy(sent), new_sizes.tolist(), sizes.tolist()).wait()
+        return np.split(received, new_sizes.cumsum(0)[:-1].tolist())
 
     def _assemble(self, window: Window, messages: Sequence[_Bytes]) -> None:
         """Put the bytes of a window in their places, for the upload."""
