@@ -83,8 +83,8 @@ if TYPE_CHECKING:
     from stio.saving.pending import PendingSave as PendingSave
     from stio.serving.host_cache import HostCache as HostCache
     from stio.serving.pool.api import ModelPool as ModelPool
-    from stio.serving.pool.status import ModelStatus as ModelStatus
-    from stio.serving.pool.status import PoolStats as PoolStats
+    from stio.serving.pool.policy import ModelStatus as ModelStatus
+    from stio.serving.pool.policy import PoolStats as PoolStats
     from stio.serving.warm_start.api import WarmStart as WarmStart
     from stio.serving.warm_start.api import warm_start as warm_start
     from stio.state import load_state as load_state
@@ -94,26 +94,26 @@ _NAMES = {
     "stio.conversion.api": "convert",
     "stio.device.describe": "LazyTensor",
     "stio.format.header": "TensorInfo",
+    "stio.limits": "Limits",
     "stio.loading.api": "Checkpoint Stream load load_into open",
-    "stio.remote.disk_cache": "DiskCache",
     "stio.loading.caches": "CacheStats",
-    "stio.serving.host_cache": "HostCache",
     "stio.loading.latest": "latest",
     "stio.loading.options": "LoadOptions",
     "stio.loading.target": "LoadReport",
-    "stio.serving.warm_start.api": "WarmStart warm_start",
-    "stio.serving.pool.api": "ModelPool",
-    "stio.serving.pool.status": "ModelStatus PoolStats",
-    "stio.limits": "Limits",
+    "stio.remote.disk_cache": "DiskCache",
+    "stio.remote.source": "RemoteRoot",
+    "stio.runtime.reports.counters": "Stats stats",
     "stio.runtime.reports.progress": "ProgressEvent",
     "stio.runtime.reports.spans": "Span",
-    "stio.runtime.reports.counters": "Stats stats",
     "stio.runtime.reports.trace": "Trace",
     "stio.saving.api": "Saver save",
     "stio.saving.options": "SaveOptions SaveResult",
     "stio.saving.pending": "PendingSave",
+    "stio.serving.host_cache": "HostCache",
+    "stio.serving.pool.api": "ModelPool",
+    "stio.serving.pool.policy": "ModelStatus PoolStats",
+    "stio.serving.warm_start.api": "WarmStart warm_start",
     "stio.state": "load_state save_state",
-    "stio.remote.source": "RemoteRoot",
     "stio.errors": " ".join(errors.__all__),
 }
 """Public names by the module that defines them."""

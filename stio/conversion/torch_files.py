@@ -13,41 +13,31 @@ import sys
 import tarfile
 import warnings
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import nullcontext
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
-from typing import BinaryIO
-from typing import ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import nn
 
 from stio.device.describe import describe_tensors
-from stio.errors import AmbiguousCheckpointError
-from stio.errors import FormatError
-from stio.errors import HostMemoryError
-from stio.errors import StorageError
-from stio.errors import TensorNotFoundError
-from stio.errors import UnsupportedDtypeError
-from stio.errors import listed
-from stio.errors import printable
+from stio.errors import (
+    AmbiguousCheckpointError,
+    FormatError,
+    HostMemoryError,
+    StorageError,
+    TensorNotFoundError,
+    UnsupportedDtypeError,
+    listed,
+    printable,
+)
 from stio.format.naming import FILE_SUFFIX
-from stio.format.other_sources import HEAD_BYTES
-from stio.format.other_sources import TORCH_SAVE
-from stio.format.other_sources import FileKind
-from stio.format.other_sources import kind_of
-from stio.format.other_sources import starts_like_safetensors
+from stio.format.other_sources import HEAD_BYTES, TORCH_SAVE, FileKind, kind_of, starts_like_safetensors
 from stio.runtime.memory import reporting_shortage
 from stio.runtime.process import contextmanager
-from stio.storage.checks import OPEN_FLAGS
-from stio.storage.checks import require_regular
-from stio.storage.checks import translated_errors
+from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
 from stio.storage.local import log_unmapped
 from stio.text import counted
 

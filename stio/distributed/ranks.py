@@ -26,45 +26,27 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import MutableMapping
-from contextlib import asynccontextmanager
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from math import isfinite
 from threading import TIMEOUT_MAX
 from types import TracebackType
-from typing import Any
-from typing import Self
-from typing import TypeAlias
+from typing import Any, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from stio import clock
-from stio import errors
-from stio.errors import ClosedError
-from stio.errors import RankError
-from stio.errors import StioError
-from stio.errors import listed
-from stio.errors import printable
-from stio.runtime.locks import Condition
-from stio.runtime.locks import new_lock
-from stio.runtime.notifier import Notifier
-from stio.runtime.notifier import runs_blocking
-from stio.runtime.operation import Cancelled
-from stio.runtime.operation import Operation
-from stio.runtime.operation import copy_of
-from stio.runtime.operation import start_thread
+from stio import clock, errors
+from stio.errors import ClosedError, RankError, StioError, listed, printable
+from stio.runtime.locks import Condition, new_lock
+from stio.runtime.notifier import Notifier, runs_blocking
+from stio.runtime.operation import Cancelled, Operation, copy_of, start_thread
 from stio.text import log
 
 RANK_TIMEOUT_SECONDS = 120.0

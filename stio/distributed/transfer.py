@@ -13,8 +13,7 @@ the next transfer. If a connection breaks, it is closed, which breaks those of a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +21,10 @@ import torch.distributed as dist
 
 from stio import clock
 from stio.distributed.ranks import Ranks
-from stio.errors import RankError
-from stio.errors import printable
+from stio.errors import RankError, printable
 from stio.runtime.calls import Call
 from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Cancelled
-from stio.runtime.operation import Operation
+from stio.runtime.operation import Cancelled, Operation
 
 _STOP = -1
 _PAUSE = 0.005

@@ -15,35 +15,27 @@ import os
 import random
 import re
 import threading
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
-from typing import Literal
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 from stio import clock
-from stio.errors import ChangedDuringReadError
-from stio.errors import CheckpointNotFoundError
-from stio.errors import ConcurrentSaveError
-from stio.errors import StallTimeoutError
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.errors import listed
-from stio.errors import one_line
-from stio.errors import printable
-from stio.remote.stores import STALL_SECONDS
-from stio.remote.stores import set_variables
-from stio.runtime.calls import LOOK_SECONDS
-from stio.runtime.calls import Call
-from stio.runtime.operation import Cancelled
-from stio.runtime.operation import PanicError
-from stio.runtime.operation import is_interrupted
-from stio.runtime.operation import without_panic
+from stio.errors import (
+    ChangedDuringReadError,
+    CheckpointNotFoundError,
+    ConcurrentSaveError,
+    StallTimeoutError,
+    StioError,
+    StorageError,
+    listed,
+    one_line,
+    printable,
+)
+from stio.remote.stores import STALL_SECONDS, set_variables
+from stio.runtime.calls import LOOK_SECONDS, Call
+from stio.runtime.operation import Cancelled, PanicError, is_interrupted, without_panic
 from stio.runtime.workers import WorkerPool
-from stio.text import RareWarnings
-from stio.text import log
-from stio.text import without_secrets
+from stio.text import RareWarnings, log, without_secrets
 
 A = TypeVar("A")
 T = TypeVar("T")
