@@ -15,12 +15,12 @@ import torch
 
 from stio.conversion.sources import OpenSource, open_source
 from stio.conversion.torch_files import Key, check_key
-from stio.device.tensors import TORCH_DTYPES, DtypeLike, Lost, checked_dtype
+from stio.device.casts import Lost
+from stio.device.tensors import TORCH_DTYPES
 from stio.errors import ClosedError, printable
 from stio.format.manifest import HashName
 from stio.format.naming import FILE_SUFFIX
 from stio.format.sharding import TensorSource
-from stio.loading.casts import report_lost
 from stio.runtime.limits import checked_size
 from stio.runtime.memory import default_budget_bytes
 from stio.runtime.operation import Operation
@@ -46,7 +46,7 @@ async def convert(
     destination: PathLike,
     *,
     max_shard_size: int | str | None = None,
-    dtype: DtypeLike | None = None,
+    dtype: torch.dtype | str | None = None,
     metadata: Mapping[str, str] | None = None,
     progress: Progress = None,
     budget_bytes: int | str | None = None,
@@ -107,7 +107,7 @@ async def convert(
     plan_writes([], max_shard_bytes=None, block_bytes=1 << 20, metadata=options.metadata)  # the same for the metadata
 
     def body(operation: Operation[SaveResult]) -> SaveResult:
-        lost: Lost = {}
+        lost = Lost()
         opened = open_source(
             os.fspath(source),
             dtype=wanted,
@@ -119,7 +119,7 @@ async def convert(
         )
         try:
             result = _save(operation, opened, os.fspath(destination), options, budget // 2)
-            return replace(result, out_of_range=report_lost(lost, shown(source)))
+            return replace(result, out_of_range=lost.report(shown(source)))
         finally:
             if opened.reader is not None:
                 opened.reader.close()
@@ -127,7 +127,7 @@ async def convert(
     return await Operation(body, name="convert", about=shown(source)).wait()
 
 
-def _floating_dtype(dtype: DtypeLike | None) -> torch.dtype | None:
+def _floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype that `dtype=` means.
 
     Raises:
@@ -136,7 +136,7 @@ def _floating_dtype(dtype: DtypeLike | None) -> torch.dtype | None:
     """
     if dtype is None:
         return None
-    wanted = checked_dtype(dtype)
+    wanted = TORCH_DTYPES.parse(dtype)
     if wanted not in _CASTS:
         raise ValueError(f"dtype= takes a floating dtype, such as 'bfloat16' or 'BF16', not {printable(str(dtype))!r}")
     return wanted

@@ -31,8 +31,9 @@ from stio.conversion.torch_files import (
     tensors_in,
     value_at,
 )
+from stio.device.casts import Lost
 from stio.device.describe import LazyTensor, describe_tensors
-from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, Lost, cast, cast_dtype, require_dtypes, torch_shape
+from stio.device.tensors import TORCH_DTYPES
 from stio.errors import (
     AmbiguousCheckpointError,
     CheckpointNotFoundError,
@@ -51,7 +52,7 @@ from stio.format.other_sources import is_pickle_of_weights
 from stio.format.safe_pickle import PickleRefused, PlainPickles, decode_name, looks_encoded, shown
 from stio.format.shared import UNDECLARED, TiedNames, may_be_copied, resolve_shared
 from stio.loading.body import collect
-from stio.loading.casts import AS_STORED, planned_casts
+from stio.loading.casts import planned_casts
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
@@ -424,11 +425,11 @@ def _cast(
     if dtype is None:
         return {"tensors": tensors}
     _, ties = resolve_shared(describe_tensors(tensors), "dedupe", tied)
-    kinds = {name: FORMAT_DTYPES.get(tensor.dtype, "") for name, tensor in tensors.items()}
-    casts = planned_casts(kinds, dtype, path=path, remedy=AS_STORED)
+    kinds = {name: TORCH_DTYPES.name(tensor.dtype) for name, tensor in tensors.items()}
+    casts = planned_casts(kinds, dtype, path=path, by_name=False)
     lazy = {}
     for name, tensor in tensors.items():
-        wanted = tensor.dtype if casts is None else cast_dtype(name, tensor.dtype, casts)
+        wanted = casts.dtype(name, tensor.dtype)
         lazy[name] = (
             tensor
             if wanted == tensor.dtype
@@ -443,9 +444,9 @@ def _cast(
 def _rows(name: str, tensor: torch.Tensor, dtype: torch.dtype, lost: Lost) -> Any:
     """Return a scalar tensor, or an iterator of the rows of a tensor, cast about 16 MiB at a time."""
     if not tensor.dim():
-        return cast(name, tensor, dtype, lost)
+        return lost.cast(name, tensor, dtype)
     count = max(1, (16 << 20) * len(tensor) // max(1, tensor.nbytes))
-    return (cast(name, tensor[begin : begin + count], dtype, lost) for begin in range(0, len(tensor), count))
+    return (lost.cast(name, tensor[begin : begin + count], dtype) for begin in range(0, len(tensor), count))
 
 
 def _common_metadata(opened: OpenCheckpoint) -> dict[str, Any]:
@@ -465,16 +466,16 @@ def _open_safetensors(
     try:
         names = {**_plain_names(opened), **opened.aliases}
         infos = {name: opened.info(stored) for name, stored in names.items()}
-        require_dtypes([info.dtype for info in infos.values()], path=opened.path)
+        TORCH_DTYPES.require([info.dtype for info in infos.values()], path=opened.path)
         reader = ReadAhead(opened, names, dtype=dtype, lost=lost, window_bytes=window_bytes)
         tensors: dict[str, torch.Tensor | LazyTensor] = {}
         casts = planned_casts(
-            {name: kind for name, (kind, _) in opened.dtypes_and_shapes().items()}, dtype, path=path, remedy=AS_STORED
+            {name: kind for name, (kind, _) in opened.dtypes_and_shapes().items()}, dtype, path=path, by_name=False
         )
         for name, info in infos.items():
             own = TORCH_DTYPES[info.dtype]
-            target = own if casts is None else cast_dtype(names[name], own, casts)
-            shape = torch_shape(info.dtype, info.shape)
+            target = casts.dtype(names[name], own)
+            shape = TORCH_DTYPES.shape(info.dtype, info.shape)
             tensors[name] = LazyTensor(target, shape, partial(reader.take, name))
         return OpenSource(
             tensors=tensors,

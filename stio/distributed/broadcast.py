@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from stio.device.base import LoadedGroup
-from stio.device.tensors import TORCH_DTYPES, require_dtypes
+from stio.device.tensors import TORCH_DTYPES
 from stio.distributed.ranks import Ranks
 from stio.distributed.transfer import RankTransfer
 from stio.errors import ChangedDuringReadError, FormatError, RankError
@@ -255,7 +255,7 @@ def _tensors(opened: OpenCheckpoint) -> list[_Tensor]:
 def _needs(tensors: Sequence[_Tensor], target: ModuleTarget, names: Sequence[str], *, path: str) -> list[RowRange]:
     """Return the rows of each tensor that this rank needs."""
     wanted, slices = set(names), target.slices
-    require_dtypes([one.dtype for one in tensors if one.name in wanted], path=path)
+    TORCH_DTYPES.require([one.dtype for one in tensors if one.name in wanted], path=path)
     needs = []
     for one in tensors:
         if one.name not in wanted:

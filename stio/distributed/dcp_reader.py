@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from stio.device.tensors import TORCH_DTYPES, require_dtypes, torch_shape
+from stio.device.tensors import TORCH_DTYPES
 from stio.distributed.load import describe_opened, require_same
 from stio.distributed.parts import part_of
 from stio.distributed.torch_private import NamePath, flat_state, tree_leaves
@@ -226,10 +226,10 @@ class _Opened:
         """
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         stored, aliases = self.checkpoint.dtypes_and_shapes(), self.checkpoint.aliases
-        require_dtypes([dtype for dtype, _ in stored.values()], path=self.checkpoint.path)
+        TORCH_DTYPES.require([dtype for dtype, _ in stored.values()], path=self.checkpoint.path)
         for name, source in self.names.items():
             dtype, shape = stored[aliases.get(source, source)]
-            size = torch.Size(torch_shape(dtype, shape))
+            size = torch.Size(TORCH_DTYPES.shape(dtype, shape))
             described[name] = TensorStorageMetadata(
                 TensorProperties(dtype=TORCH_DTYPES[dtype]),
                 size,
@@ -289,7 +289,7 @@ def _read(opened: _Opened, plan: LoadPlan, planner: LoadPlanner, options: LoadOp
         index = tuple(
             slice(first, first + length) for first, length in zip(item.storage_offsets, item.lengths, strict=True)
         )
-        parts.append((opened.names[name], LocalPart(memory, torch_shape(info.dtype, info.shape), index)))
+        parts.append((opened.names[name], LocalPart(memory, TORCH_DTYPES.shape(info.dtype, info.shape), index)))
         commits.append(lambda item=item, memory=memory: planner.commit_tensor(item, memory))  # type: ignore[misc]
     kinds = {name: dtype for name, (dtype, _) in opened.checkpoint.dtypes_and_shapes().items()}
     aliases = opened.checkpoint.aliases

@@ -14,9 +14,8 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
-from stio.device.copy_out import Readiness, copy_out
+from stio.device.copy_out import Readiness
 from stio.device.describe import describe_tensors
-from stio.device.tensor_memory import require_no_placeholders
 from stio.device.tensors import tensors_in
 from stio.distributed.torch_private import local_memory, with_local
 from stio.format.sharding import TensorSource
@@ -88,7 +87,6 @@ class StioStager(AsyncStager):
         self, tensors: Mapping[str, torch.Tensor], ready: Readiness, operation: Operation[Any]
     ) -> dict[str, torch.Tensor]:
         sources = describe_tensors(tensors, check=operation.check)
-        require_no_placeholders(sources)  # later there are copies only
         allocate = ready.staging_allocator()
         free, self._free = self._free, []  # what is not used now, of other sizes, is released
         copies: dict[str, torch.Tensor] = {}
@@ -96,13 +94,12 @@ class StioStager(AsyncStager):
             operation.check()
             *offsets, nbytes = accumulate((_aligned(one.nbytes) for one in group), initial=0)
             region = _taken(free, nbytes, allocate)
-            copy_out(
+            ready.copy_out(
                 [
                     (one.data, at, region.sub(offset + at, min(PINNED_BYTES, one.nbytes - at)))
                     for one, offset in zip(group, offsets, strict=True)
                     for at in range(0, one.nbytes, PINNED_BYTES)  # no copy crosses the end of a pinned piece
                 ],
-                ready,
             )
             copies |= tensors_in(
                 self._lent(allocate, region),

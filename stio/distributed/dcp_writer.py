@@ -35,8 +35,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from stio.device.describe import LazyTensor, describe_tensors
-from stio.device.tensor_memory import require_values
+from stio.device.describe import LazyTensor, describe_tensors, require_values
 from stio.distributed.parts import part_of
 from stio.distributed.ranks import MAX_VALUE_BYTES, RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.sharded_save import SaveToFiles

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from stio.device.copy_out import copy_out
+from stio.device.copy_out import Readiness
 from stio.device.describe import LazyTensor
 from stio.distributed.agreement import TREE, RankState, Share, difference, merged
 from stio.distributed.ranks import Ranks
@@ -186,7 +186,7 @@ class ShardedSave(PendingSave):
         found = {}
         for source in compared:
             region = allocate(source.nbytes).sub(0, source.nbytes)
-            copy_out([(source.data, 0, region)], self._ready)
+            (self._ready or Readiness()).copy_out([(source.data, 0, region)])
             found[source.name] = hashlib.sha256(region.view()).hexdigest()
         return found
 

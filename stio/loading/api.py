@@ -17,8 +17,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from stio.device.casts import Lost
 from stio.device.cuda import TorchEvent
-from stio.device.tensors import DtypesLike, Lost, device_storages
 from stio.errors import ClosedError, printable
 from stio.format.header import TensorInfo
 from stio.loading.body import (
@@ -30,7 +30,7 @@ from stio.loading.body import (
     scheduled,
     verify,
 )
-from stio.loading.casts import report_lost
+from stio.loading.casts import DtypesLike
 from stio.loading.consumers import GroupQueue
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
@@ -237,7 +237,7 @@ async def fill_from(
         raise
     report = target.complete()
     await _settle(target.lost)
-    report_lost(target.lost, report.path)
+    target.lost.report(report.path)
     return report
 
 
@@ -245,8 +245,7 @@ async def _settle(lost: Lost) -> None:
     """Wait for the numbers of lost values that devices compute, outside of the event loop's thread."""
     devices = {number.device for number in lost.values() if isinstance(number, torch.Tensor)}
     if devices:
-        modules = [(torch.get_device_module(device), device) for device in devices]
-        events = [TorchEvent(module, device, module.current_stream(device)) for module, device in modules]
+        events = [TorchEvent.now(device) for device in devices]
 
         def body(operation: Operation[None]) -> None:
             for event in events:
@@ -578,7 +577,7 @@ class Stream(AsyncOnly, AsyncIterator[tuple[str, torch.Tensor]]):
                 return self._take_nowait()  # one of another consumer, which has left
             tensors = group.take()
             # Only those of one group, even if there are several consumers: no budget counts what is held here.
-            self._storages = [] if self._closed else device_storages(tensors.values())
+            self._storages = [] if self._closed else group.device_storages()
             self._pairs.extend(tensors.items())
             del group, tensors
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from stio import native
-from stio.device.base import LoadedGroup, resolve_devices
+from stio.device.base import DeviceMap, LoadedGroup
 from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
 from stio.loading.caches import ObjectCache
@@ -202,7 +202,7 @@ def reading_operation(
 
     def body(operation: Operation[Any]) -> T:
         with shortened(options.switch_interval):
-            resolve_devices(options.device)  # a missing device is an error before any file is opened
+            DeviceMap.of(options.device)  # a missing device is an error before any file is opened
             with closing(open_with_options(operation, source, options, shards_of=shards_of)) as opened:
                 verify(operation, opened, options)
                 return read(operation, opened)

@@ -19,8 +19,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import _global_parameter_registration_hooks
 from torch.nn.parameter import is_lazy
 
-from stio.device.names_in_files import as_in_files
-from stio.device.tensor_memory import TargetMemory, has_overlap
+from stio.device.copy_in import TargetMemory
+from stio.device.names_in_files import FileNames
 from stio.device.torch_private import traits_of
 
 _OWN_RULES = (_NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict)
@@ -241,11 +241,9 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> bool:
     return any(end > following for (_, end), (following, _) in pairwise(spans))
 
 
-def views_in_files(
-    module: nn.Module, tensors: Mapping[str, torch.Tensor], *, as_read: bool = True
-) -> dict[str, torch.Tensor]:
-    """Return `as_in_files`, if filling these tensors in any order fills the module's; otherwise an empty dict."""
-    views = as_in_files(module, tensors, as_read=as_read)
+def views_in_files(names: FileNames, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `names.convert`, if filling these tensors in any order fills the module's; otherwise an empty dict."""
+    views = names.convert(tensors)
     distinct = {key: views[name] for name, key in memory_keys(views).items()}.values()
     memory, filled = ({one.untyped_storage()._cdata for one in some.values()} for some in (tensors, views))
     return views if filled == memory and not overlapping(distinct) else {}
@@ -291,6 +289,19 @@ def why_not_copied(tensor: torch.Tensor, *, in_inference_mode: bool, can_assign:
         return f"it is a quantized tensor; give a floating one{also}"
     if not in_inference_mode and traits_of(tensor).is_inference:
         return f"it was made in inference mode; load inside torch.inference_mode(){also}"
-    if has_overlap(tensor):
+    if _has_overlap(tensor):
         return f"its elements share memory (expand, as_strided); give a clone() of it{also}"
     return ""
+
+
+def _has_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a dense tensor share memory, so that a copy into it has no defined result."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False

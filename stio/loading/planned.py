@@ -22,9 +22,10 @@ from typing import TypeAlias
 
 import torch
 
-from stio.device.base import Accelerator, AnyDevice
-from stio.device.cuda import TorchAccelerator, default_stream
-from stio.device.tensors import Lost, require_dtypes
+from stio.device.base import Accelerator
+from stio.device.casts import Lost
+from stio.device.cuda import TorchAccelerator
+from stio.device.tensors import TORCH_DTYPES
 from stio.errors import DeviceError
 from stio.format.header import Header
 from stio.loading.caches import CachedFile, FileCache
@@ -84,8 +85,8 @@ def plan_load(
     with ExitStack() as undo:
         owned = undo.enter_context(ExitStack())
         files = _open_files(selected, options, owned)
-        lost: Lost = {} if options.lost is None else options.lost
-        copied = delivery.copied if selected.casts is None else frozenset()
+        lost = Lost() if options.lost is None else options.lost
+        copied = frozenset() if selected.casts else delivery.copied
         delivery = replace(delivery, casts=selected.casts, copied=copied, lost=lost)
         loads = _device_loads(files, selected, options, delivery)
         for load in loads:
@@ -326,7 +327,9 @@ def _reads(opened: OpenCheckpoint, files: Sequence[Source], loads: Sequence[Devi
     ]
     for _, _, selection in reads:
         dtypes = selection.header.dtypes
-        require_dtypes(dtypes if selection.is_whole else [dtypes[k] for k in selection.positions], path=opened.path)
+        TORCH_DTYPES.require(
+            dtypes if selection.is_whole else [dtypes[k] for k in selection.positions], path=opened.path
+        )
     return reads
 
 
@@ -379,11 +382,11 @@ def _requests(files: Sequence[Source]) -> Requests | None:
     return min(found, key=lambda requests: requests.nbytes, default=None)
 
 
-def _is_cpu(device: AnyDevice) -> bool:
+def _is_cpu(device: torch.device | Accelerator) -> bool:
     return isinstance(device, torch.device) and device.type == "cpu"
 
 
-def _accelerator(device: AnyDevice, options: LoadOptions) -> Accelerator | None:
+def _accelerator(device: torch.device | Accelerator, options: LoadOptions) -> Accelerator | None:
     if not isinstance(device, torch.device):
         return device
     if _is_cpu(device):
@@ -391,7 +394,7 @@ def _accelerator(device: AnyDevice, options: LoadOptions) -> Accelerator | None:
     if options.streams == "copy":
         return TorchAccelerator(device)
     # Where the runtime was not initialized at the call, its default stream was the current one.
-    return TorchAccelerator(device, (options.streams or {}).get(device) or default_stream(device))
+    return TorchAccelerator(device, (options.streams or {}).get(device) or TorchAccelerator.default_stream(device))
 
 
 def whole_pages(nbytes: int) -> int:

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from stio.device.tensors import Lost
-from stio.loading.casts import report_lost
+from stio.device.casts import Lost
 from stio.loading.engine import EngineExecutor
 from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
@@ -67,7 +66,7 @@ class PlannedLoad:
     """Files that must be unchanged at the end."""
     owned: ExitStack = field(default_factory=ExitStack)
     """What the run closes at its end: files, and holds on files in a cache."""
-    lost: Lost = field(default_factory=dict)
+    lost: Lost = field(default_factory=Lost)
     """Values that casts lose."""
 
 
@@ -148,7 +147,7 @@ class LoadScheduler:
 
     def _ended(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind in (None, Cancelled) and self._reports_lost:
-            report_lost(self._planned.lost, self._planned.path)
+            self._planned.lost.report(self._planned.path)
 
     def run_for(self, operation: Operation[Any]) -> None:
         """Run the load on the thread of an operation; a cancel of the operation stops it."""

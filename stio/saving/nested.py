@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from stio.device.describe import PACKED, LazyTensor, is_packed, state_of_object
-from stio.device.tensors import PLAIN
+from stio.device.describe import LazyTensor, how_to_save
 from stio.errors import LimitError, printable, with_article
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import MAX_HEADER_BYTES
@@ -308,7 +307,9 @@ class _Walk:
                 f"{self._path()} is a tensor inside of a value that is saved as a whole, such as a tuple; pass a list"
             )
         # The save finds tensors that share memory, and `shared=` decides about them. These have no memory.
-        no_memory = isinstance(tensor, LazyTensor) or (type(tensor) in PLAIN and not tensor.numel())
+        no_memory = isinstance(tensor, LazyTensor) or (
+            type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.numel()
+        )
         name = self._names_by_id.get(id(tensor)) if no_memory else None
         if name is None:
             name = self._name(prefix)
@@ -368,8 +369,4 @@ def _of_type(value: object) -> str:
 
 
 def _advice(value: object) -> str:
-    if is_packed(value):
-        return PACKED
-    if found := state_of_object(value):
-        return f"pass {found}"
-    return next(advice for types, advice in _ADVICE if isinstance(value, types))
+    return how_to_save(value, "pass") or next(advice for types, advice in _ADVICE if isinstance(value, types))

@@ -18,7 +18,6 @@ from typing import Any, Self, TypeAlias
 
 from stio.device.copy_out import Readiness
 from stio.device.describe import describe_tensors
-from stio.device.tensor_memory import require_no_placeholders
 from stio.errors import SaveInProgressError, StioError, printable
 from stio.format.manifest import FileState, Hasher, manifest_change, new_hasher
 from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
@@ -187,7 +186,6 @@ class PendingSave:
         """Return the plans of `_make_plans`, and a function that sets the pool's block size."""
         tensors, self._tensors = self._tensors, {}
         sources = describe_tensors(tensors, check=operation.check)
-        require_no_placeholders(sources)
         operation.check()
         data_bytes = sum(source.nbytes for source in sources)
         allocate = self._ready.staging_allocator()

@@ -16,9 +16,8 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from stio.device.base import current_device, resolve_device, with_current_index
-from stio.device.cuda import TorchAccelerator, has_streams
-from stio.device.pinned import is_pinned
+from stio.device.base import resolve_device, with_current_index
+from stio.device.cuda import TorchAccelerator
 from stio.format.naming import is_index
 from stio.loading.api import load
 from stio.loading.body import fetch_all, open_with_options
@@ -73,7 +72,7 @@ class _Memory:
         with self._lock:
             if self._make is None:
                 device = resolve_device(self._device)
-                if device.type != "cpu" and (self._device != "auto" or has_streams(device)):
+                if device.type != "cpu" and (self._device != "auto" or TorchAccelerator.supports(device)):
                     self._accelerator = device
             # A new object for each use: an allocator that was refused once does not try to pin again.
             self._make = memory.allocate if self._accelerator is None else TorchAccelerator(self._accelerator).staging
@@ -96,7 +95,9 @@ class _Memory:
 
     def keep(self, regions: list[Region]) -> None:
         """Use pinned memory again: to pin it anew would take longer than to read into it."""
-        self._kept += [region for region in regions if region.nbytes == SEGMENT_BYTES and is_pinned(region)]
+        self._kept += [
+            region for region in regions if region.nbytes == SEGMENT_BYTES and TorchAccelerator.has_pinned(region)
+        ]
 
     def clear(self) -> None:
         """Release what is kept."""
@@ -127,7 +128,7 @@ class HostCache:
         if not isinstance(device, str | int | torch.device):
             raise TypeError(f"device= takes a device of torch's or 'auto', not {device!r}")
         self._budget_bytes = checked_size(budget_bytes)
-        self._device: str | int | torch.device = with_current_index(device, current_device())
+        self._device: str | int | torch.device = with_current_index(device)
         self._begin()
         _caches.add(self)
 

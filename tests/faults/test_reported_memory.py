@@ -43,6 +43,7 @@ from stio.compat import huggingface_hub
 from stio.compat.safetensors import SafetensorError, TensorSpec, safe_open, serialize
 from stio.conversion.torch_files import read_pickle
 from stio.device.base import resolve_device
+from stio.device.copy_out import Readiness
 from stio.loading.module import ModuleTarget
 from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
@@ -350,8 +351,8 @@ def test_c336_memory_that_goes_before_the_snapshot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tensors = {f"t{k}": torch.full((48,), float(k)) for k in range(num_tensors)}
-    for name in ("copy_pieces", "copy_out", "require_data"):
-        _during(monkeypatch, stio.saving.scheduler, name, lambda: tensors["t1"].untyped_storage().resize_(held))
+    for name in ("copy_pieces", "copy_out"):
+        _during(monkeypatch, Readiness, name, lambda: tensors["t1"].untyped_storage().resize_(held))
     with pytest.raises(ValueError, match=r"'t1' has no data: its memory was freed or shrunk"):
         save(tensors, tmp_path / "x.safetensors")
     assert not list(tmp_path.iterdir())

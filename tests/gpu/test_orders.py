@@ -28,7 +28,7 @@ import stio.sync
 from stio import LazyTensor, native
 from stio.device import cuda as cuda_module
 from stio.device.base import resolve_device
-from stio.device.copy_out import Readiness, copy_out
+from stio.device.copy_out import Readiness
 from stio.errors import DeviceError
 from stio.loading import planned
 from stio.loading.read_paths import DevicePath
@@ -740,7 +740,7 @@ def test_a_refused_copy_of_a_save_is_told_when_the_others_are_done(device: torch
     with simdevice.delayed(0.05):
         simdevice.refuse_copy(3)  # after the one into the temporary, and the one out of it
         with pytest.raises(DeviceError, match="refuse this copy"):
-            copy_out([(turned, 0, region.sub(0, 4000)), (tensors["b"], 0, region.sub(4000, 4000))], ready)
+            ready.copy_out([(turned, 0, region.sub(0, 4000)), (tensors["b"], 0, region.sub(4000, 4000))])
         assert region.sub(0, 4000).tobytes() == bits_of(torch.full((1000,), 3.0))
 
 

@@ -17,6 +17,7 @@ from support import PATIENCE_SECONDS, assorted, eventually, nothing_left, ramp, 
 
 import stio.sync
 from stio import native
+from stio.device.copy_out import Readiness
 from stio.device.describe import LazyTensor, describe_tensors
 from stio.errors import NoSpaceError, StorageError
 from stio.runtime import memory, workers
@@ -24,7 +25,6 @@ from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.operation import Cancelled, start_thread
 from stio.runtime.progress import ProgressEvent
 from stio.runtime.trace import Trace
-from stio.saving import scheduler as save_module
 from stio.saving.plan import plan_writes
 from stio.saving.scheduler import AHEAD_BLOCKS, NUM_WORKERS, WRITE_DEPTH, SaveScheduler
 from stio.saving.staging_pool import StagingPool
@@ -157,14 +157,14 @@ def alone(monkeypatch):
 @contextmanager
 def copies_hooked(monkeypatch, hook):
     """Call `hook` before each block is filled with the bytes of tensors."""
-    real = save_module.copy_pieces
+    real = Readiness.copy_pieces
 
-    def copy_pieces(sources, pieces, target, *rest):
+    def copy_pieces(self, sources, pieces, target, *rest):
         hook([(sources[piece.source].data, piece.start, target) for piece in pieces])
-        return real(sources, pieces, target, *rest)
+        return real(self, sources, pieces, target, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(save_module, "copy_pieces", copy_pieces)
+        patch.setattr(Readiness, "copy_pieces", copy_pieces)
         yield
 
 

@@ -31,7 +31,7 @@ from stio.compat.huggingface_hub.save import (
 )
 from stio.compat.safetensors.torch import _is_complete, _require_contiguous, _require_no_names
 from stio.conversion.sources import pickle_files
-from stio.device.tensor_memory import require_data_of, require_values
+from stio.device.describe import require_values
 from stio.errors import (
     AmbiguousCheckpointError,
     CheckpointNotFoundError,
@@ -163,7 +163,6 @@ def save_torch_state_dict(
     else:
         logger.warning(_UNSAFE)
         # torch.save would write a file that nothing can read, or that has no values.
-        require_data_of(tensors)
         require_values(tensors)
     max_bytes = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     if max_bytes < 0:

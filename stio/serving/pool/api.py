@@ -16,10 +16,10 @@ from typing import Any, Self
 
 import torch
 
-from stio.device.base import current_device, with_current_index
-from stio.device.tensors import DtypesLike
+from stio.device.base import with_current_index
 from stio.errors import CheckpointNotFoundError, listed, printable
 from stio.loading.api import load
+from stio.loading.casts import DtypesLike
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.planned import ACCELERATOR_BUDGET_BYTES
 from stio.remote.disk_cache import DiskCache
@@ -136,7 +136,7 @@ class ModelPool(AsyncOnly):
             raise ValueError(f"max_loads must be a positive whole number, not {max_loads!r}")
         if disk is not None and not isinstance(disk, DiskCache):
             raise TypeError(f"disk= takes a stio.DiskCache, not {disk!r}")
-        where: Any = with_current_index(device, current_device())
+        where: Any = with_current_index(device)
         bound = checked_size(device_bytes, "device_bytes")
         budget = max(_MIN_BUDGET_BYTES, min(ACCELERATOR_BUDGET_BYTES, bound // 8))
         self._disk, self._host = disk, None

@@ -17,8 +17,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stio.device.base import resolve_device
+from stio.device.casts import Lost
 from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES, bytes_to_count, cast_dtype, require_dtypes, torch_shape
+from stio.device.tensors import TORCH_DTYPES
 from stio.errors import listed, with_article
 from stio.format.dtypes import tensor_nbytes
 from stio.format.state_tree import STATE_KEY
@@ -233,17 +234,17 @@ class Content:
 
     def _contents_of(self, opened: OpenCheckpoint) -> Contents:
         found = opened.dtypes_and_shapes()
-        require_dtypes([dtype for dtype, _ in found.values()], path=opened.path)
+        TORCH_DTYPES.require([dtype for dtype, _ in found.values()], path=opened.path)
         casts = planned_casts({name: dtype for name, (dtype, _) in found.items()}, self.options.casts, path=opened.path)
         stored = [tensor_nbytes(*pair) for pair in found.values()]
         made, cast, counted = [], [0], [0]
         for (name, (dtype, shape)), nbytes in zip(found.items(), stored, strict=True):
             own = TORCH_DTYPES[dtype]
-            wanted = own if casts is None else cast_dtype(name, own, casts)
+            wanted = casts.dtype(name, own)
             if wanted != own:
                 cast.append(nbytes)
-                counted.append(bytes_to_count(torch.Size(torch_shape(dtype, shape)).numel()))
-                made.append(wanted.itemsize * torch.Size(torch_shape(dtype, shape)).numel())
+                counted.append(Lost.bytes_to_count(torch.Size(TORCH_DTYPES.shape(dtype, shape)).numel()))
+                made.append(wanted.itemsize * torch.Size(TORCH_DTYPES.shape(dtype, shape)).numel())
             else:
                 made.append(nbytes)
         if self._module is not None:

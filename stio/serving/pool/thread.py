@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from stio.device.base import resolve_device
-from stio.device.cuda import TorchEvent, event_now, free_bytes, has_streams
+from stio.device.cuda import TorchAccelerator, TorchEvent
 from stio.errors import ClosedError, DeviceError, DeviceMemoryError, StioError, listed, printable
 from stio.loading.options import SourceLike
 from stio.runtime import clock
@@ -189,7 +189,11 @@ class PoolThread:
     def event_now(self) -> TorchEvent | None:
         """Return an event behind the work that the calling thread has queued on its current stream."""
         device = self._resolved
-        return None if device is None or device.type == "cpu" or not has_streams(device) else event_now(device)
+        return (
+            None
+            if device is None or device.type == "cpu" or not TorchAccelerator.supports(device)
+            else TorchEvent.now(device)
+        )
 
     def _drain(self) -> None:
         while True:
@@ -329,7 +333,11 @@ class PoolThread:
         is_wanted = any(model.calls and model.state == "absent" for model in models)
         # Of a model under way it is not known how much memory is allocated.
         is_known = not any(model.state in ("loading", "updating") for model in models)
-        free = free_bytes(device) if is_wanted and is_known and device is not None and device.type != "cpu" else None
+        free = (
+            TorchAccelerator.free_bytes(device)
+            if is_wanted and is_known and device is not None and device.type != "cpu"
+            else None
+        )
         return None if free is None else self.policy.held_bytes + free
 
     def _count(self, **added: float) -> None:

@@ -16,11 +16,12 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from stio.device.base import DeviceMap, LoadedGroup, resolve_devices
-from stio.device.tensors import DtypesLike
+from stio.device.base import DeviceMap, LoadedGroup
+from stio.device.casts import Casts, Lost
 from stio.errors import ClosedError
 from stio.loading.api import load
 from stio.loading.body import gather, open_with_options, verify
+from stio.loading.casts import DtypesLike
 from stio.loading.module import ModuleTarget
 from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
 from stio.loading.select import select_tensors
@@ -192,7 +193,7 @@ class WarmStart(AsyncOnly):
     ) -> WarmStartLoad:
         require_supported(module)  # it may have changed since the constructor
         settings = self._settings
-        where = resolve_devices(settings.device)
+        where = DeviceMap.of(settings.device)
         if isinstance(where, DeviceMap):
             raise ValueError("a warm start has one device; place a module on several by load_into(..., assign=True)")
         opened = open_with_options(operation, self._source, settings, strict=False)
@@ -200,11 +201,11 @@ class WarmStart(AsyncOnly):
             match = Match.of(module, into, names, opened, settings)
             verify(operation, opened, settings)
             # `casts` has the dtype of each tensor that is cast.
-            options = replace(settings, dtype=None, streams="copy", lost={})
+            options = replace(settings, dtype=None, streams="copy", lost=Lost())
             buffers: list[LoadedGroup] = []
             if match.buffers:  # on the copy stream the load ends when all casts have: a forward may run on any stream
                 stored = list(dict.fromkeys(match.buffers.values()))
-                selected = select_tensors(opened, stored, options, casts=match.casts or None)
+                selected = select_tensors(opened, stored, options, casts=Casts(by_name=match.casts))
                 buffers = gather(operation, selected, replace(options, progress=None))
             operation.check()
             device = where if isinstance(where, torch.device) else where.device

@@ -25,15 +25,15 @@ from torch.jit._trace import is_tracing
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from stio.device.base import LoadedGroup, current_streams
-from stio.device.copy_in import copy_all
-from stio.device.cuda import TorchAccelerator, default_stream
-from stio.device.tensor_memory import TargetMemory
-from stio.device.tensors import TORCH_DTYPES, as_scalar, cast, loses_values, require_dtypes
+from stio.device.base import LoadedGroup
+from stio.device.casts import Casts, Lost
+from stio.device.copy_in import TargetMemory
+from stio.device.cuda import TorchAccelerator
+from stio.device.tensors import TORCH_DTYPES, as_scalar
 from stio.device.torch_private import copy_of, moved
 from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
 from stio.loading.body import scheduled
-from stio.loading.casts import planned_casts, report_lost
+from stio.loading.casts import planned_casts
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import is_from
 from stio.loading.open import OpenCheckpoint
@@ -103,7 +103,7 @@ class Match:
             if source not in stored or id(target) in seen:
                 continue
             seen.add(id(target))
-            own = wanted if isinstance(wanted, torch.dtype) else (wanted or {}).get(source)
+            own = wanted.floating or wanted.by_name.get(source)
             final = _final_dtype(name, stored[source][0], target, own, opened.path)
             casts.setdefault(source, final)
             if isinstance(target, nn.Parameter):
@@ -156,7 +156,7 @@ class WarmStartLoad:
         self._opened = opened
         self._path = opened.path
         self._options = options
-        self._casts = match.casts or None
+        self._casts = Casts(by_name=match.casts)
         self._names_of_buffers = match.buffers
         self._buffers = buffers
         self._device = device
@@ -256,7 +256,7 @@ class WarmStartLoad:
 
     def start(self, module: nn.Module) -> None:
         """Place the buffers, and start the load. Called on the caller's thread, whose current stream will use both."""
-        self._stream = current_streams().get(self._device)
+        self._stream = TorchAccelerator.current_streams().get(self._device)
         buffers, self._buffers = self._buffers, ()
         try:
             tensors: dict[str, torch.Tensor] = {}
@@ -282,7 +282,7 @@ class WarmStartLoad:
                 self._reorder()  # for uses that started to wait before there was a scheduler
                 operation.on_cancel(scheduler.stop)
                 scheduler.run()
-                report_lost(self._options.lost or {}, self._path)
+                (self._options.lost or Lost()).report(self._path)
         finally:
             self._release_all()
 
@@ -405,7 +405,7 @@ def _copies(pairs: Sequence[tuple[torch.Tensor, torch.dtype]], device: torch.dev
 def record(tensors: Iterable[torch.Tensor], device: torch.device, stream: Any) -> None:
     """Record that a stream, None: the default one, uses tensors that a load has allocated under the copy stream."""
     if device.type != "cpu":
-        TorchAccelerator(device).record(tensors, default_stream(device) if stream is None else stream)
+        TorchAccelerator(device).record(tensors, stream)
 
 
 _FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.jit")
@@ -490,14 +490,16 @@ def in_order(names: Sequence[str], order: Iterable[str] | None) -> list[str]:
 
 
 def _final_dtype(name: str, stored: str, target: torch.Tensor, cast_to: torch.dtype | None, path: str) -> torch.dtype:
-    require_dtypes([stored], path=path)
+    TORCH_DTYPES.require([stored], path=path)
     own = TORCH_DTYPES[stored]
     final = cast_to if cast_to is not None and own.is_floating_point else target.dtype
-    if loses_values(stored, final):
+    if TORCH_DTYPES.loses_values(stored, final):
         message = "a cast would lose the values of a tensor; load_into(..., assign=True) keeps the checkpoint's dtype"
         raise MismatchError(message, path=path, expected=str(final), found=f"{stored} for {name}")
     if final != own:
-        cast(name, torch.empty(1, dtype=own), final)  # an error of the cast is raised now, and not during the load
+        Lost().cast(
+            name, torch.empty(1, dtype=own), final
+        )  # an error of the cast is raised now, and not during the load
     if target.requires_grad and not (final.is_floating_point or final.is_complex):
         message = "a parameter of this dtype cannot have a gradient; call requires_grad_(False) on it first"
         raise MismatchError(message, path=path, found=f"{final} for {name}")
@@ -540,7 +542,7 @@ def place_buffers(
             if id(old) not in made:
                 source, name = buffers.get(id(old)), f"{prefix}.{leaf}" if prefix else leaf
                 if source is not None:
-                    made[id(old)] = _placed(old, tensors[source], source in used, name, path)
+                    made[id(old)] = _placed(old, tensors[source], source in used, name, memory)
                     used.add(source)
                 else:
                     if old.device != device:
@@ -549,10 +551,10 @@ def place_buffers(
             part._buffers[leaf] = made[id(old)]
 
 
-def _placed(old: torch.Tensor, new: torch.Tensor, is_used: bool, name: str, path: str) -> torch.Tensor:
+def _placed(old: torch.Tensor, new: torch.Tensor, is_used: bool, name: str, memory: TargetMemory) -> torch.Tensor:
     if old.device == new.device:
         with torch.no_grad():
-            copy_all([old], [new], [name], path=path)
+            memory.copy([(name, old, new)])
             return old
     new = as_scalar(new) if not old.dim() else new
     return copy_of(new) if is_used else new

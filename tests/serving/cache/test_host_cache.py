@@ -23,6 +23,7 @@ from torch import nn
 import stio
 import stio.serving.host_cache
 import stio.sync
+from stio.device.cuda import TorchAccelerator
 from stio.errors import ClosedError, DeviceError, NoSpaceError, StorageError
 from stio.loading import caches, planned
 from stio.runtime import memory
@@ -161,7 +162,8 @@ def test_memory_is_pinned_for_an_accelerator(
         return torch.device("cpu" if device == "cpu" else "cuda:1")
 
     monkeypatch.setattr(stio.serving.host_cache, "resolve_device", resolve)
-    monkeypatch.setattr(stio.serving.host_cache, "has_streams", lambda device: has_streams)
+    monkeypatch.setattr(accelerator, "supports", lambda device: has_streams, raising=False)
+    monkeypatch.setattr(accelerator, "has_pinned", TorchAccelerator.has_pinned, raising=False)
     monkeypatch.setattr(stio.serving.host_cache, "TorchAccelerator", accelerator)
     made = _Memory(device)
     regions = []
