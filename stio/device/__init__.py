@@ -4,15 +4,15 @@ Start with `base.py`: `Accelerator` is the interface that loads need from a devi
 consumer of a load, and a `DeviceMap` finds the device of each tensor. `cuda.py` implements the interface by torch
 (`TorchAccelerator`, `TorchEvent`), and has the engine's rings of pinned memory (`DeviceRing`).
 
-Loads use `tensors.py` (`TORCH_DTYPES`: the format's dtypes in torch and what they mean there; tensors over memory; where
-in its storage a tensor is), `casts.py` (`Casts`, and `Lost`: the values that casts lose) and `copy_in.py`
+Loads use `tensors.py` (`TORCH_DTYPES`: the format's dtypes in torch and what they mean there; tensors over memory;
+where in its storage a tensor is), `casts.py` (`Casts`, and `Lost`: the values that casts lose) and `copy_in.py`
 (`TargetMemory`: checks memory of the caller, and copies loaded tensors into it). Saves use `describe.py` (what can be
-saved of a tensor, and which tensors stand for data that is elsewhere) and `copy_out.py` (`Readiness`: when tensors may be
-read; it copies their bytes into host memory).
+saved of a tensor, and which tensors stand for data that is elsewhere) and `copy_out.py` (`Readiness`: when tensors may
+be read; it copies their bytes into host memory).
 
-`names_in_files.py` has the names that transformers gives to tensors in files (`FileNames`). `pinned.py` allocates pinned
-memory, and finds the drivers that the engine calls. `torch_private.py` has torch's private names that loads and saves
-use.
+`names_in_files.py` has the names that transformers gives to tensors in files (`FileNames`). `pinned.py` allocates
+pinned memory, and finds the drivers that the engine calls. `torch_private.py` has torch's private names that loads and
+saves use.
 
 Streams and events are torch's generic ones, so any device type with them is supported; a device whose driver the engine
 does not know is loaded by the plain executor. CUDA uses its own events, since those can sleep while a thread waits.

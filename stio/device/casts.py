@@ -71,7 +71,7 @@ def select_and_cast(
             tensors[name] = tensor[selection.post].view(own)
             continue
         tensor = _selected(tensor, selection)
-        tensors[name] = typed(tensor, FORMAT_DTYPES[own], tuple(tensor.shape))
+        tensors[name] = typed(tensor, tensor.shape, own)
     for name, tensor in tensors.items() if casts else ():
         wanted = casts.dtype(name, tensor.dtype)
         if tensor.dtype != wanted:

@@ -169,20 +169,15 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 )
 
 
-def as_scalar(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a loaded tensor of shape [1] as one without dimensions, which is no view, and any other as it is."""
-    return typed(tensor, FORMAT_DTYPES[tensor.dtype], ()) if tensor.shape == (1,) else tensor
-
-
-def typed(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor over the whole storage of `flat`, and not a view of `flat`.
+def typed(flat: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor of another shape over the whole storage of `flat`, and not a view of `flat`.
 
     Args:
         flat: Any tensor with a storage of exactly these bytes.
-        dtype: The new tensor's dtype, in the format.
-        shape: Its shape in torch.
+        shape: The new tensor's shape.
+        dtype: Its dtype; None: that of `flat`.
     """
-    return over_storages([(flat.untyped_storage(), TORCH_DTYPES[dtype], shape)])[0]
+    return over_storages([(flat.untyped_storage(), dtype or flat.dtype, shape)])[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +256,7 @@ def tensors_in(
             if (address + offset) % maker.alignment:
                 data = data.copy()
             if not maker.by_dlpack:
-                result[name] = typed(torch.from_numpy(data.reshape(-1).view(np.uint8)), dtype, shape)
+                result[name] = typed(torch.from_numpy(data.reshape(-1).view(np.uint8)), shape, maker.torch)
                 continue
             capsule = data.__dlpack__()
             if maker.word:

@@ -40,7 +40,6 @@ from stio.errors import ClosedError, MismatchError, StioError, printable
 from stio.format.state_tree import HOST_KINDS, STATE_KEY, Reference
 from stio.loading.api import fill_from, load
 from stio.loading.body import open_with_options, verify
-from stio.loading.casts import require_as_stored
 from stio.loading.nested import read_nested
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
@@ -291,9 +290,6 @@ def _read(opened: _Opened, plan: LoadPlan, planner: LoadPlanner, options: LoadOp
         )
         parts.append((opened.names[name], LocalPart(memory, TORCH_DTYPES.shape(info.dtype, info.shape), index)))
         commits.append(lambda item=item, memory=memory: planner.commit_tensor(item, memory))  # type: ignore[misc]
-    kinds = {name: dtype for name, (dtype, _) in opened.checkpoint.dtypes_and_shapes().items()}
-    aliases = opened.checkpoint.aliases
-    require_as_stored(kinds, [(aliases.get(name, name), part.local) for name, part in parts], path=path)
     _require_text_keys([item for item in plan.items if item.type is LoadItemType.BYTE_IO], planner, path)
     pickled = [
         (item, _pickled(item.storage_index.fqn, opened)) for item in plan.items if item.type is LoadItemType.BYTE_IO

@@ -7,7 +7,9 @@ quantized module: both are refused. A name that the caller casts by itself, by a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TypeAlias
 
 import torch
@@ -16,6 +18,7 @@ from stio.device.casts import Casts
 from stio.device.tensors import TORCH_DTYPES
 from stio.errors import MismatchError, UnsupportedDtypeError, listed, printable
 from stio.format.companions import Companions, find_companions, is_quantized
+from stio.runtime.text import log
 
 _AS_STORED = (
     "keep them as they are stored, without dtype=, and dequantize with the library that wrote them (from_pretrained of "
@@ -191,6 +194,28 @@ def require_as_stored(stored: Mapping[str, str], copies: Iterable[tuple[str, tor
         if name in companions.of and TORCH_DTYPES.get(stored[name]) != memory.dtype:
             wanted = TORCH_DTYPES.name(memory.dtype) or str(memory.dtype)
             raise _not_copied(name, "in the checkpoint", wanted, stored[name], companions.of[name], path=path)
+
+
+def warn_of_codes(stored: Mapping[str, str], unexpected: AbstractSet[str], *, path: str) -> None:
+    """Warn of quantized tensors that `load_state_dict` has put into a module without any of their scales.
+
+    Hooks of the module may need no scales, so this is no error.
+
+    Args:
+        stored: Dtypes of the checkpoint's tensors by name, as in the format.
+        unexpected: Names that the module did not take.
+        path: The checkpoint.
+    """
+    companions = find_companions(stored) if unexpected else Companions()
+    left = [name for name, beside in companions.of.items() if name not in unexpected and set(beside) <= unexpected]
+    if left:
+        log(
+            logging.WARNING,
+            "%s: the module took quantized tensors and not their scales, so its values are wrong unless a hook of it "
+            "has dequantized them; load them by the library that quantized them: %s",
+            printable(path),
+            listed(_with_companions(left, companions)),
+        )
 
 
 def _not_copied(

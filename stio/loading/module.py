@@ -24,10 +24,10 @@ from stio.device.base import LoadedGroup
 from stio.device.copy_in import TargetMemory
 from stio.device.cuda import TorchAccelerator
 from stio.device.names_in_files import FileNames
-from stio.device.tensors import TORCH_DTYPES, as_scalar
+from stio.device.tensors import TORCH_DTYPES, typed
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
 from stio.format.state_tree import STATE_KEY, TREE_TENSOR
-from stio.loading.casts import require_together
+from stio.loading.casts import require_together, warn_of_codes
 from stio.loading.module_tree import (
     ModuleTree,
     is_on_meta,
@@ -520,7 +520,7 @@ class ModuleTarget(LoadTarget):
 
     def _new(self, name: str) -> torch.Tensor:
         new, target = self._loaded[name], self._targets.get(name)
-        return new if target is None or is_lazy(target) or target.dim() else as_scalar(new)
+        return new if target is None or is_lazy(target) or target.dim() else typed(new, ())
 
     def _load_as_torch(self) -> LoadReport:
         """Run the module's `load_state_dict` in the caller's modes of torch."""
@@ -548,6 +548,7 @@ class ModuleTarget(LoadTarget):
                 raise
             raise MismatchError(one_line(str(error)[:_SHOWN_CHARACTERS]), path=self._path) from error
         missing, unexpected = (getattr(keys, kind, ()) for kind in ("missing_keys", "unexpected_keys"))
+        warn_of_codes({name: kind for name, (kind, _) in self._stored.items()}, set(unexpected), path=self._path)
         return LoadReport(tuple(missing), tuple(unexpected), tuple(self._tree.never_stored), self._path)
 
     def _state(self) -> OrderedDict[str, torch.Tensor]:

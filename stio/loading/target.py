@@ -20,6 +20,7 @@ from stio.device.casts import Lost
 from stio.device.copy_in import TargetMemory
 from stio.device.tensors import TORCH_DTYPES
 from stio.errors import MismatchError, listed, printable
+from stio.loading.casts import require_as_stored
 from stio.loading.module_tree import is_on_meta, memory_key, overlapping, why_not_copied, why_refused
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import DevicesLike, LoadOptions
@@ -294,6 +295,8 @@ class PartsTarget(LoadTarget):
         stored, aliases = opened.dtypes_and_shapes(), opened.aliases
         if missing := [name for name, _ in self._parts if aliases.get(name, name) not in stored]:
             raise MismatchError(f"the checkpoint lacks tensors: {listed(missing)}", path=self._path)
+        kinds = {name: dtype for name, (dtype, _) in stored.items()}
+        require_as_stored(kinds, [(aliases.get(name, name), part.local) for name, part in self._parts], path=self._path)
         for name, part in self._parts:
             source, sizes = aliases.get(name, name), [one.stop - one.start for one in part.index]
             if list(part.local.shape) != sizes or any(

@@ -218,10 +218,10 @@ def test_without_dlpack_tensors_are_the_same(
 
 def test_typed_keeps_the_storage() -> None:
     flat = torch.arange(24, dtype=torch.uint8)
-    tensor = typed(flat, "I16", (2, 3, 2))
+    tensor = typed(flat, (2, 3, 2), torch.int16)
     assert tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
     assert tensor.stride() == (6, 2, 1)
-    assert typed(torch.empty(0, dtype=torch.uint8), "F32", (2, 0, 3)).stride() == torch.empty(2, 0, 3).stride()
+    assert typed(torch.empty(0, dtype=torch.uint8), (2, 0, 3), torch.float32).stride() == torch.empty(2, 0, 3).stride()
 
 
 # What is left to do once a part has been read.

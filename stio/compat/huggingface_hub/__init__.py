@@ -44,7 +44,7 @@ from stio.errors import (
     printable,
 )
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
-from stio.loading.module_tree import require_memory_of
+from stio.loading.module_tree import ModuleTree
 from stio.runtime.limits import parse_size
 from stio.runtime.notifier import run_blocking
 from stio.runtime.process import contextmanager
@@ -287,7 +287,7 @@ def _load(model: nn.Module, path: Path, *, strict: bool = False, safe: bool = Tr
     loaded: dict[str, None] = {}
     for file in pickles.paths:
         state_dict = load_state_dict_from_file(file, safe=False, **how)
-        require_memory_of(model, state_dict, path=file)
+        ModuleTree(model).require_memory(state_dict, path=file)
         model.load_state_dict(state_dict, strict=False)
         loaded |= dict.fromkeys(state_dict)
         del state_dict  # before the next one is loaded

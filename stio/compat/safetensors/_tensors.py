@@ -135,7 +135,7 @@ def _view(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> t
     if not picked.numel():
         return torch.empty(sizes, dtype=TORCH_DTYPES[dtype], device="cpu")
     if picked.untyped_storage().data_ptr() != numbers.untyped_storage().data_ptr():
-        return typed(picked.contiguous(), dtype, sizes)  # indexed by a list or mask: a copy already
+        return typed(picked.contiguous(), sizes, TORCH_DTYPES[dtype])  # indexed by a list or mask: a copy already
     if not picked.is_contiguous():
         return picked.view(TORCH_DTYPES[dtype])  # strided, as in the original: a user copies it to its place once
     part = file.region(file.header.begins[row] + int(picked.storage_offset()) * item, picked.numel() * item)

@@ -38,11 +38,11 @@ from stio.compat.safetensors._serialize import (
 from stio.compat.safetensors._tensors import Tensors
 from stio.device.describe import describe_tensors, require_values
 from stio.device.tensors import TORCH_DTYPES, tensors_in
-from stio.device.torch_private import conj_neg_bits, copy_of
+from stio.device.torch_private import copy_of, traits_of
 from stio.errors import SharedTensorsError, printable
 from stio.format.sharding import TensorSource
 from stio.format.shared import overlap_groups
-from stio.loading.module_tree import require_memory_of
+from stio.loading.module_tree import ModuleTree
 from stio.runtime.memory import Region
 from stio.runtime.notifier import run_blocking
 from stio.saving.options import SaveOptions
@@ -85,7 +85,7 @@ def _find_shared_tensors(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
             continue
         address = storage_ptr(tensor)
         if address and (nbytes := storage_size(tensor)):
-            on_storage[tensor.device, address, nbytes, conj_neg_bits(tensor)].add(name)
+            on_storage[tensor.device, address, nbytes, traits_of(tensor).bits].add(name)
     groups = []
     for names in on_storage.values():
         if len(names) == 1:
@@ -293,7 +293,8 @@ def load_model(
     """
     tensors = load_file(filename, device=device, backend=backend)
     with reading(os.fspath(filename)):
-        require_memory_of(model, tensors, path=os.fspath(filename))
+        if isinstance(model, torch.nn.Module):  # or something else with a `load_state_dict`
+            ModuleTree(model).require_memory(tensors, path=os.fspath(filename))
     duplicates = _remove_duplicate_names(model.state_dict(), preferred_names=tensors)
     result = model.load_state_dict(tensors, strict=False)
     missing, unexpected = set(result.missing_keys), list(result.unexpected_keys)

@@ -29,13 +29,12 @@ from stio.device.base import LoadedGroup
 from stio.device.casts import Casts, Lost
 from stio.device.copy_in import TargetMemory
 from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES, as_scalar
+from stio.device.tensors import TORCH_DTYPES, typed
 from stio.device.torch_private import copy_of, moved
 from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
 from stio.loading.body import scheduled
 from stio.loading.casts import planned_casts
 from stio.loading.module import ModuleTarget
-from stio.loading.module_tree import is_from
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plan import Group
@@ -311,7 +310,7 @@ class WarmStartLoad:
                     if not owner.left and owner.handle is not None:
                         owner.handle.remove()
                         owner.handle = None
-                placeholder.fill(as_scalar(tensor) if not placeholder.parameter.dim() else tensor)
+                placeholder.fill(tensor if placeholder.parameter.dim() else typed(tensor, ()))
 
     # Called by uses of parameters.
 
@@ -408,7 +407,7 @@ def record(tensors: Iterable[torch.Tensor], device: torch.device, stream: Any) -
         TorchAccelerator(device).record(tensors, stream)
 
 
-_FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.jit")
+_FOREIGN = ("torch.distributed.", "torch.nn.parallel.", "torch._dynamo.", "torch.jit.")
 """Python modules whose classes handle parameters themselves."""
 
 
@@ -424,7 +423,7 @@ def require_supported(module: nn.Module) -> None:
     for name, part in module.named_modules():
         kind = type(part)
         if kind not in foreign:
-            foreign[kind] = any(is_from(kind, package) for package in _FOREIGN)
+            foreign[kind] = any(f"{base.__module__}.".startswith(_FOREIGN) for base in kind.__mro__)
         if foreign[kind] or getattr(part, "_compiled_call_impl", None) is not None:
             shown = f"the submodule {printable(name)!r}, a {kind.__name__}," if name else f"a {kind.__name__}"
             raise WarmStartError(
@@ -556,5 +555,5 @@ def _placed(old: torch.Tensor, new: torch.Tensor, is_used: bool, name: str, memo
         with torch.no_grad():
             memory.copy([(name, old, new)])
             return old
-    new = as_scalar(new) if not old.dim() else new
+    new = new if old.dim() else typed(new, ())
     return copy_of(new) if is_used else new
