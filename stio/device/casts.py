@@ -142,8 +142,9 @@ class Lost(dict[str, Any]):
     def count(self, name: str, source: torch.Tensor, result: torch.Tensor) -> None:
         """Add the number of values of a tensor that left the range of the dtype that it was cast to.
 
-        On a device the comparison is queued on the current stream. On the CPU four reductions by numpy show that
-        nothing was lost: they take a tenth of the time of the cast, and torch's take longer than the cast.
+        On a device the comparison is queued on the current stream. On the CPU four reductions by numpy show whether a
+        part can have lost values. 16 Mi numbers from F32 to BF16 on one thread (x86-64): the cast 11 ms, the reductions
+        8 ms, a comparison of all values by torch 250 ms, and 50 ms where it only counts zeros.
 
         Args:
             name: Name of the tensor.
@@ -157,8 +158,10 @@ class Lost(dict[str, Any]):
         step >>= 2 * (source.itemsize == 1 and not result.is_cpu)  # it is compared as F32
         for begin in range(0, result.numel(), step):
             part = result[begin : begin + step]
-            if not part.is_cpu or not part.is_floating_point() or part.dtype == E8M0 or not _is_inside(part):
-                number = _num_lost(source[begin : begin + step].to(part.device), part)
+            is_known = part.is_cpu and part.is_floating_point() and part.dtype != E8M0
+            has_zeros, has_large = _limits_reached(part) if is_known else (True, True)
+            if has_zeros or has_large:
+                number = _num_lost(source[begin : begin + step].to(part.device), part, has_large=has_large)
                 self[name] = self.get(name, 0) + (int(number) if part.is_cpu else number)
 
     @staticmethod
@@ -228,21 +231,23 @@ def _saturates(dtype: torch.dtype) -> bool:
     return bool(torch.tensor(torch.inf).to(dtype).float().isfinite())
 
 
-def _is_inside(values: torch.Tensor) -> bool:
-    """Return whether floating numbers on the CPU have no 0, no inf and no NaN, and none to which torch saturates."""
+def _limits_reached(values: torch.Tensor) -> tuple[bool, bool]:
+    """Return whether floating numbers on the CPU have a 0; and inf, NaN, or the number to which torch saturates."""
     size, largest = values.itemsize, _largest_bits(values.dtype) - _saturates(values.dtype)
     words = values.view(INTEGERS[size]).numpy()
     signed, unsigned, sign = words.view(f"i{size}"), words.view(f"u{size}"), 1 << (8 * size - 1)
-    return bool(
-        signed.max() <= largest
-        and int(unsigned.max()) <= largest + sign
-        and unsigned.min()
-        and int(signed.min()) > -sign
-    )
+    has_zeros = not unsigned.min() or int(signed.min()) == -sign
+    return has_zeros, bool(signed.max() > largest or int(unsigned.max()) > largest + sign)
 
 
-def _num_lost(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Return how many values are other ones because of their size, on the device of the tensors."""
+def _num_lost(source: torch.Tensor, result: torch.Tensor, *, has_large: bool) -> torch.Tensor:
+    """Return how many values are other ones because of their size, on the device of the tensors.
+
+    Args:
+        source: The values.
+        result: The values after the cast.
+        has_large: Whether some may be too large.
+    """
     if not result.is_floating_point():
         # Not all integers can be compared with 0.
         below = [one.long() < 0 if one.dtype.is_signed else False for one in (source, result)]
@@ -253,6 +258,8 @@ def _num_lost(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         # From half a step above the largest one on it is NaN, as inf is.
         return small.add_((source >= 1.5 * torch.finfo(result.dtype).max).sum()).sub_(source.isinf().sum())
     zeros = _num_zeros(result) - _num_zeros(source)
+    if not has_large:
+        return zeros
     if not _saturates(result.dtype):
         return zeros + _num_not_finite(result) - _num_not_finite(source)
     limits = torch.finfo(result.dtype)  # a number is lost from half a step above the largest one on
@@ -265,7 +272,9 @@ def _num_lost(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 def _num_zeros(values: torch.Tensor) -> torch.Tensor:
     if values.dtype == E8M0:
         return torch.zeros((), dtype=torch.long, device=values.device)
-    return (values == 0 if _is_comparable(values) else _magnitude(values) == 0).sum()
+    values = values if _is_comparable(values) else _magnitude(values)
+    # On a device, where the memory is counted, with a byte for each number.
+    return values.numel() - torch.count_nonzero(values) if values.is_cpu else (values == 0).sum()
 
 
 def _num_not_finite(values: torch.Tensor) -> torch.Tensor | int:
