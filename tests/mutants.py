@@ -507,7 +507,7 @@ MUTANTS = (
         "memory of dropped tensors",
         "a stream frees device memory at the end of each tensor, which releases the GIL",
         "stio/loading/api.py",
-        ("[] if self._closed else device_storages(tensors.values())", "[]"),
+        ("[] if self._closed else group.device_storages()", "[]"),
         tests="tests/gpu/test_memory.py::test_a_stream_frees_dropped_tensors_with_its_next_group",
     ),
     mutant(
@@ -653,7 +653,7 @@ MUTANTS = (
         "a warm start waits for the caller's work",
         "parameters of a warm start are allocated under the stream that is current where it was called",
         "stio/serving/warm_start/api.py",
-        ('replace(settings, dtype=None, streams="copy", lost={})', "replace(settings, dtype=None, lost={})"),
+        ('replace(settings, dtype=None, streams="copy", lost=Lost())', "replace(settings, dtype=None, lost=Lost())"),
         tests=f"{FAULTS}test_fault_5_a_warm_start_waits_for_no_work_of_the_user[plain]",
     ),
     mutant(
@@ -1511,7 +1511,7 @@ MUTANTS = (
         "pool: updates do not wait for their copies",
         "an update ends while its copies are queued on the device",
         "stio/serving/pool/content.py",
-        ("        with _own_stream(resolve_device(self.options.device)):\n", "        with nullcontext():\n"),
+        ("closing(opened), _own_stream(resolve_device(self.options.device)):\n", "closing(opened):\n"),
         tests=POOL_ON_DEVICE + "test_an_update_in_place_keeps_addresses_and_bits",
         delay=0.002,
     ),
