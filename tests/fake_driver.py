@@ -16,7 +16,6 @@ from support import eventually
 import stio.sync
 from stio import native
 from stio.device.cuda import DeviceRing
-from stio.loading import gds_path, read_paths
 
 _INT, _VOID, _SIZE = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
 _EVENT = ctypes.CFUNCTYPE(_INT, _VOID)
@@ -188,8 +187,7 @@ class Place:
         self.driver = FakeDriver(**faults)
         self.device = FakeDevice()
         self.ring = DeviceRing(self.device.device, self.driver.driver, object(), 0)
-        for module in (read_paths, gds_path):
-            monkeypatch.setattr(module, "ring_of", lambda _: self.ring)
+        monkeypatch.setattr(DeviceRing, "of", lambda _: self.ring)
 
     def load(self, source: Path, **options: Any) -> dict[str, torch.Tensor]:
         """Load to the device."""

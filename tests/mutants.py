@@ -22,8 +22,10 @@ import tempfile
 import textwrap
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import as_completed
+from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from time import perf_counter
 
@@ -268,7 +270,7 @@ MUTANTS = (
         CUDA,
         (
             "wait_event(TorchEvent(self._module, self.device, self._stream).event)",
-            "wait_event(TorchEvent(self._module, self.device, default_stream(self.device)).event)",
+            "wait_event(TorchEvent(self._module, self.device, self.default_stream(self.device)).event)",
         ),
         tests=(f"{DROPPED}[file-large-own stream]", f"{DROPPED}[root-small-own stream]"),
     ),
@@ -315,8 +317,8 @@ MUTANTS = (
         "the engine copies on the default stream of the device",
         RINGS,
         (
-            "        driver, handle = open_driver(device, stream)\n",
-            "        driver, handle = open_driver(device, default_stream(device))\n",
+            "            driver, handle = open_driver(device, stream)\n",
+            "            driver, handle = open_driver(device, accelerator.default_stream(device))\n",
         ),
         tests=(f"{OTHER_STREAMS}[file]", f"{DROPPED}[file-large-own stream]"),
     ),
@@ -507,14 +509,14 @@ MUTANTS = (
         "memory of dropped tensors",
         "a stream frees device memory at the end of each tensor, which releases the GIL",
         "stio/loading/api.py",
-        ("[] if self._closed else device_storages(tensors.values())", "[]"),
+        ("[] if self._closed else group.device_storages()", "[]"),
         tests="tests/gpu/test_memory.py::test_a_stream_frees_dropped_tensors_with_its_next_group",
     ),
     mutant(
         "memory of several consumers",
         "each consumer of a stream holds a group that no budget counts",
         "stio/loading/api.py",
-        ("self._storages = [] if self._closed else device", "self._storages += [] if self._closed else device"),
+        ("self._storages = [] if self._closed else group", "self._storages += [] if self._closed else group"),
         tests="tests/gpu/test_memory.py::test_consumers_of_one_stream_hold_one_group_together",
     ),
     # Loads into memory of the caller, as bytes.
@@ -522,7 +524,7 @@ MUTANTS = (
         "bytes into memory with gaps",
         "memory that is not contiguous gets the bytes of the tensor one after the other",
         "stio/device/copy_in.py",
-        ("and target.is_contiguous() and traits", "and traits"),
+        ("return _is_plain(type(tensor)) and tensor.is_contiguous()", "return _is_plain(type(tensor))"),
         tests=f"{IMAGES}test_what_has_changed_since_the_load_began_is_copied_by_torch",
     ),
     mutant(
@@ -537,7 +539,7 @@ MUTANTS = (
         "memory that is freed during a load is written nevertheless",
         "stio/device/copy_in.py",
         (
-            "begin, end, address, _ = require_memory(name, target, path=path, storage=storage)",
+            "begin, end, address, _ = self.extent(name, target, storage)",
             "begin, end, address = 0, target.nbytes, target.data_ptr()",
         ),
         tests=f"{REFRESH}test_memory_that_is_freed_during_the_load_is_not_written",
@@ -567,14 +569,14 @@ MUTANTS = (
         "copies into memory that is not held",
         "the engine writes to memory that a tensor had when the copies began, and that may be freed meanwhile",
         "stio/device/copy_in.py",
-        ("        held.append(storage)\n", ""),
+        ("            held.append(storage)\n", ""),
         tests=f"{IMAGES}test_memory_that_a_tensor_no_longer_has_is_held_during_the_copies",
     ),
     mutant(
         "bytes of what is cast",
         "a load with dtype= copies the bytes of the file",
         "stio/loading/planned.py",
-        ("copied = delivery.copied if selected.casts is None else frozenset()", "copied = delivery.copied"),
+        ("copied = frozenset() if selected.casts else delivery.copied", "copied = delivery.copied"),
         tests=f"{IMAGES}test_what_is_cast_on_the_way_is_no_copy_of_bytes",
     ),
     mutant(
@@ -596,21 +598,21 @@ MUTANTS = (
         "bytes are not counted as a change",
         "autograd does not see that a load has written a tensor",
         "stio/device/copy_in.py",
-        ("        torch.autograd.graph.increment_version(target)  #", "        pass  #"),
+        ("            torch.autograd.graph.increment_version(target)  #", "            pass  #"),
         tests=f"{REFRESH}test_all_kinds_of_memory_are_filled",
     ),
     mutant(
         "bytes on another stream",
         "the copies into the caller's memory are queued on the default stream",
         "stio/device/copy_in.py",
-        (".current_stream(device)\n        image", ".default_stream(device)\n        image"),
+        (".current_stream(device)\n            image", ".default_stream(device)\n            image"),
         tests=f"{REFRESH}test_what_is_queued_just_before_the_copies_reads_the_old_values",
     ),
     mutant(
         "the stream that copies the bytes is not recorded",
         "the memory of a group is used again while another stream of the caller still reads it",
         "stio/device/copy_in.py",
-        ("    image.memory.record_stream(stream)", "    # "),
+        ("            image.memory.record_stream(stream)", "            # "),
         tests=f"{REFRESH}test_another_stream_is_current_when_the_bytes_are_copied",
     ),
     mutant(
@@ -653,7 +655,7 @@ MUTANTS = (
         "a warm start waits for the caller's work",
         "parameters of a warm start are allocated under the stream that is current where it was called",
         "stio/serving/warm_start/api.py",
-        ('replace(settings, dtype=None, streams="copy", lost={})', "replace(settings, dtype=None, lost={})"),
+        ('replace(settings, dtype=None, streams="copy", lost=Lost())', "replace(settings, dtype=None, lost=Lost())"),
         tests=f"{FAULTS}test_fault_5_a_warm_start_waits_for_no_work_of_the_user[plain]",
     ),
     mutant(
@@ -682,7 +684,7 @@ MUTANTS = (
         "parameters of a warm start are recorded for the default stream",
         "the default stream is recorded, not the one that is current where the warm start begins",
         WARM,
-        ("        self._stream = current_streams().get(self._device)\n", ""),
+        ("        self._stream = TorchAccelerator.current_streams().get(self._device)\n", ""),
         tests=f"{DROPPED_WARM}[parameter-own stream]",
     ),
     # Saves.
@@ -698,8 +700,8 @@ MUTANTS = (
         "a save waits for the default stream, not for the caller's current one",
         CUDA,
         (
-            "return TorchEvent(module, device, module.current_stream(device))",
-            "return TorchEvent(module, device, module.default_stream(device))",
+            "return cls(module, device, module.current_stream(device))",
+            "return cls(module, device, module.default_stream(device))",
         ),
         tests=SAVE,
     ),
@@ -1510,7 +1512,7 @@ MUTANTS = (
         "pool: updates do not wait for their copies",
         "an update ends while its copies are queued on the device",
         "stio/serving/pool/content.py",
-        ("        with _own_stream(resolve_device(self.options.device)):\n", "        with nullcontext():\n"),
+        ("closing(opened), _own_stream(resolve_device(self.options.device)):\n", "closing(opened):\n"),
         tests=POOL_ON_DEVICE + "test_an_update_in_place_keeps_addresses_and_bits",
         delay=0.002,
     ),

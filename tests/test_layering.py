@@ -238,7 +238,7 @@ INTEGRATION_INTERNALS = {
     *("conversion/torch_files.py", "format/directory.py", "format/naming.py", "format/other_sources.py"),
     *("format/state_tree.py", "storage/base.py", "storage/open.py"),
     # The part of a rank; names of weights in files of transformers.
-    *("device/tensor_memory.py", "distributed/parts.py"),
+    "distributed/parts.py",
     *("device/names_in_files.py", "loading/module_tree.py", "saving/tensors.py"),
 }
 """Internals that `integrations/` may use; all else there is built on public names."""

@@ -8,31 +8,42 @@ which the save writes them, one window ahead of it (`ReadAhead`). Tensors of a p
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from stio.conversion.sources import OpenSource, open_source
-from stio.conversion.torch_files import Key, check_key
-from stio.device.tensors import TORCH_DTYPES, DtypeLike, checked_dtype
-from stio.errors import ClosedError, printable
+from stio.conversion.sources import OpenSource
+from stio.conversion.sources import open_source
+from stio.conversion.torch_files import Key
+from stio.conversion.torch_files import check_key
+from stio.device.casts import Lost
+from stio.device.tensors import TORCH_DTYPES
+
+from stio.errors import ClosedError
+from stio.errors import printable
 from stio.format.manifest import HashName
 from stio.format.naming import FILE_SUFFIX
 from stio.format.sharding import TensorSource
 from stio.limits import checked_size
-from stio.loading.casts import report_lost
 from stio.runtime.memory import default_budget_bytes
 from stio.runtime.operation import Operation
-from stio.runtime.reports.progress import Progress, progress_callback
+from stio.runtime.reports.progress import Progress
+from stio.runtime.reports.progress import progress_callback
 from stio.runtime.reports.trace import shown
 from stio.saving.api import save
-from stio.saving.options import Durability, SaveOptions, SaveResult, absolute_destination
+from stio.saving.options import Durability
+from stio.saving.options import SaveOptions
+from stio.saving.options import SaveResult
+from stio.saving.options import absolute_destination
 from stio.saving.pending import PendingSave
-from stio.saving.plan import WritePlan, plan_writes
+from stio.saving.plan import WritePlan
+from stio.saving.plan import plan_writes
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.open import open_destination
-from stio.text import described_by, is_url
+from stio.text import described_by
+from stio.text import is_url
 
 PathLike = str | os.PathLike[str]
 
@@ -46,7 +57,7 @@ async def convert(
     destination: PathLike,
     *,
     max_shard_size: int | str | None = None,
-    dtype: DtypeLike | None = None,
+    dtype: torch.dtype | str | None = None,
     metadata: Mapping[str, str] | None = None,
     progress: Progress = None,
     budget_bytes: int | str | None = None,
@@ -117,7 +128,7 @@ async def convert(
         )
         try:
             result = _save(operation, opened, os.fspath(destination), options, budget // 2)
-            return replace(result, out_of_range=report_lost(opened.lost, shown(source)))
+            return replace(result, out_of_range=opened.lost.report(shown(source)))
         finally:
             if opened.reader is not None:
                 opened.reader.close()
@@ -125,14 +136,14 @@ async def convert(
     return await Operation(body, name="convert", about=shown(source)).wait()
 
 
-def _floating_dtype(dtype: DtypeLike | None) -> torch.dtype | None:
+def _floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype that `dtype=` means.
 
     Raises:
         ValueError: It is not a floating dtype, or not the name of one.
         TypeError: It is neither a dtype nor text.
     """
-    wanted = None if dtype is None else checked_dtype(dtype)
+    wanted = None if dtype is None else TORCH_DTYPES.parse(dtype)
     if wanted is not None and wanted not in _CASTS:
         raise ValueError(f"dtype= takes a floating dtype, such as 'bfloat16' or 'BF16', not {printable(str(dtype))!r}")
     return wanted

@@ -13,54 +13,75 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from stio.conversion.torch_files import (
-    Key,
-    is_safetensors,
-    kind_of_file,
-    part_beside_code,
-    read_pickle,
-    read_start,
-    tensors_in,
-    value_at,
-)
-from stio.device.describe import LazyTensor, describe_tensors
-from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, Lost, cast, cast_dtype, require_dtypes, torch_shape
-from stio.errors import (
-    AmbiguousCheckpointError,
-    CheckpointNotFoundError,
-    FormatError,
-    IndexFormatError,
-    LimitError,
-    UnsafePathError,
-    listed,
-    printable,
-)
-from stio.format.directory import beside, require_complete, warning_of_others, without_index
+from stio.conversion.torch_files import Key
+from stio.conversion.torch_files import is_safetensors
+from stio.conversion.torch_files import kind_of_file
+from stio.conversion.torch_files import part_beside_code
+from stio.conversion.torch_files import read_pickle
+from stio.conversion.torch_files import read_start
+from stio.conversion.torch_files import tensors_in
+from stio.conversion.torch_files import value_at
+from stio.device.casts import Lost
+from stio.device.describe import LazyTensor
+from stio.device.describe import describe_tensors
+from stio.device.tensors import TORCH_DTYPES
+from stio.errors import AmbiguousCheckpointError
+from stio.errors import CheckpointNotFoundError
+from stio.errors import FormatError
+from stio.errors import IndexFormatError
+from stio.errors import LimitError
+from stio.errors import UnsafePathError
+from stio.errors import listed
+from stio.errors import printable
+from stio.format.directory import beside
+from stio.format.directory import require_complete
+from stio.format.directory import warning_of_others
+from stio.format.directory import without_index
 from stio.format.header import TensorInfo
-from stio.format.index import ShardIndex, parse_index
-from stio.format.naming import FILE_SUFFIX, PICKLE_SUFFIXES, is_hidden, is_index, names_checkpoint, whole_name
+from stio.format.index import ShardIndex
+from stio.format.index import parse_index
+from stio.format.naming import FILE_SUFFIX
+from stio.format.naming import PICKLE_SUFFIXES
+from stio.format.naming import is_hidden
+from stio.format.naming import is_index
+from stio.format.naming import names_checkpoint
+from stio.format.naming import whole_name
 from stio.format.other_sources import is_pickle_of_weights
-from stio.format.safe_pickle import PickleRefused, PlainPickles, decode_name, looks_encoded, shown
-from stio.format.shared import UNDECLARED, TiedNames, may_be_copied, resolve_shared
+from stio.format.safe_pickle import PickleRefused
+from stio.format.safe_pickle import PlainPickles
+from stio.format.safe_pickle import decode_name
+from stio.format.safe_pickle import looks_encoded
+from stio.format.safe_pickle import shown
+from stio.format.shared import UNDECLARED
+from stio.format.shared import TiedNames
+from stio.format.shared import may_be_copied
+from stio.format.shared import resolve_shared
 from stio.limits import Limits
 from stio.loading.body import collect
-from stio.loading.casts import AS_STORED, planned_casts
-from stio.loading.open import OpenCheckpoint, open_checkpoint
+from stio.loading.casts import planned_casts
+from stio.loading.open import OpenCheckpoint
+from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
 from stio.runtime.operation import Operation
 from stio.saving.tensors import tied_names
-from stio.storage.checks import broken_link, refusals
+from stio.storage.checks import broken_link
+from stio.storage.checks import refusals
 from stio.storage.open import open_directory
-from stio.text import is_url, log
+from stio.text import is_url
+from stio.text import log
 
 _MAX_NAMES = 4096
 """Most tensors in one read. To plan 4,096 tensors takes some milliseconds."""
@@ -91,7 +112,7 @@ class ReadAhead:
     ) -> None:
         self._opened = opened
         self._names = names
-        self.lost: Lost = {}
+        self.lost = Lost()
         """Counts the values that casts lose."""
         self._settings = LoadOptions(dtype=dtype, memory="copy", budget_bytes=window_bytes, lost=self.lost)
         self._window_bytes = window_bytes
@@ -206,7 +227,7 @@ class OpenSource:
     """Tied names, each with the name that has the data. Only ties that shared memory does not show."""
     tied: TiedNames = UNDECLARED
     """What the module declares about tied names, if the source is a pickle of one."""
-    lost: Lost = field(default_factory=dict)
+    lost: Lost = field(default_factory=Lost)
     """Counts the values that casts lose, while the tensors are saved."""
     reader: ReadAhead | None = None
     """Reads the tensors of a safetensors checkpoint."""
@@ -397,12 +418,12 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, tied: Tie
     if dtype is None:
         return {"tensors": tensors}
     _, ties = resolve_shared(describe_tensors(tensors), "dedupe", tied)
-    kinds = {name: FORMAT_DTYPES.get(tensor.dtype, "") for name, tensor in tensors.items()}
-    casts = planned_casts(kinds, dtype, path=path, remedy=AS_STORED)
-    lost: Lost = {}
+    kinds = {name: TORCH_DTYPES.name(tensor.dtype) for name, tensor in tensors.items()}
+    casts = planned_casts(kinds, dtype, path=path, by_name=False)
+    lost = Lost()
     lazy = {}
     for name, tensor in tensors.items():
-        wanted = tensor.dtype if casts is None else cast_dtype(name, tensor.dtype, casts)
+        wanted = casts.dtype(name, tensor.dtype)
         lazy[name] = (
             tensor
             if wanted == tensor.dtype
@@ -418,9 +439,9 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, tied: Tie
 def _rows(name: str, tensor: torch.Tensor, dtype: torch.dtype, lost: Lost) -> Any:
     """Return a scalar tensor, or an iterator of the rows of a tensor, cast about 16 MiB at a time."""
     if not tensor.dim():
-        return cast(name, tensor, dtype, lost)
+        return lost.cast(name, tensor, dtype)
     count = max(1, (16 << 20) * len(tensor) // max(1, tensor.nbytes))
-    return (cast(name, tensor[begin : begin + count], dtype, lost) for begin in range(0, len(tensor), count))
+    return (lost.cast(name, tensor[begin : begin + count], dtype) for begin in range(0, len(tensor), count))
 
 
 def _common_metadata(opened: OpenCheckpoint) -> dict[str, Any]:
@@ -438,16 +459,16 @@ def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, c
     try:
         names = {**_plain_names(opened), **opened.aliases}
         infos = {name: opened.info(stored) for name, stored in names.items()}
-        require_dtypes([info.dtype for info in infos.values()], path=opened.path)
+        TORCH_DTYPES.require([info.dtype for info in infos.values()], path=opened.path)
         reader = ReadAhead(opened, names, dtype=dtype, window_bytes=window_bytes)
         tensors: dict[str, torch.Tensor | LazyTensor] = {}
         casts = planned_casts(
-            {name: kind for name, (kind, _) in opened.dtypes_and_shapes().items()}, dtype, path=path, remedy=AS_STORED
+            {name: kind for name, (kind, _) in opened.dtypes_and_shapes().items()}, dtype, path=path, by_name=False
         )
         for name, info in infos.items():
             own = TORCH_DTYPES[info.dtype]
-            target = own if casts is None else cast_dtype(names[name], own, casts)
-            shape = torch_shape(info.dtype, info.shape)
+            target = casts.dtype(names[name], own)
+            shape = TORCH_DTYPES.shape(info.dtype, info.shape)
             tensors[name] = LazyTensor(target, shape, partial(reader.take, name))
         return OpenSource(
             tensors=tensors,

@@ -1,11 +1,16 @@
 """Tensors, devices, and copies between host memory and devices, in both directions. Nothing here opens a file.
 
 Start with `base.py`: `Accelerator` is the interface that loads need from a device, a `LoadedGroup` is delivered to the
-consumer of a load, and a `DeviceMap` finds the device of each tensor. `cuda.py` implements the interface by torch, and
-has the engine's rings of pinned memory. Loads use `tensors.py` (tensors over memory, the memory of a group on the
-device, dtypes, casts). Saves use `describe.py` (what can be saved of a tensor) and `copy_out.py` (its bytes into host
-memory). `tensor_memory.py` checks that the data of a tensor is there. `copy_in.py` copies loaded tensors into memory
-of the caller. `names_in_files.py` has the names that transformers gives to tensors in files. `pinned.py` allocates
+consumer of a load, and a `DeviceMap` finds the device of each tensor. `cuda.py` implements the interface by torch
+(`TorchAccelerator`, `TorchEvent`), and has the engine's rings of pinned memory (`DeviceRing`).
+
+Loads use `tensors.py` (`TORCH_DTYPES`: the format's dtypes in torch and what they mean there; tensors over memory;
+where in its storage a tensor is), `casts.py` (`Casts`, and `Lost`: the values that casts lose) and `copy_in.py`
+(`TargetMemory`: checks memory of the caller, and copies loaded tensors into it). Saves use `describe.py` (what can be
+saved of a tensor, and which tensors stand for data that is elsewhere) and `copy_out.py` (`Readiness`: when tensors may
+be read; it copies their bytes into host memory).
+
+`names_in_files.py` has the names that transformers gives to tensors in files (`FileNames`). `pinned.py` allocates
 pinned memory, and finds the drivers that the engine calls. `torch_private.py` has torch's private names that loads and
 saves use.
 

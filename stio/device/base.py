@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -79,10 +79,6 @@ class Accelerator(Protocol):
         """
 
 
-AnyDevice: TypeAlias = torch.device | Accelerator
-"""Device of tensors: the CPU or an accelerator of torch, with its index; or an object of the caller (tests)."""
-
-
 class Image(NamedTuple):
     """The bytes of a group in one tensor, for a consumer that copies them into memory of its own."""
 
@@ -115,6 +111,14 @@ class LoadedGroup:
         """Return what the consumer gets."""
         return self.tensors if self.results is None else self.results
 
+    def device_storages(self) -> list[torch.UntypedStorage]:
+        """Return the storages of what the consumer gets on devices, to be held until it has released the tensors.
+
+        The end of a tensor releases the GIL. If memory of a device is freed there, a busy thread has time to take the
+        GIL, for 5 ms. The end of a storage keeps it.
+        """
+        return [tensor.untyped_storage() for tensor in self.take().values() if not tensor.is_cpu]
+
 
 def current_device() -> torch.device | None:
     """Return the calling thread's current accelerator; None where torch has not initialized one.
@@ -132,23 +136,26 @@ def current_device() -> torch.device | None:
     return torch.device(accelerator.type, _current_index()) if is_initialized and is_initialized() else None
 
 
-def current_streams() -> Mapping[torch.device, Any]:
-    """Return the calling thread's current stream of each accelerator; empty where torch has not initialized one.
+def with_current_index(device: Any) -> Any:
+    """Return `device=` of a call, with the index of the calling thread's current device where it has none.
 
-    A load allocates memory under the stream that is current where it was called, on a thread of its own.
+    That is `"auto"`, or a type of devices ("cuda"), also as a value of a mapping or of a function of the name.
+
+    Raises:
+        TypeError: A key of a mapping is no name.
     """
     current = current_device()
-    if current is None:
-        return {}
-    module: Any = torch.get_device_module(current)
-    if not hasattr(module, "current_stream"):
-        return {}
-    devices = [torch.device(current.type, index) for index in range(torch.accelerator.device_count())]
-    return {device: module.current_stream(device) for device in devices}
+    if isinstance(device, Mapping):  # a copy: the caller may change the mapping before it is used
+        for name in device:
+            if not isinstance(name, str):
+                raise TypeError(f"device= takes a mapping from names, not from {name!r}")
+        return {name: _with_index(where, current) for name, where in device.items()}
+    if callable(device) and not isinstance(device, torch.device | Accelerator) and current is not None:
+        return lambda name: _with_index(device(name), current)
+    return _with_index(device, current)
 
 
-def with_current_index(device: Any, current: torch.device | None) -> Any:
-    """Return `current` for `"auto"` and for its type without an index; any other device unchanged."""
+def _with_index(device: Any, current: torch.device | None) -> Any:
     if current is None or isinstance(device, Accelerator):
         return device
     if device == "auto":
@@ -221,10 +228,26 @@ class DeviceMap:
 
     def __init__(self, where: Callable[[str], Any] | Mapping[str, Any]) -> None:
         self._where = partial(_by_prefix, where) if isinstance(where, Mapping) else where
-        self._known: dict[str | int | torch.device, AnyDevice] = {}
+        self._known: dict[str | int | torch.device, torch.device | Accelerator] = {}
         self._devices: dict[torch.device, torch.device] = {}
 
-    def __call__(self, name: str) -> AnyDevice:
+    @classmethod
+    def of(cls, device: Any) -> torch.device | Accelerator | DeviceMap:
+        """Return the device of all tensors, its index set, or a device for each of them.
+
+        Raises:
+            DeviceError: torch has no such device, or this machine does not.
+        """
+        # First, because the check of a protocol takes 10 us.
+        if device is None or isinstance(device, str | int | torch.device):
+            return resolve_device(device)
+        if isinstance(device, Accelerator):
+            return device
+        if isinstance(device, Mapping) or (callable(device) and not isinstance(device, type)):
+            return cls(device)
+        return resolve_device(device)
+
+    def __call__(self, name: str) -> torch.device | Accelerator:
         """Return the device of a tensor.
 
         Raises:
@@ -233,12 +256,11 @@ class DeviceMap:
         device = self._where(name)
         if not isinstance(device, str | int | torch.device):
             return self._resolved(device, name)
-        found = self._known.get(device)
-        if found is None:
-            found = self._known[device] = self._resolved(device, name)
-        return found
+        if device not in self._known:
+            self._known[device] = self._resolved(device, name)
+        return self._known[device]
 
-    def _resolved(self, device: Any, name: str) -> AnyDevice:
+    def _resolved(self, device: Any, name: str) -> torch.device | Accelerator:
         if isinstance(device, Accelerator):
             return device
         try:
@@ -247,22 +269,6 @@ class DeviceMap:
             message = f"{error.message}; device= leads {printable(name)!r} there"
             raise DeviceError(message, requested=error.requested, expected=error.expected) from error
         return self._devices.setdefault(found, found)
-
-
-def resolve_devices(device: Any) -> AnyDevice | DeviceMap:
-    """Return the device of all tensors, its index set, or a device for each of them.
-
-    Raises:
-        DeviceError: torch has no such device, or this machine does not.
-    """
-    # First, because the check of a protocol takes 10 us.
-    if device is None or isinstance(device, str | int | torch.device):
-        return resolve_device(device)
-    if isinstance(device, Accelerator):
-        return device
-    if isinstance(device, Mapping) or (callable(device) and not isinstance(device, type)):
-        return DeviceMap(device)
-    return resolve_device(device)
 
 
 def _by_prefix(devices: Mapping[str, Any], name: str) -> Any:

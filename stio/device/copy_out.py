@@ -18,18 +18,16 @@ import torch
 from stio import native
 from stio.device.base import Event
 from stio.device.cuda import (
+    TorchAccelerator,
     TorchEvent,
     answering,
     bytes_of,
-    event_now,
-    has_streams,
     on_stream,
     queue_copies,
     save_stream,
 )
 from stio.device.pinned import PinnedAllocator, driver_of
-from stio.device.tensor_memory import require_data, require_held
-from stio.device.tensors import PLAIN
+from stio.device.tensors import PLAIN, require_data, require_held
 from stio.device.torch_private import INTEGERS, conj_neg_bits, copy_each, without_torch_function
 from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.format.sharding import TensorSource
@@ -53,7 +51,10 @@ _CACHE_LINE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """When the tensors of a save may be read: behind the work that was queued on their devices before the save."""
+    """When the tensors of a save may be read: behind the work that was queued on their devices before the save.
+
+    `Readiness()`: behind what the thread that copies has queued.
+    """
 
     _events: dict[torch.device, Event] = field(default_factory=dict)
     """For each device an event behind that work."""
@@ -74,13 +75,13 @@ class Readiness:
                 continue
             device = _accelerator_of(tensor)
             if device is not None and device not in found:
-                found[device] = event_now(device)
+                found[device] = TorchEvent.now(device)
         return cls(found)
 
     def event(self, device: torch.device) -> Event:
         """Return the event behind which the tensors on a device may be read."""
         known = self._events.get(device)
-        return event_now(device) if known is None else known  # made after `now`, on this thread
+        return TorchEvent.now(device) if known is None else known  # made after `now`, on this thread
 
     def staging_allocator(self) -> Callable[[int], Region]:
         """Return an allocator of staging memory for copies of the tensors: pinned where one of them is on a device.
@@ -88,6 +89,92 @@ class Readiness:
         Allocators are equal if memory of one serves for the other.
         """
         return next(map(PinnedAllocator, self._events), memory.allocate)
+
+    def copy_out(self, copies: Iterable[Copy]) -> None:
+        """Copy bytes of tensors into host memory, once they may be read. Blocks; callable from any thread.
+
+        A copy takes the bytes `[start, start + region.nbytes)` that the tensor would have if it were contiguous, with
+        its conjugation and negation carried out. The copies of one device are queued together on the stream of saves,
+        and waited for once; they are slow if the host memory is not pinned.
+
+        Args:
+            copies: What to copy. A tensor that is not contiguous is copied by whole elements only.
+
+        Raises:
+            ValueError: A range outside its tensor, or one that cuts an element of a tensor that is not contiguous; or
+                the memory of a tensor was freed or shrunk.
+            DeviceError: A copy was refused or failed. No region is being written to when this is raised.
+            DeviceMemoryError: A device has no memory to make a part of a tensor contiguous.
+        """
+        by_device: dict[torch.device, list[Copy]] = {}
+        on_cpu = []
+        for copy in copies:
+            tensor, start, region = copy
+            if start < 0 or start + region.nbytes > tensor.nbytes:
+                raise ValueError(f"bytes [{start}, {start + region.nbytes}) of a tensor of {tensor.nbytes}")
+            if not region.nbytes:
+                continue
+            if tensor.is_cpu:
+                on_cpu.append(copy)
+            else:
+                by_device.setdefault(tensor.device, []).append(copy)
+        held: list[tuple[torch.UntypedStorage, int, int]] = []  # until the events have passed
+        with ExitStack() as waits:  # all events are waited for, even if something fails
+            for device, of_device in by_device.items():
+                event = _queue_copies(device, of_device, self, held)
+                waits.callback(event.synchronize)
+            for tensor, start, region in on_cpu:
+                _copy_on_cpu(tensor, start, region)
+
+    def copy_pieces(
+        self,
+        sources: Sequence[TensorSource],
+        pieces: Iterable[tuple[int, int, int, int, bool]],
+        target: Region,
+        ranges: native.Ranges | None = None,
+        group: int = 0,
+    ) -> list[Any]:
+        """Copy bytes of many tensors into one block of host memory, as `copy_out` does.
+
+        Args:
+            sources: The tensors.
+            pieces: For each piece the position of its tensor, the first byte to copy, its offset in the target, the
+                number of bytes, and whether it is the tensor's last piece. No piece is outside its tensor. The offsets
+                ascend.
+            target: Host memory.
+            ranges: What the engine can copy is added to these, and not copied.
+            group: Their group.
+
+        Returns:
+            What keeps the memory from which the engine is to copy; it must be kept until then.
+
+        Raises:
+            ValueError: A piece outside its tensor, which has changed, or outside the target.
+            DeviceError: See `copy_out`.
+            DeviceMemoryError: See `copy_out`.
+        """
+        others: list[Copy] = []
+        storages: list[Any] = []
+        address, size, plain = target.address, target.nbytes, PLAIN_LAYOUT
+        for number, start, at, nbytes, _ in pieces:
+            source = sources[number]
+            tensor: torch.Tensor = source.data
+            # Since it was described a tensor may have changed: an access outside its memory would end the process.
+            begin, end, storage, _ = require_data(source.name, tensor)
+            if (
+                ranges is not None
+                and tensor.is_cpu
+                and source.layout == plain
+                and 0 <= start <= end - begin - nbytes
+                and 0 <= at <= size - nbytes
+                and tensor.is_contiguous()
+            ):
+                storages.append(tensor.untyped_storage())
+                ranges.host_to_host(group, storage + begin + start, nbytes, address + at, at)
+            else:
+                others.append((tensor, start, target.sub(at, nbytes)))
+        self.copy_out(others)
+        return storages
 
 
 def _accelerator_of(tensor: object) -> torch.device | None:
@@ -98,96 +185,7 @@ def _accelerator_of(tensor: object) -> torch.device | None:
         if tensor.is_cpu or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return None
         device = tensor.device
-    return device if device.type != "meta" and has_streams(device) else None
-
-
-def copy_out(copies: Iterable[Copy], ready: Readiness | None = None) -> None:
-    """Copy bytes of tensors into host memory. Blocks; callable from any thread.
-
-    A copy takes the bytes `[start, start + region.nbytes)` that the tensor would have if it were contiguous, with its
-    conjugation and negation carried out. The copies of one device are queued together on the stream of saves, and
-    waited for once; they are slow if the host memory is not pinned.
-
-    Args:
-        copies: What to copy. A tensor that is not contiguous is copied by whole elements only.
-        ready: When tensors on devices may be read; None: behind what this thread has queued.
-
-    Raises:
-        ValueError: A range outside its tensor, or one that cuts an element of a tensor that is not contiguous; or the
-            memory of a tensor was freed or shrunk.
-        DeviceError: A copy was refused or failed. No region is being written to when this is raised.
-        DeviceMemoryError: A device has no memory to make a part of a tensor contiguous.
-    """
-    by_device: dict[torch.device, list[Copy]] = {}
-    on_cpu = []
-    for copy in copies:
-        tensor, start, region = copy
-        if start < 0 or start + region.nbytes > tensor.nbytes:
-            raise ValueError(f"bytes [{start}, {start + region.nbytes}) of a tensor of {tensor.nbytes}")
-        if not region.nbytes:
-            continue
-        if tensor.is_cpu:
-            on_cpu.append(copy)
-        else:
-            by_device.setdefault(tensor.device, []).append(copy)
-    held: list[tuple[torch.UntypedStorage, int, int]] = []  # until the events have passed
-    with ExitStack() as waits:  # all events are waited for, even if something fails
-        for device, of_device in by_device.items():
-            event = _queue_copies(device, of_device, ready or Readiness(), held)
-            waits.callback(event.synchronize)
-        for tensor, start, region in on_cpu:
-            _copy_on_cpu(tensor, start, region)
-
-
-def copy_pieces(
-    sources: Sequence[TensorSource],
-    pieces: Iterable[tuple[int, int, int, int, bool]],
-    target: Region,
-    ready: Readiness | None = None,
-    ranges: native.Ranges | None = None,
-    group: int = 0,
-) -> list[Any]:
-    """Copy bytes of many tensors into one block of host memory, as `copy_out` does.
-
-    Args:
-        sources: The tensors.
-        pieces: For each piece the position of its tensor, the first byte to copy, its offset in the target, the number
-            of bytes, and whether it is the tensor's last piece. No piece is outside its tensor. The offsets ascend.
-        target: Host memory.
-        ready: See `copy_out`.
-        ranges: What the engine can copy is added to these, and not copied.
-        group: Their group.
-
-    Returns:
-        What keeps the memory from which the engine is to copy; it must be kept until then.
-
-    Raises:
-        ValueError: A piece outside its tensor, which has changed, or outside the target.
-        DeviceError: See `copy_out`.
-        DeviceMemoryError: See `copy_out`.
-    """
-    others: list[Copy] = []
-    storages: list[Any] = []
-    address, size, plain = target.address, target.nbytes, PLAIN_LAYOUT
-    for number, start, at, nbytes, _ in pieces:
-        source = sources[number]
-        tensor: torch.Tensor = source.data
-        # Since it was described a tensor may have changed: an access outside its memory would end the process.
-        begin, end, storage, _ = require_data(source.name, tensor)
-        if (
-            ranges is not None
-            and tensor.is_cpu
-            and source.layout == plain
-            and 0 <= start <= end - begin - nbytes
-            and 0 <= at <= size - nbytes
-            and tensor.is_contiguous()
-        ):
-            storages.append(tensor.untyped_storage())
-            ranges.host_to_host(group, storage + begin + start, nbytes, address + at, at)
-        else:
-            others.append((tensor, start, target.sub(at, nbytes)))
-    copy_out(others, ready)
-    return storages
+    return device if device.type != "meta" and TorchAccelerator.supports(device) else None
 
 
 def _copy_on_cpu(tensor: torch.Tensor, start: int, region: Region) -> None:

@@ -17,8 +17,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextlib import suppress
 from functools import cache
 from math import prod
 from typing import Any
@@ -26,27 +30,30 @@ from typing import Any
 import torch
 
 from stio import native
-from stio.device.pinned import PinnedAllocator, driver_of, drivers, node_of
-from stio.device.torch_private import copy_each, new_tensors
-from stio.errors import DeviceError, DeviceMemoryError, StioError
+from stio.device.base import current_device
+from stio.device.pinned import PinnedAllocator
+from stio.device.pinned import driver_of
+from stio.device.pinned import drivers
+from stio.device.pinned import is_pinned
+from stio.device.pinned import node_of
+from stio.device.torch_private import copy_each
+from stio.device.torch_private import new_tensors
+from stio.errors import DeviceError
+from stio.errors import DeviceMemoryError
+from stio.errors import StioError
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
-from stio.runtime.process import after_fork_in_child, contextmanager
+from stio.runtime.process import after_fork_in_child
+from stio.runtime.process import contextmanager
 from stio.runtime.reports import counters
 
 STREAM_API = ("current_stream", "device", "stream")
 """What torch's module of a kind of device must have for copies beside other work; streams and events are generic."""
 
 
-def has_streams(device: torch.device) -> bool:
-    """Return whether torch can copy from and to this kind of device beside its other work."""
-    module = torch.get_device_module(device)
-    return all(hasattr(module, name) for name in STREAM_API)
-
-
 def require_streams(device: torch.device) -> None:
     """Raise `DeviceError` if torch has no streams for this kind of device (MPS)."""
-    if not has_streams(device):
+    if not TorchAccelerator.supports(device):
         message = "torch has no streams for this kind of device; use tensors on the CPU, and move them"
         raise DeviceError(message, requested=str(device), expected="cuda, or another device with streams")
 
@@ -78,6 +85,17 @@ class TorchEvent:
         with module.device(device):
             self.event.record(stream)
 
+    @classmethod
+    def now(cls, device: torch.device) -> TorchEvent:
+        """Return an event behind what this thread has queued on its current stream of a device.
+
+        Raises:
+            DeviceError: The device does not answer.
+        """
+        module: Any = torch.get_device_module(device)
+        with answering(device):
+            return cls(module, device, module.current_stream(device))
+
     def query(self) -> bool:
         """Return whether everything before the event has been done.
 
@@ -105,17 +123,6 @@ class TorchEvent:
             raise DeviceError(f"copying on {self._device} failed: {error}") from error
 
 
-def event_now(device: torch.device) -> TorchEvent:
-    """Return an event behind what this thread has queued on its current stream of a device.
-
-    Raises:
-        DeviceError: The device does not answer.
-    """
-    module: Any = torch.get_device_module(device)
-    with answering(device):
-        return TorchEvent(module, device, module.current_stream(device))
-
-
 def queue_copies(device: torch.device, stream: Any, ranges: native.Ranges, *, to_host: bool = False) -> None:
     """Queue copies of a device's memory on a stream, by its driver; see `stio.native.queue_copies`.
 
@@ -131,22 +138,11 @@ def queue_copies(device: torch.device, stream: Any, ranges: native.Ranges, *, to
         with torch.get_device_module(device).device(device):  # the call changes the thread's current device
             native.queue_copies(driver, handle, ranges, to_host=to_host)
     except native.Failure as failure:
-        raise copy_error(device, failure) from None
+        raise _copy_error(device, failure) from None
 
 
-def copy_error(device: torch.device, failure: native.Failure) -> DeviceError:
-    """Return the error of a copy that the driver refused or that failed."""
+def _copy_error(device: torch.device, failure: native.Failure) -> DeviceError:
     return DeviceError(f"copying on {device} failed: {failure.text or f'code {failure.code} of its driver'}")
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return the memory of a device that torch can still allocate; None if the device does not report it."""
-    module: Any = torch.get_device_module(device)
-    try:
-        free = int(module.mem_get_info(device)[0])
-        return free + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
-    except (AttributeError, RuntimeError):
-        return None
 
 
 @contextmanager
@@ -158,18 +154,6 @@ def on_stream(module: Any, device: torch.device, stream: Any) -> Iterator[None]:
 
 _streams: dict[torch.device, tuple[Any, Any, Any]] = {}
 """By device, its module, the stream of all copies of loads, and that of all copies of saves."""
-
-
-def default_stream(device: torch.device) -> Any:
-    """Return the default stream of a device; where its module does not name it, the current one of this thread.
-
-    Raises:
-        DeviceError: torch has no streams for this kind of device, or the device does not answer.
-    """
-    module: Any = torch.get_device_module(device)
-    require_streams(device)
-    with answering(device), module.device(device):
-        return getattr(module, "default_stream", module.current_stream)(device)
 
 
 def _streams_of(module: Any, device: torch.device) -> tuple[Any, Any, Any]:
@@ -224,6 +208,52 @@ class TorchAccelerator:
             self._stream = self.copy_stream if stream is None else stream
         self._staging = PinnedAllocator(device)
 
+    @staticmethod
+    def supports(device: torch.device) -> bool:
+        """Return whether torch can copy from and to this kind of device beside its other work."""
+        module = torch.get_device_module(device)
+        return all(hasattr(module, name) for name in STREAM_API)
+
+    @staticmethod
+    def current_streams() -> Mapping[torch.device, Any]:
+        """Return the calling thread's current stream of each accelerator; empty where torch has not initialized one.
+
+        A load allocates memory under the stream that is current where it was called, on a thread of its own.
+        """
+        current = current_device()
+        module: Any = None if current is None else torch.get_device_module(current)
+        if current is None or not hasattr(module, "current_stream"):
+            return {}
+        devices = [torch.device(current.type, index) for index in range(torch.accelerator.device_count())]
+        return {device: module.current_stream(device) for device in devices}
+
+    @staticmethod
+    def default_stream(device: torch.device) -> Any:
+        """Return the default stream of a device; where its module does not name it, the current one of this thread.
+
+        Raises:
+            DeviceError: torch has no streams for this kind of device, or the device does not answer.
+        """
+        module: Any = torch.get_device_module(device)
+        require_streams(device)
+        with answering(device), module.device(device):
+            return getattr(module, "default_stream", module.current_stream)(device)
+
+    @staticmethod
+    def has_pinned(region: Region) -> bool:
+        """Return whether a region is pinned memory that `staging` of an accelerator has returned."""
+        return is_pinned(region)
+
+    @staticmethod
+    def free_bytes(device: torch.device) -> int | None:
+        """Return the memory of a device that torch can still allocate; None if the device does not report it."""
+        module: Any = torch.get_device_module(device)
+        try:
+            free = int(module.mem_get_info(device)[0])
+            return free + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+        except (AttributeError, RuntimeError):
+            return None
+
     def as_current(self) -> AbstractContextManager[Any]:
         """Return a context in which the device is the calling thread's current one."""
         return self._module.device(self.device)  # type: ignore[no-any-return]  # torch's modules are untyped
@@ -243,7 +273,7 @@ class TorchAccelerator:
             reserved, used = (found[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
         except (AttributeError, KeyError, RuntimeError):
             return False
-        free = free_bytes(self.device) if reserved - used < nbytes else None
+        free = self.free_bytes(self.device) if reserved - used < nbytes else None
         return free is not None and nbytes <= free
 
     def allocate(self, wanted: Sequence[tuple[torch.dtype, Sequence[int]]]) -> list[torch.Tensor]:
@@ -271,7 +301,8 @@ class TorchAccelerator:
             raise DeviceError(f"copying to {self.device} failed: {error}") from error
 
     def record(self, tensors: Iterable[torch.Tensor], stream: Any) -> None:
-        """Record in the allocator that a stream uses memory of the copy stream."""
+        """Record in the allocator that a stream, None: the default one, uses memory of the copy stream."""
+        stream = self.default_stream(self.device) if stream is None else stream
         for tensor in tensors:
             tensor.record_stream(stream)
 
@@ -291,7 +322,7 @@ class TorchAccelerator:
             if self._stream == self.copy_stream and needed_bytes is None:
                 TorchEvent(self._module, self.device, self._stream).synchronize()
         except torch.OutOfMemoryError as error:
-            free = free_bytes(self.device)
+            free = self.free_bytes(self.device)
             raise DeviceMemoryError(
                 f"{self.device} is out of memory; load fewer tensors, or cast with dtype=",
                 needed_bytes=needed_bytes,
@@ -340,6 +371,30 @@ class DeviceRing:
         self._has_warned = False
         counters.add_holder(self)
 
+    @classmethod
+    def of(cls, accelerator: object) -> DeviceRing | None:
+        """Return the ring of a load's device; None if the engine cannot copy to it."""
+        if not isinstance(accelerator, TorchAccelerator) or not native.available():
+            return None
+        device, stream = accelerator.device, accelerator.copy_stream
+        open_driver = drivers.get(device.type)
+        if open_driver is None:
+            return None
+        with _making:
+            known = _rings.get(device)
+            if known is not None and known.stream == stream and not known.ring.has_failed:
+                return known
+            driver, handle = open_driver(device, stream)
+            if not isinstance(driver, str):
+                _rings[device] = cls(device, driver, stream, handle)
+                return _rings[device]
+        _log_missing(driver)  # not under the lock: a handler may load
+        return None
+
+    def error(self, failure: native.Failure) -> DeviceError:
+        """Return the error of a copy that the driver refused or that failed."""
+        return _copy_error(self.device, failure)
+
     @property
     def held_bytes(self) -> int:
         """Size of its memory."""
@@ -359,26 +414,6 @@ class DeviceRing:
 
 _making = new_lock()
 _rings: dict[torch.device, DeviceRing] = {}
-
-
-def ring_of(accelerator: object) -> DeviceRing | None:
-    """Return the ring of a load's device; None if the engine cannot copy to it."""
-    if not isinstance(accelerator, TorchAccelerator) or not native.available():
-        return None
-    device, stream = accelerator.device, accelerator.copy_stream
-    open_driver = drivers.get(device.type)
-    if open_driver is None:
-        return None
-    with _making:
-        known = _rings.get(device)
-        if known is not None and known.stream == stream and not known.ring.has_failed:
-            return known
-        driver, handle = open_driver(device, stream)
-        if not isinstance(driver, str):
-            _rings[device] = DeviceRing(device, driver, stream, handle)
-            return _rings[device]
-    _log_missing(driver)  # not under the lock: a handler may load
-    return None
 
 
 @cache

@@ -1,12 +1,18 @@
 """Describes tensors that are to be saved, for the plan of a save, and refuses those that cannot be saved.
 
 For each tensor, only calls of torch that keep the GIL are made (`torch_private`). `copy_out` copies the bytes later.
+
+A tensor may stand for data that is elsewhere. A library that shards or offloads a module leaves a tensor in its place:
+with fewer elements, and with attributes that say so. `state_dict()` returns other tensor objects, without these
+attributes, over the same memory. So a tensor is compared with the parameters that it may come from.
 """
 
 from __future__ import annotations
 
+import gc
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +21,16 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stio.device.copy_out import PLAIN_LAYOUT
 from stio.device.cuda import require_streams
-from stio.device.tensor_memory import GATHER_FSDP, ON_META, require_data, require_own_data, require_scales
-from stio.device.tensors import FORMAT_DTYPES, PLAIN
+from stio.device.tensors import FORMAT_DTYPES, GATHER_FSDP, PLAIN, dense_parts, require_data
 from stio.device.torch_private import traits_of, without_torch_function
 from stio.errors import FormatError, UnsupportedDtypeError, printable
 from stio.format.dtypes import tensor_nbytes
 from stio.format.sharding import TensorSource
 
-PACKED = (
+_PACKED = (
     "torch packs the weights of a quantized module, and the format cannot hold these. Save the module as it is before "
     "it is quantized, and quantize it again after a load"
 )
-"""What an error says about a module that torch has quantized."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,8 @@ def describe_tensors(
         UnsupportedDtypeError: The format has no such dtype.
         DeviceError: torch cannot copy from this kind of device in the background.
     """
-    require_own_data(tensors, tensors.values())
-    require_scales(tensors)
+    _require_own_data(tensors, tensors.values())
+    _require_scales(tensors)
     sources = []
     devices: set[torch.device] = set()
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -103,7 +107,7 @@ def describe_tensors(
             tensor = _plain_tensor(name, tensor)
         if not tensor.is_cpu and tensor.device not in devices:
             if tensor.is_meta:
-                raise ValueError(f"tensor {printable(name)!r} {ON_META}")
+                raise ValueError(f"tensor {printable(name)!r} {_ON_META}")
             require_streams(tensor.device)
             devices.add(tensor.device)
         try:
@@ -114,6 +118,7 @@ def describe_tensors(
                 "functionalize has none); save outside of the transform. torch says: "
                 f"{printable(str(error).partition(chr(10))[0])}"
             ) from error
+    _require_no_shards({source.name: source.shape for source in sources}, tensors)
     return sources
 
 
@@ -193,18 +198,18 @@ def _format_shape(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return (*sizes[:-1], sizes[-1] * 2)
 
 
-def state_of_object(value: object) -> str:
-    """Return how the state of an object that is no tensor is called, such as `its state_dict()`; empty if unknown."""
+def how_to_save(value: object, call: str = "save_state takes") -> str:
+    """Return what to save of an object that is no tensor, such as `save_state takes its state_dict()`.
+
+    Empty if that is not known.
+    """
     kind = type(value)
+    if isinstance(value, torch.nn.Module) and any(hasattr(part, "_packed_params") for part in value.modules()):
+        return _PACKED
     for method in ("state_dict", "get_state", "getstate"):
         if callable(getattr(kind, method, None)):
-            return f"its {method}()"
-    return "its bit_generator.state" if kind.__module__.startswith("numpy.random") else ""
-
-
-def is_packed(value: object) -> bool:
-    """Return whether an object is a module that torch has quantized."""
-    return isinstance(value, torch.nn.Module) and any(hasattr(one, "_packed_params") for one in value.modules())
+            return f"{call} its {method}()"
+    return f"{call} its bit_generator.state" if kind.__module__.startswith("numpy.random") else ""
 
 
 def _from_numpy(array: Any) -> str:
@@ -225,9 +230,9 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
     """
     shown, kind = printable(name), type(tensor).__name__
     if not isinstance(tensor, torch.Tensor):
-        advice = f"save_state takes {state_of_object(tensor) or 'nested state and plain values'}"
-        if is_packed(tensor) or "_packed_params" in name:
-            advice = PACKED
+        advice = how_to_save(tensor) or "save_state takes nested state and plain values"
+        if "_packed_params" in name:
+            advice = _PACKED
         elif name.endswith("_extra_state"):  # of torch: what `get_extra_state` returns
             advice = "extra state that is no tensor is saved by stio.save_state(module.state_dict(), ...)"
         elif kind == "ndarray":
@@ -245,3 +250,120 @@ def _plain_tensor(name: str, tensor: object) -> torch.Tensor:
         raise TypeError(f"tensor {shown!r} is a {kind}, which has no memory of its own to save; {hint}")
     with without_torch_function():
         return tensor.as_subclass(torch.Tensor)
+
+
+# Tensors whose data is elsewhere.
+
+_ON_META = (
+    "is on meta: it has no data to save. Load the module first; of one that accelerate offloads, save `module."
+    "state_dict() | accelerate.utils.modeling.get_state_dict_offloaded_model(module)`; of one in a warm start, await "
+    "`done()` first"
+)
+
+_ZERO = (
+    "is sharded by DeepSpeed ZeRO-3, and has no data here; gather it first: save the module inside `with "
+    "deepspeed.zero.GatheredParameters(list(module.parameters())):`"
+)
+_FLAT = f"is a part of a flat parameter of FSDP; gather it first: {GATHER_FSDP}"
+_QUANTIZED = (
+    "holds quantized values, whose scales are not in the mapping; save `state_dict()` of the module, which has both"
+)
+
+
+def require_values(tensors: Mapping[str, object], parameters: Iterable[object] | None = None) -> None:
+    """Require that no tensor stands for data that is elsewhere; `describe_tensors` requires it too.
+
+    For tensors that a library writes, or leaves out, before a save of stio describes them.
+
+    Args:
+        tensors: By name; values that are no tensors are ignored.
+        parameters: Those of the module whose `state_dict()` these are: only what their attributes say is checked, and
+            nothing waits.
+
+    Raises:
+        ValueError: A tensor stands for data that is elsewhere, or its memory was freed; the message names it, and what
+            to do first.
+    """
+    if parameters is not None:
+        _require_own_data(tensors, parameters)
+        return
+    _require_own_data(tensors, tensors.values())
+    _require_scales(tensors)
+    present = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    _require_no_shards({name: None if one.is_nested else tuple(one.shape) for name, one in present.items()}, present)
+    for name, tensor in present.items():
+        for part in dense_parts(tensor):
+            require_data(name, part)
+
+
+def _require_own_data(tensors: Mapping[str, object], parameters: Iterable[object]) -> None:
+    """Require that no tensor is one of the parameters, or over their memory, whose data is elsewhere."""
+    elsewhere = dict(_placeholders(parameters))
+    for name, tensor in tensors.items() if elsewhere else ():
+        if isinstance(tensor, torch.Tensor) and (advice := elsewhere.get(_place(tensor))) is not None:
+            raise ValueError(f"tensor {printable(name)!r} {advice}")
+
+
+def _require_no_shards(shapes: Mapping[str, tuple[int, ...] | None], tensors: Mapping[str, Any]) -> None:
+    """Require that no tensor is a flat parameter of FSDP, and none without elements is a parameter of this process.
+
+    `state_dict()` loses the attributes. To list all objects takes the collector tens of milliseconds, so this is done
+    only where there is a tensor without elements in one dimension, which is rare.
+    """
+    for name in shapes:
+        if name.rpartition(".")[2] == "_flat_param":
+            raise ValueError(f"tensor {printable(name)!r} {_FLAT}")
+    if empty := {name: tensors[name] for name, shape in shapes.items() if shape == (0,)}:
+        _require_own_data(empty, (item for item in gc.get_objects() if issubclass(type(item), torch.nn.Parameter)))
+
+
+def _require_scales(tensors: Mapping[str, object]) -> None:
+    """Require that quantized values of bitsandbytes are saved together with their scales.
+
+    Raises:
+        ValueError: They are not.
+    """
+    for name, tensor in tensors.items():
+        if type(tensor) is torch.Tensor or not isinstance(tensor, torch.Tensor):
+            continue
+        if getattr(tensor, "quant_state", None) is not None:
+            scales = f"{name}.absmax"
+        elif getattr(tensor, "SCB", None) is not None:
+            scales = f"{name.removesuffix('weight')}SCB"
+        else:
+            continue
+        if scales not in tensors:
+            raise ValueError(f"tensor {printable(name)!r} {_QUANTIZED}")
+
+
+def _placeholders(parameters: Iterable[object]) -> Iterator[tuple[Hashable, str]]:
+    """Yield the place of each parameter that stands for other data, and what to do about it."""
+    flattened: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # by storage: all parts of one flat parameter
+    for parameter in parameters:
+        if not isinstance(parameter, torch.Tensor):
+            continue
+        if _is_partitioned(parameter):
+            yield _place(parameter), _ZERO
+        elif type(parameter) is torch.Tensor:
+            continue
+        elif getattr(parameter, "_is_flat_param", False):
+            yield _place(parameter), _FLAT
+        elif getattr(parameter, "_fsdp_flattened", False):
+            flattened[parameter.untyped_storage()._cdata].append(parameter)
+    for parts in flattened.values():
+        if all(part.dim() <= 1 for part in parts):  # gathered, they have the shapes of the module
+            yield from ((_place(part), _FLAT) for part in parts)
+
+
+def _is_partitioned(tensor: torch.Tensor) -> bool:
+    """Return whether DeepSpeed ZeRO-3 has moved the values of a parameter away."""
+    whole = getattr(tensor, "ds_shape", None)
+    if whole is not None:
+        return tuple(whole) != tuple(tensor.shape)
+    if type(tensor) is torch.Tensor or not any(hasattr(tensor, name) for name in ("ds_status", "ds_id", "ds_tensor")):
+        return False
+    return not tensor.numel()
+
+
+def _place(tensor: torch.Tensor) -> Hashable:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape)

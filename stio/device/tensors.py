@@ -1,4 +1,4 @@
-"""The format's dtypes in torch, and tensors over memory that was filled before.
+"""The format's dtypes in torch, tensors over memory that was filled before, and where in its storage a tensor is.
 
 Each tensor gets a storage of exactly its bytes and a version counter of its own. Views of one large buffer break
 `torch.save`, the hub's splitter, `save_model` and in-place changes under autograd. DLPack gives both without a copy,
@@ -7,31 +7,45 @@ thread. One tensor takes about 1 microsecond.
 
 On a device each tensor is an allocation of its own too: it is freed alone, and a user's `record_stream` protects it.
 They are made by calls that keep the GIL (`stio.device.torch_private`).
+
+A storage may be freed or made shorter while tensors refer to it: FSDP and the sleep modes of inference servers call
+`untyped_storage().resize_`. torch does not check that when it copies, so memory of others would be read or changed, or
+the process would end. Each tensor is checked when its load or save begins (`extent_of`), and again just before the
+copy, since another thread may have changed it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import difflib
-import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from stio.device.base import Accelerator, Image
-from stio.device.torch_private import INTEGERS, from_dlpack, over_storages
-from stio.errors import UnsupportedDtypeError, printable
-from stio.format.dtypes import BITS, LIBRARY_NAMES, tensor_nbytes
-from stio.format.slicing import Selection
+from stio.device.base import Accelerator
+from stio.device.base import Image
+from stio.device.torch_private import from_dlpack
+from stio.device.torch_private import over_storages
+from stio.device.torch_private import without_torch_function
+from stio.errors import UnsupportedDtypeError
+from stio.errors import printable
+from stio.format.dtypes import BITS
+from stio.format.dtypes import LIBRARY_NAMES
+from stio.format.dtypes import tensor_nbytes
 from stio.limits import HUGE_PAGE_BYTES
-from stio.runtime.memory import Region, allocate
+from stio.runtime.memory import Region
 from stio.runtime.process import collection_paused
 
 # DLPack's DLDataTypeCode (dlpack.h 1.1). The others are I, U or F: the place of the letter is the code.
@@ -51,23 +65,112 @@ _KINDS = "IUF"
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """The types that behave as torch defines, without code of a subclass."""
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, library_name) for name, library_name in LIBRARY_NAMES.items() if hasattr(torch, library_name)
-}
-"""The format's dtype names that this torch has a type for."""
+
+class Dtypes(dict[str, torch.dtype]):
+    """The dtypes of the format that this torch has, by their names in the format."""
+
+    def name(self, dtype: torch.dtype) -> str:
+        """Return the name in the format of a dtype of torch; empty if the format has no such dtype."""
+        return FORMAT_DTYPES.get(dtype, "")
+
+    def shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape in torch for a shape of the format: two F4 numbers are one element of torch."""
+        return (*shape[:-1], shape[-1] // 2) if dtype == "F4" else shape
+
+    def fits(self, dtype: str, shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+        """Return whether a tensor of the format can be loaded into a shape of torch.
+
+        A tensor of shape [1] can be loaded into a scalar, as by torch's `load_state_dict`: scales are written both
+        ways.
+        """
+        return self.shape(dtype, shape) == target or (shape == (1,) and not target and dtype != "F4")
+
+    def require(self, dtypes: Iterable[str], *, path: str) -> None:
+        """Raise `UnsupportedDtypeError` for the first dtype that this torch cannot hold."""
+        for dtype in dict.fromkeys(dtypes):
+            if dtype not in self:
+                message = "torch has no such dtype; leave these tensors out (names= of stio.load)"
+                raise UnsupportedDtypeError(message, path=path, found=dtype)
+
+    def loses_values(self, stored: str, dtype: torch.dtype) -> bool:
+        """Return whether a copy of a tensor of the format into one of torch would lose its values; see `rank_of`."""
+        own = self.get(stored)
+        return own is not None and rank_of(own) > rank_of(dtype)
+
+    @staticmethod
+    @cache
+    def holds_all(own: torch.dtype, wanted: torch.dtype) -> bool:
+        """Return whether a dtype holds all values of another one exactly."""
+        if own == wanted:
+            return True
+        if F4 in (own, wanted) or wanted == E8M0 or not (wanted in FORMAT_DTYPES or wanted.is_complex):
+            return False
+        if own == torch.bool:
+            return True
+        if wanted == torch.bool or rank_of(own) > rank_of(wanted):
+            return False
+        if not rank_of(wanted):
+            small, large = torch.iinfo(own), torch.iinfo(wanted)
+            return large.min <= small.min and small.max <= large.max
+        limits = torch.finfo(wanted)
+        if not rank_of(own):
+            return torch.iinfo(own).max <= 2 / limits.eps
+        finer = torch.finfo(own)
+        return finer.max <= limits.max and finer.eps >= limits.eps and smallest_of(own) >= smallest_of(wanted)
+
+    def parse(self, dtype: object) -> torch.dtype:
+        """Return the dtype that an argument `dtype=` means: a dtype of torch, or a name of one, in any case.
+
+        A name is spelled as in torch ("bfloat16") or in the format ("BF16").
+
+        Raises:
+            TypeError: It is neither a dtype nor text.
+            ValueError: torch has no dtype of this name.
+        """
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        if not isinstance(dtype, str):
+            raise TypeError(f"dtype= takes a torch.dtype or the name of one, not {dtype!r}")
+        known = self.get(dtype.upper()) or vars(torch).get(dtype.lower().removeprefix("torch."))
+        if isinstance(known, torch.dtype):
+            return known
+        spelled = {name.upper(): name for pair in LIBRARY_NAMES.items() if pair[0] in self for name in pair[::-1]}
+        near = difflib.get_close_matches(dtype[:_LONGEST_NAME].upper(), spelled, n=1)
+        raise ValueError(
+            "dtype= takes a torch.dtype, or the name of one in torch or in the format, such as 'bfloat16' or 'BF16', "
+            f"not {printable(dtype)!r}{f'; did you mean {spelled[near[0]]!r}?' if near else ''}"
+        )
+
+
+TORCH_DTYPES = Dtypes(
+    {name: getattr(torch, library_name) for name, library_name in LIBRARY_NAMES.items() if hasattr(torch, library_name)}
+)
+"""See `Dtypes`."""
 
 FORMAT_DTYPES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 """The name in the format of each of torch's types."""
 
-DtypeLike: TypeAlias = torch.dtype | str
-"""A dtype of torch, or a name of one, as torch spells it ("bfloat16") or the format does ("BF16")."""
+F4, E8M0 = TORCH_DTYPES.get("F4"), TORCH_DTYPES.get("F8_E8M0")
+"""Two numbers in an element, which torch does not cast; powers of two, without 0, sign and inf."""
 
-DtypeOf: TypeAlias = Callable[[str], torch.dtype | None]
-"""Returns the dtype that a tensor of this name is cast to; None: as stored."""
 
-DtypesLike: TypeAlias = DtypeLike | Mapping[str, DtypeLike | None] | Callable[[str], DtypeLike | None]
-"""What floating tensors are cast to: one dtype; or one for each name, by a mapping from names, whose other names are as
-stored, or by a function of the name, which is called on a thread of the load. None as a value: as stored."""
+def smallest_of(dtype: torch.dtype) -> float:
+    """Return the smallest positive number of a dtype."""
+    limits = torch.finfo(dtype)
+    return limits.tiny * limits.eps
+
+
+_LONGEST_NAME = 40
+"""Characters of an unknown name that are compared with the known ones: the time grows with their square."""
+
+
+def rank_of(dtype: torch.dtype) -> int:
+    """Return the rank of a dtype: 0 whole numbers and truth values, 1 floating, 2 complex.
+
+    A cast to a lower rank loses values, not only precision: the fraction, or the imaginary part.
+    """
+    return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
+
 
 _DLTENSOR_DTYPE_AT = 20  # void* data, int32 device type and id, int32 ndim, then the dtype's four bytes
 
@@ -76,116 +179,15 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 )
 
 
-def checked_dtype(dtype: object) -> torch.dtype:
-    """Return the dtype that an argument `dtype=` means, see `DtypeLike`. Upper and lower case of a name are the same.
-
-    Raises:
-        TypeError: It is neither a dtype nor text.
-        ValueError: torch has no dtype of this name.
-    """
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if not isinstance(dtype, str):
-        raise TypeError(f"dtype= takes a torch.dtype or the name of one, not {dtype!r}")
-    found = TORCH_DTYPES.get(dtype.upper()) or vars(torch).get(dtype.lower().removeprefix("torch."))
-    if isinstance(found, torch.dtype):
-        return found
-    every = [one for name in TORCH_DTYPES for one in (LIBRARY_NAMES[name], name)]
-    near = difflib.get_close_matches(dtype[:_LONGEST_NAME].upper(), [one.upper() for one in every], n=1)
-    nearest = f"; did you mean {next(one for one in every if one.upper() == near[0])!r}?" if near else ""
-    raise ValueError(
-        "dtype= takes a torch.dtype, or the name of one in torch or in the format, such as 'bfloat16' or 'BF16', not "
-        f"{printable(dtype)!r}{nearest}"
-    )
-
-
-def checked_cast(dtype: object) -> torch.dtype:
-    """Return the dtype that floating tensors are cast to, of an argument `dtype=`; see `checked_dtype`.
-
-    Raises:
-        TypeError: It is neither a dtype nor text.
-        ValueError: torch has no dtype of this name, or the cast would lose the values.
-    """
-    found = checked_dtype(dtype)
-    if _rank(found) < _rank(torch.float32):
-        raise ValueError(
-            f"dtype= casts floating tensors, and {printable(str(found).removeprefix('torch.'))!r} would lose their "
-            "values: give a floating dtype, such as 'bfloat16', or none, and cast the loaded tensors yourself"
-        )
-    return found
-
-
-def checked_casts(dtype: object) -> torch.dtype | DtypeOf | None:
-    """Return what an argument `dtype=` casts, see `DtypesLike`; values of a function are checked when it is called.
-
-    Raises:
-        TypeError, ValueError: See `checked_cast`; or a key of a mapping is no name.
-    """
-    if dtype is None or isinstance(dtype, str | torch.dtype):
-        return None if dtype is None else checked_cast(dtype)
-    if isinstance(dtype, Mapping):
-        for name in dtype:
-            if not isinstance(name, str):
-                raise TypeError(f"dtype= takes a mapping from names, not from {name!r}")
-        return {name: None if one is None else checked_cast(one) for name, one in dtype.items()}.get
-    if callable(dtype) and not isinstance(dtype, type):  # `float` is a mistake for torch.float32
-        return lambda name: None if (one := dtype(name)) is None else checked_cast(one)
-    return checked_cast(dtype)
-
-
-def _rank(dtype: torch.dtype) -> int:
-    """Return the rank of a dtype: 0 whole numbers and truth values, 1 floating, 2 complex.
-
-    A cast to a lower rank loses values, not only precision: the fraction, or the imaginary part.
-    """
-    return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
-
-
-def loses_values(stored: str, dtype: torch.dtype) -> bool:
-    """Return whether a copy of a tensor of the format into one of torch would lose its values; see `_rank`."""
-    own = TORCH_DTYPES.get(stored)
-    return own is not None and _rank(own) > _rank(dtype)
-
-
-_LONGEST_NAME = 40
-"""Characters of an unknown name that are compared with the known ones: the time grows with their square."""
-
-
-def require_dtypes(dtypes: Sequence[str], *, path: str) -> None:
-    """Raise `UnsupportedDtypeError` for the first dtype that this torch cannot hold."""
-    for dtype in dict.fromkeys(dtypes):
-        if dtype not in TORCH_DTYPES:
-            message = "torch has no such dtype; leave these tensors out (names= of stio.load)"
-            raise UnsupportedDtypeError(message, path=path, found=dtype)
-
-
-def torch_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in torch for a shape of the format: two F4 numbers are one element of torch."""
-    return (*shape[:-1], shape[-1] // 2) if dtype == "F4" else shape
-
-
-def fits_shape(dtype: str, shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Return whether a tensor of the format can be loaded into a shape of torch.
-
-    A tensor of shape [1] can be loaded into a scalar, as by torch's `load_state_dict`: scales are written both ways.
-    """
-    return torch_shape(dtype, shape) == target or (shape == (1,) and not target and dtype != "F4")
-
-
-def as_scalar(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a loaded tensor of shape [1] as one without dimensions, which is no view, and any other as it is."""
-    return typed(tensor, FORMAT_DTYPES[tensor.dtype], ()) if tensor.shape == (1,) else tensor
-
-
-def typed(flat: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor over the whole storage of `flat`, and not a view of `flat`.
+def typed(flat: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a tensor of another shape over the whole storage of `flat`, and not a view of `flat`.
 
     Args:
         flat: Any tensor with a storage of exactly these bytes.
-        dtype: The new tensor's dtype, in the format.
-        shape: Its shape in torch.
+        shape: The new tensor's shape.
+        dtype: Its dtype; None: that of `flat`.
     """
-    return over_storages([(flat.untyped_storage(), TORCH_DTYPES[dtype], shape)])[0]
+    return over_storages([(flat.untyped_storage(), dtype or flat.dtype, shape)])[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +258,7 @@ def tensors_in(
         for name, dtype, shape, offset in zip(names, dtypes, shapes, offsets, strict=True):
             maker = makers[dtype]
             if dtype == "F4":
-                shape = torch_shape(dtype, shape)
+                shape = TORCH_DTYPES.shape(dtype, shape)
             if 0 in shape:
                 result[name] = torch.empty(shape, dtype=maker.torch, device="cpu")  # also under another default device
                 continue
@@ -264,7 +266,7 @@ def tensors_in(
             if (address + offset) % maker.alignment:
                 data = data.copy()
             if not maker.by_dlpack:
-                result[name] = typed(torch.from_numpy(data.reshape(-1).view(np.uint8)), dtype, shape)
+                result[name] = typed(torch.from_numpy(data.reshape(-1).view(np.uint8)), shape, maker.torch)
                 continue
             capsule = data.__dlpack__()
             if maker.word:
@@ -273,287 +275,99 @@ def tensors_in(
     return result
 
 
-Casts: TypeAlias = torch.dtype | Mapping[str, torch.dtype]
-"""What to cast to: one dtype, for the floating tensors; or by name, for the named tensors of any dtype."""
+# Where a tensor is in its storage.
+
+GATHER_FSDP = (
+    "save what `state_dict()` returns of the module that FullyShardedDataParallel made, with "
+    "StateDictType.FULL_STATE_DICT"
+)
+"""What to do about a tensor of FSDP1."""
+
+Extent: TypeAlias = tuple[int, int, int, int]
+"""The first byte of a tensor in its storage, the byte after its last one, the storage's address, and its size."""
 
 
-def select_and_cast(
-    tensors: dict[str, torch.Tensor],
-    posts: Mapping[str, Selection],
-    dtype: Casts | None,
-    lost: Lost | None = None,
-    *,
-    views: bool = False,
-) -> dict[str, torch.Tensor]:
-    """Apply the selections that a read could not apply, and cast the tensors, on their device.
+class ShortStorageError(Exception):
+    """The storage of a tensor does not have all of its bytes; callers raise an error of their own for it."""
 
-    Args:
-        tensors: By name; the dictionary is changed and returned.
-        posts: By name, the selection of a tensor of which more was read than is selected.
-        dtype: See `Casts`; None: no cast.
-        lost: See `cast`.
-        views: Selections that slices describe are views of what was read. Otherwise each has memory of its own.
-
-    Raises:
-        UnsupportedDtypeError: torch has no cast from a tensor's dtype (packed F4).
-    """
-    for name, selection in posts.items():
-        own = tensors[name].dtype
-        # As integers, because torch neither flips nor selects every dtype.
-        tensor = tensors[name].view(INTEGERS[own.itemsize])
-        is_view = views and selection.post is not None and not selection.flip
-        if is_view and all(isinstance(item, slice) for item in selection.post or ()):
-            tensors[name] = tensor[selection.post].view(own)
-            continue
-        tensor = _selected(tensor, selection)
-        tensors[name] = typed(tensor, FORMAT_DTYPES[own], tuple(tensor.shape))
-    if dtype is not None:
-        for name, tensor in tensors.items():
-            wanted = cast_dtype(name, tensor.dtype, dtype)
-            if tensor.dtype != wanted:
-                tensors[name] = cast(name, tensor, wanted, lost)
-    return tensors
+    def __init__(self, needed_bytes: int, held_bytes: int) -> None:
+        super().__init__("its memory was freed or shrunk (sharded training and the sleep modes of servers do that)")
+        self.needed_bytes = needed_bytes
+        """Size that the storage must have."""
+        self.held_bytes = held_bytes
+        """Size that it has."""
 
 
-def _selected(tensor: torch.Tensor, selection: Selection) -> torch.Tensor:
-    """Return the selected part of a tensor of integers, in memory of its own."""
-    stages = selection.stages()
-    if stages is not None:
-        first, joins, last = stages
-        tensor = tensor[first]
-        for dim, parts in joins:
-            pieces = [tensor.narrow(dim, part.start, part.stop - part.start) for part in parts]
-            sizes = list(tensor.shape)
-            sizes[dim] = sum(piece.shape[dim] for piece in pieces)
-            tensor = torch.cat(pieces, dim, out=_empty(sizes, tensor.dtype, tensor.device))
-        tensor = tensor[last]
-        return tensor.flip(selection.flip) if selection.flip else tensor
-    if selection.post is not None:
-        tensor = tensor[selection.post]
-    return (
-        tensor.flip(selection.flip)
-        if selection.flip
-        else _empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
-    )
-
-
-def _empty(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory for a contiguous tensor. On the host that of a large one has huge pages.
-
-    To touch small pages for the first time takes longer than to copy into them.
-    """
-    nbytes = math.prod(sizes) * dtype.itemsize
-    if device.type != "cpu" or nbytes < HUGE_PAGE_BYTES or dtype not in FORMAT_DTYPES:
-        return torch.empty(sizes, dtype=dtype, device=device)
-    return tensors_in(allocate(nbytes), [""], [FORMAT_DTYPES[dtype]], [tuple(sizes)], [0])[""]
-
-
-def cast_dtype(name: str, own: torch.dtype, casts: Casts) -> torch.dtype:
-    """Return the dtype that a tensor is cast to, which may be its own."""
-    if isinstance(casts, torch.dtype):
-        return casts if own.is_floating_point else own
-    return casts.get(name) or own
-
-
-def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype, lost: Lost | None = None) -> torch.Tensor:
-    """Return a tensor of another dtype, in memory of its own.
-
-    Args:
-        name: Its name.
-        tensor: The tensor.
-        dtype: The new dtype.
-        lost: Where to count the values that leave the range of the new dtype; None: they are not counted.
+def extent_of(tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> Extent:
+    """Return where a dense tensor is in its storage, or would be in another one.
 
     Raises:
-        UnsupportedDtypeError: torch has no such cast (packed F4).
+        ShortStorageError: The storage does not have all of its bytes.
+        RuntimeError: It has no storage (inside a function transform of torch).
+    """
+    nbytes, item = tensor.nbytes, tensor.itemsize
+    begin = int(tensor.storage_offset()) * item
+    end = begin + nbytes
+    if not tensor.is_contiguous():
+        end = begin + item
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            end += (size - 1) * stride * item
+    storage = storage or tensor.untyped_storage()
+    address, held = storage.data_ptr(), storage.nbytes()
+    if nbytes and (end > held or not address):
+        raise ShortStorageError(end, held if address else 0)
+    return begin, end, address, held
+
+
+def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with memory of their own that a tensor consists of: itself, or those that it wraps.
+
+    There are none in one that is lazy, on `meta`, sparse, nested, or handles its data in another way.
+    """
+    if type(tensor) not in PLAIN:
+        if is_lazy(tensor):
+            return
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            wrapper: Any = tensor
+            if is_traceable_wrapper_subclass(wrapper):
+                for name in wrapper.__tensor_flatten__()[0]:
+                    if isinstance(inner := getattr(wrapper, name), torch.Tensor):  # a DTensor names its mesh too
+                        yield from dense_parts(inner)
+            return
+        with without_torch_function():
+            tensor = tensor.as_subclass(torch.Tensor)
+    if not tensor.is_meta and tensor.layout is torch.strided and not tensor.is_nested:
+        yield tensor
+
+
+def require_data(name: str, tensor: torch.Tensor) -> Extent:
+    """Return where a tensor is that a save will read.
+
+    Args:
+        name: The tensor, for the error; empty: not known.
+        tensor: A dense tensor with a storage.
+
+    Raises:
+        ValueError: Its storage does not have all of its bytes.
     """
     try:
-        result = _empty(tensor.shape, dtype, tensor.device).copy_(tensor)
-    except NotImplementedError as error:
-        message = f"torch cannot cast {printable(name)!r}; leave it out by names=, or load it as it is"
-        raise UnsupportedDtypeError(message, expected=str(dtype), found=str(tensor.dtype)) from error
-    if lost is not None:
-        count_lost(lost, name, tensor, result)
-    return result
+        return extent_of(tensor)
+    except ShortStorageError as error:
+        raise _no_data(name, error) from None
 
 
-# Values that leave the range of a dtype.
-
-Lost: TypeAlias = dict[str, Any]
-"""By name, how many values a cast has made inf, NaN, 0, the largest number or another integer. A tensor on a device."""
-
-_CPU_ELEMENTS = 1 << 18
-"""Elements that are compared at a time on the CPU, in its second cache."""
-
-_COUNT_BYTES = 4096
-"""Memory on a device for the numbers of one tensor: blocks of torch's allocator."""
+def require_held(storage: torch.UntypedStorage, address: int, end: int) -> None:
+    """Raise `ValueError` unless a storage still has its memory at an address, with so many bytes."""
+    if storage.data_ptr() != address or storage.nbytes() < end:
+        raise _no_data("", ShortStorageError(end, storage.nbytes()))
 
 
-def _device_elements(numel: int) -> int:
-    """Return how many elements of a tensor are compared at a time on a device: few launches, and little memory."""
-    return max(1 << 17, min(numel >> 3, 1 << 24))
-
-
-def bytes_to_count(numel: int) -> int:
-    """Return how much memory on a device `count_lost` takes for a floating tensor."""
-    return 2 * min(numel, _device_elements(numel)) + _COUNT_BYTES
-
-
-def count_lost(lost: Lost, name: str, source: torch.Tensor, result: torch.Tensor) -> None:
-    """Add the number of values of a tensor that left the range of the dtype that it was cast to.
-
-    On a device the comparison is queued on the current stream. On the CPU four reductions by numpy show that nothing
-    was lost: they take a tenth of the time of the cast, and torch's take longer than the cast.
-
-    Args:
-        lost: The numbers so far.
-        name: Name of the tensor.
-        source: The tensor.
-        result: The same tensor in the other dtype.
-    """
-    if not may_lose_range(source.dtype, result.dtype):
-        return
-    source, result = source.detach().reshape(-1), result.detach().reshape(-1)
-    step = _CPU_ELEMENTS if result.is_cpu else _device_elements(result.numel())
-    step >>= 2 * (source.itemsize == 1 and not result.is_cpu)  # it is compared as F32
-    for begin in range(0, result.numel(), step):
-        part = result[begin : begin + step]
-        if not part.is_cpu or not part.is_floating_point() or part.dtype == _E8M0 or not _is_inside(part):
-            number = _num_lost(source[begin : begin + step].to(part.device), part)
-            lost[name] = lost.get(name, 0) + (int(number) if part.is_cpu else number)
-
-
-@cache
-def may_lose_range(own: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether a dtype has not the range of another one, so that a cast changes values by more than rounding."""
-    if own == wanted or own.is_complex or wanted.is_complex or _F4 in (own, wanted):
-        return False
-    if own == torch.bool or wanted == _E8M0:
-        return wanted == _E8M0
-    if not wanted.is_floating_point:
-        return not own.is_floating_point and not holds_all(own, wanted)
-    limits = torch.finfo(wanted)
-    if not own.is_floating_point:
-        return torch.iinfo(own).max > limits.max
-    return torch.finfo(own).max > limits.max or _least(own) < _least(wanted)
-
-
-@cache
-def holds_all(own: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether a dtype holds all values of another one exactly."""
-    if own == wanted:
-        return True
-    if _F4 in (own, wanted) or wanted == _E8M0 or not (wanted in FORMAT_DTYPES or wanted.is_complex):
-        return False
-    if own == torch.bool:
-        return True
-    if wanted == torch.bool or _rank(own) > _rank(wanted):
-        return False
-    if not _rank(wanted):
-        small, large = torch.iinfo(own), torch.iinfo(wanted)
-        return large.min <= small.min and small.max <= large.max
-    limits = torch.finfo(wanted)
-    if not _rank(own):
-        return torch.iinfo(own).max <= 2 / limits.eps
-    finer = torch.finfo(own)
-    return finer.max <= limits.max and finer.eps >= limits.eps and _least(own) >= _least(wanted)
-
-
-_F4, _E8M0 = TORCH_DTYPES.get("F4"), TORCH_DTYPES.get("F8_E8M0")
-"""Two numbers in an element, which torch does not cast; powers of two, without 0, sign and inf."""
-
-
-def _least(dtype: torch.dtype) -> float:
-    """Return the smallest positive number of a dtype."""
-    limits = torch.finfo(dtype)
-    return limits.tiny * limits.eps
-
-
-@cache
-def _largest_bits(dtype: torch.dtype) -> int:
-    """Return the bits of the largest finite number of a floating dtype. Those of inf and NaN are larger."""
-    return int(torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(INTEGERS[dtype.itemsize]))
-
-
-@cache
-def _saturates(dtype: torch.dtype) -> bool:
-    """Return whether this torch casts what is too large to the largest number and not to inf or NaN (F8_E4M3)."""
-    return bool(torch.tensor(torch.inf).to(dtype).float().isfinite())
-
-
-def _is_inside(values: torch.Tensor) -> bool:
-    """Return whether floating numbers on the CPU have no 0, no inf and no NaN, and none to which torch saturates."""
-    size, largest = values.itemsize, _largest_bits(values.dtype) - _saturates(values.dtype)
-    words = values.view(INTEGERS[size]).numpy()
-    signed, unsigned, sign = words.view(f"i{size}"), words.view(f"u{size}"), 1 << (8 * size - 1)
-    return bool(
-        signed.max() <= largest
-        and int(unsigned.max()) <= largest + sign
-        and unsigned.min()
-        and int(signed.min()) > -sign
+def _no_data(name: str, error: ShortStorageError) -> ValueError:
+    what = f"tensor {printable(name)!r}" if name else "a tensor"
+    return ValueError(
+        f"{what} has no data: {error}; save the model while it is awake or gathered (of FSDP1: {GATHER_FSDP}); "
+        f"expected {error.needed_bytes:,} bytes, found {error.held_bytes:,} bytes"
     )
-
-
-def _num_lost(source: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Return how many values are other ones because of their size, on the device of the tensors."""
-    if not result.is_floating_point():
-        # Not all integers can be compared with 0.
-        below = [one.long() < 0 if one.dtype.is_signed else False for one in (source, result)]
-        return ((result.to(source.dtype) != source) | (below[0] != below[1])).sum()
-    if result.dtype == _E8M0:
-        source = source if source.is_floating_point() and source.itemsize > 1 else source.float()
-        small = (source <= 0).logical_or_(source < _least(result.dtype)).sum()
-        # From half a step above the largest one on it is NaN, as inf is.
-        return small.add_((source >= 1.5 * torch.finfo(result.dtype).max).sum()).sub_(source.isinf().sum())
-    zeros = _num_zeros(result) - _num_zeros(source)
-    if not _saturates(result.dtype):
-        return zeros + _num_not_finite(result) - _num_not_finite(source)
-    limits = torch.finfo(result.dtype)  # a number is lost from half a step above the largest one on
-    limit = limits.max + math.ldexp(limits.eps, math.frexp(limits.max)[1] - 2)
-    source = source.float() if source.itemsize == 1 else source  # torch compares no F8
-    above = (source > limit).logical_or_(source < -limit).sum()
-    return zeros + above - (source.isinf().sum() if source.is_floating_point() else 0)
-
-
-def _num_zeros(values: torch.Tensor) -> torch.Tensor:
-    if values.dtype == _E8M0:
-        return torch.zeros((), dtype=torch.long, device=values.device)
-    return (values == 0 if _is_comparable(values) else _magnitude(values) == 0).sum()
-
-
-def _num_not_finite(values: torch.Tensor) -> torch.Tensor | int:
-    """Return how many numbers are inf or NaN, with a byte or two of memory for each number."""
-    if not values.is_floating_point():
-        return 0
-    if values.dtype == _E8M0:
-        return (values.view(torch.uint8) == 255).sum()
-    if not _is_comparable(values):
-        return (_magnitude(values) > _largest_bits(values.dtype)).sum()
-    largest = torch.finfo(values.dtype).max
-    return values.numel() - (values >= -largest).logical_and_(values <= largest).sum()
-
-
-def _is_comparable(values: torch.Tensor) -> bool:
-    return not values.is_floating_point() or values.itemsize > 1
-
-
-def _magnitude(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of floating numbers without their sign."""
-    return values.view(INTEGERS[values.itemsize]) & ((1 << (8 * values.itemsize - 1)) - 1)
-
-
-# The bytes of a group, for consumers that copy them.
-
-
-def is_copied_whole(group: Any, copied: AbstractSet[str]) -> bool:
-    """Return whether the bytes of all tensors of a group (`stio.loading.plan.Group`) are copied as they are."""
-    return bool(copied) and copied >= set(group.names) and not group.posts
-
-
-def image_over(memory: torch.Tensor, group: Any) -> Image:
-    """Return the image of a group over its bytes."""
-    parts = zip(group.names, group.offsets, group.dtypes, group.shapes, strict=True)
-    return Image(memory, {name: (at, TORCH_DTYPES[kind], torch_shape(kind, shape)) for name, at, kind, shape in parts})
 
 
 # The memory of a group on a device.
@@ -585,22 +399,34 @@ class GroupMemory:
         Raises:
             DeviceMemoryError: The device is full; nothing stays allocated.
         """
-        as_images = [is_copied_whole(group, copied) for group in groups]
+        as_images = [cls.is_copied_whole(group, copied) for group in groups]
         kinds: list[Sequence[tuple[str, tuple[int, ...]]]] = [
             [("U8", (group.nbytes,))] if as_image else list(zip(group.dtypes, group.shapes, strict=True))
             for group, as_image in zip(groups, as_images, strict=True)
         ]
-        wanted = [(TORCH_DTYPES[dtype], torch_shape(dtype, shape)) for some in kinds for dtype, shape in some]
+        wanted = [(TORCH_DTYPES[dtype], TORCH_DTYPES.shape(dtype, shape)) for some in kinds for dtype, shape in some]
         with collection_paused(sum(len(group.names) for group in groups)):
             tensors = iter(accelerator.allocate(wanted))
             found = []
             for group, as_image, some in zip(groups, as_images, kinds, strict=True):
                 own, sizes = list(islice(tensors, len(some))), [tensor_nbytes(*kind) for kind in some]
                 if as_image:
-                    found.append(cls({}, image_over(own[0], group), own, sizes, (0,)))
+                    found.append(cls({}, cls.image_over(own[0], group), own, sizes, (0,)))
                 else:
                     found.append(cls(dict(zip(group.names, own, strict=True)), None, own, sizes, group.offsets))
         return found
+
+    @staticmethod
+    def is_copied_whole(group: Any, copied: AbstractSet[str]) -> bool:
+        """Return whether the bytes of all tensors of a group are copied as they are."""
+        return bool(copied) and copied >= set(group.names) and not group.posts
+
+    @staticmethod
+    def image_over(memory: torch.Tensor, group: Any) -> Image:
+        """Return the image of a group over its bytes."""
+        parts = zip(group.names, group.offsets, group.dtypes, group.shapes, strict=True)
+        tensors = {name: (at, TORCH_DTYPES[kind], TORCH_DTYPES.shape(kind, shape)) for name, at, kind, shape in parts}
+        return Image(memory, tensors)
 
     def places(self, start: int, nbytes: int) -> Iterator[tuple[torch.Tensor, int, int, int]]:
         """Return where the group's bytes `[start, start + nbytes)` belong: runs of them, each in one tensor.
@@ -623,15 +449,6 @@ class GroupMemory:
             (bytes_of_tensor(tensor, at, length), region.sub(low - start, length))
             for tensor, at, low, length in self.places(start, region.nbytes)
         ]
-
-
-def device_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storages of tensors on devices, to be held until the tensors are released.
-
-    The end of a tensor releases the GIL. If memory of a device is freed there, a busy thread has time to take the GIL,
-    for 5 ms. The end of a storage keeps it.
-    """
-    return [tensor.untyped_storage() for tensor in tensors if not tensor.is_cpu]
 
 
 def bytes_of_tensor(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from stio.device.base import LoadedGroup
-from stio.device.tensors import TORCH_DTYPES, require_dtypes
+from stio.device.tensors import TORCH_DTYPES
 from stio.distributed.parts import part_of
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.transfer import RankTransfer
@@ -418,7 +418,7 @@ def _tensors(opened: OpenCheckpoint) -> list[_Tensor]:
 def _needs(tensors: Sequence[_Tensor], target: ModuleTarget, names: Sequence[str], *, path: str) -> list[RowRange]:
     """Return the rows of each tensor that this rank needs."""
     wanted, slices = set(names), target.slices
-    require_dtypes([one.dtype for one in tensors if one.name in wanted], path=path)
+    TORCH_DTYPES.require([one.dtype for one in tensors if one.name in wanted], path=path)
     needs = []
     for one in tensors:
         if one.name not in wanted:

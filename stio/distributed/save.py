@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from stio.device.copy_out import copy_out
+from stio.device.copy_out import Readiness
 from stio.device.describe import LazyTensor
 from stio.distributed.agreement import TREE, RankState, Share, difference, merged
 from stio.distributed.parts import identify, part_of, replica_of
@@ -439,7 +439,7 @@ class ShardedSave(PendingSave):
         found = {}
         for source in compared:
             region = allocate(source.nbytes).sub(0, source.nbytes)
-            copy_out([(source.data, 0, region)], self._ready)
+            (self._ready or Readiness()).copy_out([(source.data, 0, region)])
             found[source.name] = hashlib.sha256(region.view()).hexdigest()
         return found
 

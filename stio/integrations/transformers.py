@@ -43,7 +43,7 @@ import torch
 from torch import nn
 
 from stio import PendingSave, sync
-from stio.device.names_in_files import names_in_files
+from stio.device.names_in_files import FileNames
 from stio.errors import CheckpointNotFoundError, MismatchError, install_command, listed
 from stio.format.manifest import HashName
 from stio.integrations._hub_pushes import HubPushes
@@ -57,7 +57,7 @@ from stio.integrations._step_dirs import (
     resumable_checkpoints,
 )
 from stio.integrations._tagged import from_plain, to_plain
-from stio.loading.module_tree import memory_keys, views_in_files
+from stio.loading.module_tree import views_in_files
 from stio.saving.retention import warn_of_higher_steps
 from stio.saving.tensors import tied_names
 from stio.sync import load_state
@@ -731,16 +731,16 @@ def _weights_of(model: Any) -> nn.Module | dict[str, torch.Tensor] | None:
     for name, source in tied_names(model, state).sources.items():
         if source in state and state[name].is_set_to(state[source]):
             del state[name]
-    views = views_in_files(model, state)
-    if len(set(memory_keys(views).values())) < len(views):
-        views = {}  # layers that share weights: the file would have them for one of the layers only
-    return views or model  # a resume could not convert tensors that are no views
+    # Of layers that share weights the file would have them for one of the layers only.
+    return (
+        views_in_files(FileNames(model), state, may_share=False) or model
+    )  # a resume could not convert tensors that are no views
 
 
 def _is_converted(model: Any) -> bool:
     """Return whether transformers writes weights of a model under other names than those of the module."""
     model = getattr(model, "_orig_mod", model)
-    return isinstance(model, PreTrainedModel) and bool(names_in_files(model)[1])
+    return isinstance(model, PreTrainedModel) and bool(FileNames(model).in_files)
 
 
 def _states_of(now: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,22 +8,70 @@ quantized module: both are refused. A name that the caller casts by itself, by a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import TypeAlias
 
 import torch
 
-from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, Casts, DtypeOf, Lost
-from stio.errors import MismatchError, UnsupportedDtypeError, listed, printable
-from stio.format.companions import Companions, find_companions, is_quantized
+from stio.device.casts import Casts
+from stio.device.tensors import TORCH_DTYPES
+from stio.errors import MismatchError
+from stio.errors import UnsupportedDtypeError
+from stio.errors import listed
+from stio.errors import printable
+from stio.format.companions import Companions
+from stio.format.companions import find_companions
+from stio.format.companions import is_quantized
 from stio.text import log
 
-AS_STORED = (
+_AS_STORED = (
     "keep them as they are stored, without dtype=, and dequantize with the library that wrote them (from_pretrained of "
     "transformers does)"
 )
-"""What to do about a cast that is refused."""
-BY_NAME = f"{AS_STORED}, or name what to cast: dtype= takes a mapping or a function of the name too"
-"""The same, for loads."""
+_BY_NAME = ", or name what to cast: dtype= takes a mapping or a function of the name too"
+
+DtypeLike: TypeAlias = torch.dtype | str
+"""A dtype of torch, or a name of one, as torch spells it ("bfloat16") or the format does ("BF16")."""
+
+DtypeOf: TypeAlias = Callable[[str], torch.dtype | None]
+"""Returns the dtype that a tensor of this name is cast to; None: as stored."""
+
+DtypesLike: TypeAlias = DtypeLike | Mapping[str, DtypeLike | None] | Callable[[str], DtypeLike | None]
+"""What floating tensors are cast to: one dtype; or one for each name, by a mapping from names, whose other names are as
+stored, or by a function of the name, which is called on a thread of the load. None as a value: as stored."""
+
+
+def checked_casts(dtype: object) -> torch.dtype | DtypeOf | None:
+    """Return what an argument `dtype=` casts, see `DtypesLike`; values of a function are checked when it is called.
+
+    Raises:
+        TypeError: A dtype is neither a dtype nor text, or a key of a mapping is no name.
+        ValueError: torch has no dtype of this name, or the cast would lose the values.
+    """
+    if dtype is None:
+        return None
+    if isinstance(dtype, Mapping):
+        for name in dtype:
+            if not isinstance(name, str):
+                raise TypeError(f"dtype= takes a mapping from names, not from {name!r}")
+        return {name: None if one is None else _checked_cast(one) for name, one in dtype.items()}.get
+    if callable(dtype) and not isinstance(dtype, type):  # `float` is a mistake for torch.float32
+        return lambda name: None if (one := dtype(name)) is None else _checked_cast(one)
+    return _checked_cast(dtype)
+
+
+def _checked_cast(dtype: object) -> torch.dtype:
+    wanted = TORCH_DTYPES.parse(dtype)
+    if not (wanted.is_floating_point or wanted.is_complex):
+        raise ValueError(
+            f"dtype= casts floating tensors, and {printable(str(wanted).removeprefix('torch.'))!r} would lose their "
+            "values: give a floating dtype, such as 'bfloat16', or none, and cast the loaded tensors yourself"
+        )
+    return wanted
 
 
 def planned_casts(
@@ -33,8 +81,8 @@ def planned_casts(
     path: str,
     selected: Iterable[str] | None = None,
     further: Iterable[str] = (),
-    remedy: str = BY_NAME,
-) -> Casts | None:
+    by_name: bool = True,
+) -> Casts:
     """Return what a load casts.
 
     Args:
@@ -43,19 +91,16 @@ def planned_casts(
         path: For messages.
         selected: Names that are loaded; None: all.
         further: Names of tensors in shards that are not open.
-        remedy: What to do if it is refused.
-
-    Returns:
-        One dtype where all floating tensors are cast, else a dtype by name.
+        by_name: Whether the caller may name what to cast, for the error.
 
     Raises:
         UnsupportedDtypeError: A quantized tensor would be cast without its scales, or packed pairs.
     """
     if dtype is None:
-        return None
+        return Casts()
     names = dtypes if selected is None else selected
     if not isinstance(dtype, torch.dtype):
-        return {name: own for name in names if (own := dtype(name)) is not None}
+        return Casts(by_name={name: own for name in names if (own := dtype(name)) is not None})
     companions = find_companions(dtypes, further)
     refused = [
         name
@@ -70,14 +115,15 @@ def planned_casts(
             else "torch cannot cast packed pairs (F4)"
         )
         raise UnsupportedDtypeError(
-            f"{reason}; {remedy}: {listed(_with_companions(refused, companions))}",
+            f"{reason}; {_AS_STORED}{_BY_NAME if by_name else ''}: {listed(_with_companions(refused, companions))}",
             path=path,
             expected="floating tensors that mean something by themselves",
             found=", ".join(sorted({dtypes[name] for name in refused})),
         )
     if not companions.scales:
-        return dtype
-    return {name: dtype for name in names if name not in companions.scales and _is_cast(dtypes[name], dtype)}
+        return Casts(dtype)
+    cast = (name for name in names if name not in companions.scales and _is_cast(dtypes[name], dtype))
+    return Casts(by_name=dict.fromkeys(cast, dtype))
 
 
 def _is_cast(stored: str, dtype: torch.dtype) -> bool:
@@ -115,10 +161,10 @@ def require_together(
         MismatchError: A quantized tensor would be copied into another dtype, or plain values into a quantized one; or
             codes would be filled whose scales are not.
     """
-    kinds = {*stored.values(), *(FORMAT_DTYPES.get(one, "") for one in {tensor.dtype for tensor in targets.values()})}
+    kinds = {*stored.values(), *(TORCH_DTYPES.name(one) for one in {tensor.dtype for tensor in targets.values()})}
     if not any(map(is_quantized, kinds)):
         return
-    own = {name: FORMAT_DTYPES.get(tensor.dtype, "") for name, tensor in targets.items()}
+    own = {name: TORCH_DTYPES.name(tensor.dtype) for name, tensor in targets.items()}
     there, here = find_companions(stored), find_companions(own)
     filled = {source: name for name, source in sources.items()}
     for name, source in sources.items():
@@ -154,31 +200,30 @@ def require_as_stored(stored: Mapping[str, str], copies: Iterable[tuple[str, tor
     companions = find_companions(stored)
     for name, memory in copies if companions.of else ():
         if name in companions.of and TORCH_DTYPES.get(stored[name]) != memory.dtype:
-            wanted = FORMAT_DTYPES.get(memory.dtype, str(memory.dtype))
+            wanted = TORCH_DTYPES.name(memory.dtype) or str(memory.dtype)
             raise _not_copied(name, "in the checkpoint", wanted, stored[name], companions.of[name], path=path)
 
 
-def report_lost(lost: Lost, path: str) -> dict[str, int]:
-    """Warn of the values that casts have lost.
+def warn_of_codes(stored: Mapping[str, str], unexpected: AbstractSet[str], *, path: str) -> None:
+    """Warn of quantized tensors that `load_state_dict` has put into a module without any of their scales.
+
+    Hooks of the module may need no scales, so this is no error.
 
     Args:
-        lost: Their numbers; those of a device are waited for.
+        stored: Dtypes of the checkpoint's tensors by name, as in the format.
+        unexpected: Names that the module did not take.
         path: The checkpoint.
-
-    Returns:
-        The numbers by name, without those that are 0.
     """
-    numbers = {name: number for name, one in lost.items() if (number := int(one))}
-    if numbers:
+    companions = find_companions(stored) if unexpected else Companions()
+    left = [name for name, beside in companions.of.items() if name not in unexpected and set(beside) <= unexpected]
+    if left:
         log(
             logging.WARNING,
-            "%s: %s outside the range of the dtype to which they were cast, and became inf, NaN, 0, the largest number "
-            "or another integer; choose a dtype with a larger range: %s",
+            "%s: the module took quantized tensors and not their scales, so its values are wrong unless a hook of it "
+            "has dequantized them; load them by the library that quantized them: %s",
             printable(path),
-            "1 value was" if sum(numbers.values()) == 1 else f"{sum(numbers.values()):,} values were",
-            listed([f"{printable(name)} ({number:,})" for name, number in numbers.items()]),
+            listed(_with_companions(left, companions)),
         )
-    return numbers
 
 
 def _not_copied(

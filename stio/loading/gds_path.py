@@ -15,7 +15,7 @@ import torch
 
 from stio import native
 from stio.device.base import Accelerator, LoadedGroup
-from stio.device.cuda import TorchAccelerator, ring_of
+from stio.device.cuda import DeviceRing, TorchAccelerator
 from stio.errors import StorageError
 from stio.loading.plan import Block, Group
 from stio.loading.read_paths import Delivery, DevicePath, StagingSlots
@@ -42,7 +42,7 @@ class GdsDevice:
         self._is_compatible = False
         self._files = ExitStack()
         self._accelerator = accelerator
-        if ring_of(accelerator) is not None and torch.version.hip is None:
+        if DeviceRing.of(accelerator) is not None and torch.version.hip is None:
             require_cufile()
         else:
             self.disable("it needs " + ("a GPU of NVIDIA" if native.available() else "the engine"))

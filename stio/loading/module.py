@@ -11,37 +11,54 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections import Counter
+from collections import OrderedDict
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from contextvars import copy_context
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from stio.device.base import LoadedGroup, current_streams
-from stio.device.copy_in import copy_all
-from stio.device.cuda import on_stream
-from stio.device.names_in_files import names_in_files, unnumbered
-from stio.device.tensor_memory import require_memory
-from stio.device.tensors import TORCH_DTYPES, as_scalar, cast, fits_shape, loses_values, may_lose_range
-from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
-from stio.format.state_tree import STATE_KEY, TREE_TENSOR
+from stio.device.base import LoadedGroup
+from stio.device.copy_in import TargetMemory
+from stio.device.cuda import TorchAccelerator
+from stio.device.names_in_files import FileNames
+from stio.device.tensors import TORCH_DTYPES
+from stio.device.tensors import typed
+from stio.errors import MismatchError
+from stio.errors import WarmStartError
+from stio.errors import listed
+from stio.errors import one_line
+from stio.errors import printable
+from stio.errors import with_article
+from stio.format.state_tree import STATE_KEY
+from stio.format.state_tree import TREE_TENSOR
 from stio.loading.casts import require_together
-from stio.loading.module_tree import (
-    ModuleTree,
-    is_on_meta,
-    memory_key,
-    memory_keys,
-    overlapping,
-    views_in_files,
-    why_not_copied,
-    why_refused,
-)
+from stio.loading.casts import warn_of_codes
+from stio.loading.module_tree import ModuleTree
+from stio.loading.module_tree import is_on_meta
+from stio.loading.module_tree import memory_key
+from stio.loading.module_tree import memory_keys
+from stio.loading.module_tree import overlapping
+from stio.loading.module_tree import views_in_files
+from stio.loading.module_tree import why_not_copied
+from stio.loading.module_tree import why_refused
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
-from stio.loading.target import LoadReport, LoadTarget, LocalPart, PartOf, Place, Stored, no_part, whole_of
+from stio.loading.target import LoadReport
+from stio.loading.target import LoadTarget
+from stio.loading.target import LocalPart
+from stio.loading.target import PartOf
+from stio.loading.target import Place
+from stio.loading.target import Stored
+from stio.loading.target import no_part
+from stio.loading.target import whole_of
 from stio.runtime.process import collection_paused
 from stio.text import log
 
@@ -60,7 +77,7 @@ _STATE = (
 
 def _current_modes() -> list[AbstractContextManager[object]]:
     """Return contexts with the calling thread's gradient mode, autocast and default device, for another thread."""
-    kinds = {"cpu", *(device.type for device in current_streams())}
+    kinds = {"cpu", *(device.type for device in TorchAccelerator.current_streams())}
     autocast = [
         torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=torch.is_autocast_cache_enabled())
         for kind in sorted(kinds)
@@ -117,7 +134,7 @@ class ModuleTarget(LoadTarget):
         self._names: dict[str, None] = {}  # all names of the checkpoint
         self._chosen: dict[object, str] = {}  # of the names of one tensor, the one whose data is loaded
         self._by_torch = False  # whether `load_state_dict` fills the module
-        self._streams = current_streams()  # as `_inference`: of the caller's thread
+        self._streams = TorchAccelerator.current_streams()  # as `_inference`: of the caller's thread
         self._modes, self._context = _current_modes(), copy_context()
         self._strict = True
         self._loaded: dict[str, torch.Tensor] = {}
@@ -263,15 +280,13 @@ class ModuleTarget(LoadTarget):
             MismatchError: The module has no memory, or the tensors of the files are no views of it.
         """
         tree = self._tree
-        others = {unnumbered(name) for name in self._stored if name not in self._targets}
-        for as_read in (True, False):
-            only_in_files = names_in_files(self._module, as_read=as_read)[1]
-            if not others.isdisjoint(only_in_files):
-                break
-        else:
+        others = [name for name in self._stored if name not in self._targets]
+        kinds = (FileNames(self._module, as_read=as_read) for as_read in (True, False))
+        names = next((names for names in kinds if names.has_any(others)), None)
+        if names is None:
             return
         needs_others = self.assigns or self._fills
-        views = views_in_files(self._module, tree.tensors, as_read=as_read)
+        views = views_in_files(names, tree.tensors)
         if views and not (needs_others or self._parts or tree.custom or any(map(is_on_meta, tree.tensors.values()))):
             tree.tensors = self._targets = views
             return
@@ -280,7 +295,7 @@ class ModuleTarget(LoadTarget):
             "transformers gives tensors of this model other names and shapes in files than in the module, and "
             "from_pretrained converts them: call that after stio.compat.install(), which reads by stio too; or "
             f"save with save_pretrained(..., save_original_format=False){in_place if views and needs_others else ''}. "
-            f"Only in files: {listed(only_in_files.values())}",
+            f"Only in files: {listed(names.in_files.values())}",
             path=self._path,
         )
 
@@ -311,7 +326,7 @@ class ModuleTarget(LoadTarget):
                 continue
             dtype, shape = self._stored[source]
             expected = tuple(target.shape) if name not in self._parts else self._parts[name].shape
-            if shape != expected and not fits_shape(dtype, shape, expected):
+            if shape != expected and not TORCH_DTYPES.fits(dtype, shape, expected):
                 wrong.append(f"{printable(name)} is {list(shape)} in the checkpoint, {list(expected)} in the module")
             elif self.assigns and target.requires_grad and not _has_gradient(dtype):
                 raise MismatchError(
@@ -320,7 +335,9 @@ class ModuleTarget(LoadTarget):
                     expected="a floating or complex dtype",
                     found=f"{dtype} for {name}",
                 )
-            elif not (self.assigns or self._fills or target.is_quantized) and loses_values(dtype, target.dtype):
+            elif not (self.assigns or self._fills or target.is_quantized) and TORCH_DTYPES.loses_values(
+                dtype, target.dtype
+            ):
                 raise MismatchError(
                     "a copy would lose the values of a tensor, whose dtype in the module is of another kind; "
                     + ("assign=True keeps" if self._can_assign else "give the module")
@@ -425,10 +442,10 @@ class ModuleTarget(LoadTarget):
                     first, end = max(begin, index[dim].start), min(begin + rows.shape[dim], index[dim].stop)
                     if first >= end:
                         continue
-                    require_memory(name, memory, path=self._path)  # torch makes no views of a storage that is too short
+                    self._memory.extent(name, memory)  # torch makes no views of a storage that is too short
                     common = rows[(*index[:dim], slice(first - begin, end - begin), *index[dim + 1 :])]
                     memory = memory.narrow(dim, first - index[dim].start, end - first)
-                copy_all([memory], [common], [name], path=self._path, lost=self.lost)
+                self._memory.copy([(name, memory, common)], lost=self.lost)
 
     @property
     def keeps(self) -> bool:
@@ -485,7 +502,7 @@ class ModuleTarget(LoadTarget):
 
     def _new(self, name: str) -> torch.Tensor:
         new, target = self._loaded[name], self._targets.get(name)
-        return new if target is None or is_lazy(target) or target.dim() else as_scalar(new)
+        return new if target is None or is_lazy(target) or target.dim() else typed(new, ())
 
     def _load_as_torch(self) -> LoadReport:
         """Run the module's `load_state_dict` in the caller's modes of torch."""
@@ -493,15 +510,17 @@ class ModuleTarget(LoadTarget):
         for name, target in self._targets.items() if not self.assigns else ():
             if name in state or self._tree.is_custom(name):
                 self._memory.require(name, target)  # since the load began, it may have been freed
-            if name in self._loaded and may_lose_range(state[name].dtype, target.dtype) and not target.is_quantized:
-                cast(name, state[name], target.dtype, self.lost)  # hooks may change values: counted without them
+            if name in self._loaded and not target.is_quantized:
+                self.lost.count_cast(name, state[name], target.dtype)  # hooks may change values: counted without them
         options = {"assign": True} if self.assigns else {}  # an overridden method may not have this keyword
         devices = {tensor.device for tensor in (*self._targets.values(), *state.values())}
         try:
             with ExitStack() as modes:
                 for device in devices & self._streams.keys():
                     stream = self._streams[device]
-                    modes.enter_context(on_stream(torch.get_device_module(device), device, stream))
+                    module = torch.get_device_module(device)
+                    modes.enter_context(module.device(device))
+                    modes.enter_context(module.stream(stream))
                 modes.enter_context(torch.inference_mode(self._inference))
                 for mode in self._modes:
                     modes.enter_context(mode)
@@ -511,6 +530,7 @@ class ModuleTarget(LoadTarget):
                 raise
             raise MismatchError(one_line(str(error)[:_SHOWN_CHARACTERS]), path=self._path) from error
         missing, unexpected = (getattr(keys, kind, ()) for kind in ("missing_keys", "unexpected_keys"))
+        warn_of_codes({name: kind for name, (kind, _) in self._stored.items()}, set(unexpected), path=self._path)
         return LoadReport(tuple(missing), tuple(unexpected), tuple(self._tree.never_stored), self._path)
 
     def _state(self) -> OrderedDict[str, torch.Tensor]:

@@ -19,8 +19,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import _global_parameter_registration_hooks
 from torch.nn.parameter import is_lazy
 
-from stio.device.names_in_files import as_in_files
-from stio.device.tensor_memory import TargetMemory, has_overlap
+from stio.device.copy_in import TargetMemory
+from stio.device.names_in_files import FileNames
 from stio.device.torch_private import traits_of
 
 _OWN_RULES = (_NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict)
@@ -133,30 +133,26 @@ class ModuleTree:
         else:
             setattr(owner, leaf, tensor)
 
+    def require_memory(self, names: Collection[str], *, path: str | None) -> None:
+        """Raise unless the tensors that `load_state_dict` of torch would fill have memory that can be written.
+
+        Args:
+            names: Names of the loaded tensors.
+            path: The checkpoint, for the error.
+
+        Raises:
+            MismatchError: The memory of a tensor was freed or shrunk, or is read-only.
+        """
+        memory = TargetMemory(path)
+        for name, tensor in self.tensors.items():
+            if name in names or self.is_custom(name):
+                memory.require(name, tensor)
+
     def is_custom(self, name: str) -> bool:
         """Return whether a name is that of a custom submodule, or below one."""
         if not self.custom or "" in self.custom:
             return bool(self.custom)
         return not self.custom.keys().isdisjoint(accumulate(name.split("."), "{}.{}".format))
-
-
-def require_memory_of(module: object, names: Collection[str], *, path: str | None) -> None:
-    """Raise unless the tensors that `load_state_dict` of torch would fill have memory that can be written.
-
-    Args:
-        module: The module.
-        names: Names of the loaded tensors.
-        path: The checkpoint, for the error.
-
-    Raises:
-        MismatchError: The memory of a tensor was freed or shrunk, or is read-only.
-    """
-    if not isinstance(module, nn.Module):
-        return  # something else with a `load_state_dict`
-    tree, memory = ModuleTree(module), TargetMemory(path)
-    for name, tensor in tree.tensors.items():
-        if name in names or tree.is_custom(name):
-            memory.require(name, tensor)
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -166,7 +162,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         prefix, part = stack.pop()
         yield prefix, part
         if part._modules:
-            only_wraps = _WRAPPED in part._modules and is_from(type(part), _WRAPPERS)
+            only_wraps = _WRAPPED in part._modules and _is_from(type(part), _WRAPPERS)
             children = [
                 (prefix if only_wraps else f"{prefix}{name}.", child)
                 for name, child in part._modules.items()
@@ -182,7 +178,7 @@ def _known_of(kind: type[nn.Module]) -> tuple[bool, bool, str]:
     saves_itself = (
         kind.state_dict is not nn.Module.state_dict or kind._save_to_state_dict is not nn.Module._save_to_state_dict
     )
-    refused = next((why for package, why in _REFUSED.items() if is_from(kind, package)), "")
+    refused = next((why for package, why in _REFUSED.items() if _is_from(kind, package)), "")
     return loads_itself or kind.set_extra_state is not nn.Module.set_extra_state, saves_itself, refused
 
 
@@ -190,7 +186,7 @@ def _is_harmless(hook: object) -> bool:
     return f"{getattr(hook, '__module__', '')}.".startswith(_HARMLESS_HOOKS)
 
 
-def is_from(kind: type[nn.Module], package: str) -> bool:
+def _is_from(kind: type[nn.Module], package: str) -> bool:
     """Return whether a class, or a base of it, is of a Python module, or of one below it."""
     return any(f"{base.__module__}.".startswith(f"{package}.") for base in kind.__mro__)
 
@@ -242,13 +238,20 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def views_in_files(
-    module: nn.Module, tensors: Mapping[str, torch.Tensor], *, as_read: bool = True
+    names: FileNames, tensors: Mapping[str, torch.Tensor], *, may_share: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return `as_in_files`, if filling these tensors in any order fills the module's; otherwise an empty dict."""
-    views = as_in_files(module, tensors, as_read=as_read)
-    distinct = {key: views[name] for name, key in memory_keys(views).items()}.values()
+    """Return `names.convert`, if filling these tensors in any order fills the module's; otherwise an empty dict.
+
+    Args:
+        names: The names.
+        tensors: Tensors of the module, by name.
+        may_share: Whether two of the views may have the same memory, as those of layers that share weights.
+    """
+    views = names.convert(tensors)
+    distinct = {key: views[name] for name, key in memory_keys(views).items()}
     memory, filled = ({one.untyped_storage()._cdata for one in some.values()} for some in (tensors, views))
-    return views if filled == memory and not overlapping(distinct) else {}
+    is_apart = len(distinct) == len(views) or (may_share and not overlapping(distinct.values()))
+    return views if filled == memory and is_apart else {}
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
@@ -291,6 +294,19 @@ def why_not_copied(tensor: torch.Tensor, *, in_inference_mode: bool, can_assign:
         return f"it is a quantized tensor; give a floating one{also}"
     if not in_inference_mode and traits_of(tensor).is_inference:
         return f"it was made in inference mode; load inside torch.inference_mode(){also}"
-    if has_overlap(tensor):
+    if _has_overlap(tensor):
         return f"its elements share memory (expand, as_strided); give a clone() of it{also}"
     return ""
+
+
+def _has_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a dense tensor share memory, so that a copy into it has no defined result."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False

@@ -8,18 +8,31 @@ thread ("cuda" is its current device) is fixed at the call.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+from typing import Literal
+from typing import TypeAlias
+from typing import get_args
 
 import torch
 
-from stio.device.base import Accelerator, current_device, current_streams, with_current_index
-from stio.device.tensors import DtypeOf, DtypesLike, Lost, checked_casts
-from stio.limits import Limits, checked_size
-from stio.loading.caches import FileCache, ObjectCache
+from stio.device.base import Accelerator
+from stio.device.base import with_current_index
+from stio.device.casts import Lost
+from stio.device.cuda import TorchAccelerator
+from stio.limits import Limits
+from stio.limits import checked_size
+from stio.loading.caches import FileCache
+from stio.loading.caches import ObjectCache
+from stio.loading.casts import DtypeOf
+from stio.loading.casts import DtypesLike
+from stio.loading.casts import checked_casts
 from stio.runtime.process import check_switch_interval
-from stio.runtime.reports.progress import Progress, progress_callback
+from stio.runtime.reports.progress import Progress
+from stio.runtime.reports.progress import progress_callback
 from stio.runtime.reports.trace import Trace
 from stio.storage.base import Root
 
@@ -106,8 +119,8 @@ class LoadOptions:
         dtype = dict(self.dtype) if isinstance(self.dtype, Mapping) else self.dtype  # the caller may change a mapping
         host_cache, disk_cache = self._caches()
         derived = {
-            "device": _from_here(self.device),
-            "streams": current_streams() if self.streams is None else self.streams,
+            "device": with_current_index(self.device),
+            "streams": TorchAccelerator.current_streams() if self.streams is None else self.streams,
             "casts": (casts := checked_casts(dtype)),
             "dtype": casts if isinstance(casts, torch.dtype) else dtype,
             "budget": None if self.budget_bytes is None else checked_size(self.budget_bytes),
@@ -137,16 +150,3 @@ class LoadOptions:
             does = "does not use host memory" if self.memory == "gds" else "maps them"
             raise ValueError(f"cache= copies its files, memory={self.memory!r} {does}: choose one of the two")
         return files, objects
-
-
-def _from_here(device: DevicesLike) -> DevicesLike:
-    """Return `device=` with the index of the calling thread's current device where it has none ("cuda")."""
-    current = current_device()
-    if isinstance(device, Mapping):  # a copy: the caller may change the mapping before it is used
-        for name in device:
-            if not isinstance(name, str):
-                raise TypeError(f"device= takes a mapping from names, not from {name!r}")
-        return {name: with_current_index(where, current) for name, where in device.items()}
-    if callable(device) and not isinstance(device, torch.device | Accelerator) and current is not None:
-        return lambda name: with_current_index(device(name), current)
-    return with_current_index(device, current)  # type: ignore[no-any-return]  # what it was, or a device

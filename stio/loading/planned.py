@@ -14,42 +14,56 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from typing import TypeAlias
 
 import torch
 
-from stio.device.base import Accelerator, AnyDevice
-from stio.device.cuda import TorchAccelerator, default_stream
-from stio.device.tensors import Lost, require_dtypes
+from stio.device.base import Accelerator
+from stio.device.casts import Lost
+from stio.device.cuda import TorchAccelerator
+from stio.device.tensors import TORCH_DTYPES
 from stio.errors import DeviceError
 from stio.format.header import Header
-from stio.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
-from stio.loading.caches import CachedFile, FileCache
+from stio.limits import DEFAULT_BUDGET_BYTES
+from stio.limits import PAGE_BYTES
+from stio.loading.caches import CachedFile
+from stio.loading.caches import FileCache
 from stio.loading.engine import EngineExecutor
-from stio.loading.gds_path import GdsDevice, GdsPath
+from stio.loading.gds_path import GdsDevice
+from stio.loading.gds_path import GdsPath
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
-from stio.loading.plan import GAP_BYTES, FileSelection, ReadPlan, plan_reads
-from stio.loading.read_paths import (
-    CacheFillPath,
-    CopiedPath,
-    Delivery,
-    DevicePath,
-    MappedPath,
-    ReadPath,
-    StagingSlots,
-)
-from stio.loading.scheduler import FIRST_BYTES, PlannedLoad
-from stio.loading.select import DeviceSelection, SelectedTensors, selected_bytes
+from stio.loading.plan import GAP_BYTES
+from stio.loading.plan import FileSelection
+from stio.loading.plan import ReadPlan
+from stio.loading.plan import plan_reads
+from stio.loading.read_paths import CacheFillPath
+from stio.loading.read_paths import CopiedPath
+from stio.loading.read_paths import Delivery
+from stio.loading.read_paths import DevicePath
+from stio.loading.read_paths import MappedPath
+from stio.loading.read_paths import ReadPath
+from stio.loading.read_paths import StagingSlots
+from stio.loading.scheduler import FIRST_BYTES
+from stio.loading.scheduler import PlannedLoad
+from stio.loading.select import DeviceSelection
+from stio.loading.select import SelectedTensors
+from stio.loading.select import selected_bytes
 from stio.runtime import memory
 from stio.runtime.reports.trace import traced
-from stio.storage.base import RequestedSource, Requests, Source
-from stio.storage.local import LocalFile, MappedFile, map_if_possible
+from stio.storage.base import RequestedSource
+from stio.storage.base import Requests
+from stio.storage.base import Source
+from stio.storage.local import LocalFile
+from stio.storage.local import MappedFile
+from stio.storage.local import map_if_possible
 
 GROUP_BYTES = 64 << 20
 """Size of groups: memory is allocated, and tensors are made, for one at a time."""
@@ -84,8 +98,8 @@ def plan_load(
     with ExitStack() as undo:
         owned = undo.enter_context(ExitStack())
         files = _open_files(selected, options, owned)
-        lost: Lost = {} if options.lost is None else options.lost
-        copied = delivery.copied if selected.casts is None else frozenset()
+        lost = Lost() if options.lost is None else options.lost
+        copied = frozenset() if selected.casts else delivery.copied
         delivery = replace(delivery, casts=selected.casts, copied=copied, lost=lost)
         loads = _device_loads(files, selected, options, delivery)
         for load in loads:
@@ -326,7 +340,9 @@ def _reads(opened: OpenCheckpoint, files: Sequence[Source], loads: Sequence[Devi
     ]
     for _, _, selection in reads:
         dtypes = selection.header.dtypes
-        require_dtypes(dtypes if selection.is_whole else [dtypes[k] for k in selection.positions], path=opened.path)
+        TORCH_DTYPES.require(
+            dtypes if selection.is_whole else [dtypes[k] for k in selection.positions], path=opened.path
+        )
     return reads
 
 
@@ -379,11 +395,11 @@ def _requests(files: Sequence[Source]) -> Requests | None:
     return min(found, key=lambda requests: requests.nbytes, default=None)
 
 
-def _is_cpu(device: AnyDevice) -> bool:
+def _is_cpu(device: torch.device | Accelerator) -> bool:
     return isinstance(device, torch.device) and device.type == "cpu"
 
 
-def _accelerator(device: AnyDevice, options: LoadOptions) -> Accelerator | None:
+def _accelerator(device: torch.device | Accelerator, options: LoadOptions) -> Accelerator | None:
     if not isinstance(device, torch.device):
         return device
     if _is_cpu(device):
@@ -391,7 +407,7 @@ def _accelerator(device: AnyDevice, options: LoadOptions) -> Accelerator | None:
     if options.streams == "copy":
         return TorchAccelerator(device)
     # Where the runtime was not initialized at the call, its default stream was the current one.
-    return TorchAccelerator(device, (options.streams or {}).get(device) or default_stream(device))
+    return TorchAccelerator(device, (options.streams or {}).get(device) or TorchAccelerator.default_stream(device))
 
 
 def whole_pages(nbytes: int) -> int:

@@ -11,10 +11,15 @@ The engine (`engine.py`) moves what `add_ranges` describes. The plain executor (
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from math import prod
 from time import perf_counter
 from typing import TypeGuard
@@ -22,31 +27,33 @@ from typing import TypeGuard
 import torch
 
 from stio import native
-from stio.device.base import Accelerator, LoadedGroup
-from stio.device.cuda import DeviceRing, copy_error, ring_of
-from stio.device.tensors import (
-    TORCH_DTYPES,
-    Casts,
-    GroupMemory,
-    Lost,
-    cast_dtype,
-    image_over,
-    is_copied_whole,
-    select_and_cast,
-    tensors_in,
-)
+from stio.device.base import Accelerator
+from stio.device.base import LoadedGroup
+from stio.device.casts import Casts
+from stio.device.casts import Lost
+from stio.device.casts import select_and_cast
+from stio.device.cuda import DeviceRing
+from stio.device.tensors import TORCH_DTYPES
+from stio.device.tensors import GroupMemory
+from stio.device.tensors import tensors_in
 from stio.errors import StioError
 from stio.format.dtypes import BITS
-from stio.limits import HUGE_PAGE_BYTES, PAGE_BYTES
-from stio.loading.caches import CachedFile, FileImage
-from stio.loading.plan import GAP, Block, Group
+from stio.limits import HUGE_PAGE_BYTES
+from stio.limits import PAGE_BYTES
+from stio.loading.caches import CachedFile
+from stio.loading.caches import FileImage
+from stio.loading.plan import GAP
+from stio.loading.plan import Block
+from stio.loading.plan import Group
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 from stio.runtime.reports import counters
 from stio.runtime.reports.trace import Trace
-from stio.storage.base import RequestedSource, Source
-from stio.storage.local import LocalFile, MappedFile
+from stio.storage.base import RequestedSource
+from stio.storage.base import Source
+from stio.storage.local import LocalFile
+from stio.storage.local import MappedFile
 
 _MIN_IMAGE_BYTES = 2 << 20  # of one tensor: a shorter one is copied by this thread, which costs less
 
@@ -95,9 +102,9 @@ def read_ranges(source: Source, read: Sequence[tuple[int, int, int]], target: Re
 # Tensors.
 
 
-def _is_final(group: Group, dtype: Casts | None) -> bool:
+def _is_final(group: Group, casts: Casts) -> bool:
     """Return whether what is read of a group is what the consumer gets: no selection, no cast."""
-    return dtype is None and not group.posts
+    return not casts and not group.posts
 
 
 def _finished(
@@ -128,9 +135,9 @@ class Delivery:
     only it gets the bytes, and no tensors (`LoadedGroup.image`). Each is a name that has data."""
     prompt: bool = False
     """Make small groups, so that the first ones are loaded early. Otherwise large ones, for a short load."""
-    casts: Casts | None = None
+    casts: Casts = field(default_factory=Casts)
     """What the load casts; set when it is planned."""
-    lost: Lost = field(default_factory=dict)
+    lost: Lost = field(default_factory=Lost)
     """Values that the casts of the load have lost; set when it is planned."""
 
 
@@ -281,9 +288,9 @@ class CopiedPath(ReadPath):
     def _tensors_over(self, group: Group, region: Region) -> LoadedGroup:
         with memory.reporting_shortage(self._source.path):
             is_worthwhile = len(group.names) > 1 or group.nbytes >= _MIN_IMAGE_BYTES
-            if is_worthwhile and is_copied_whole(group, self._delivery.copied):
+            if is_worthwhile and GroupMemory.is_copied_whole(group, self._delivery.copied):
                 whole = tensors_in(region, [""], ["U8"], [(group.nbytes,)], [0])
-                return LoadedGroup({}, image_over(whole[""], group))
+                return LoadedGroup({}, GroupMemory.image_over(whole[""], group))
             tensors = tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets)
             return LoadedGroup(_finished(group, tensors, self._delivery, views=self._delivery.views))
 
@@ -295,7 +302,7 @@ class CopiedPath(ReadPath):
         total = 0
         for k, (name, stored, shape) in enumerate(zip(group.names, group.dtypes, group.shapes, strict=True)):
             own = TORCH_DTYPES[stored]
-            wanted = own if casts is None else cast_dtype(name, own, casts)
+            wanted = casts.dtype(name, own)
             post = group.posts.get(k)
             if wanted != own or post is not None or not is_mapped:
                 num_bits = BITS[stored] if wanted == own else wanted.itemsize * 8
@@ -444,7 +451,7 @@ class DevicePath(ReadPath):
         self._trace = trace
         self._memories = slots.memories
         self._max_bytes = slots.slot_bytes
-        self._ring: DeviceRing | None = ring_of(self._accelerator) if self.is_native else None
+        self._ring: DeviceRing | None = DeviceRing.of(self._accelerator) if self.is_native else None
         self.is_native = self._ring is not None
 
     @property
@@ -484,7 +491,7 @@ class DevicePath(ReadPath):
     def error(self, failure: native.Failure) -> StioError:
         """Return the error of a read or of a copy."""
         if failure.kind == native.DRIVER and self._ring is not None:
-            return copy_error(self._accelerator.device, failure)
+            return self._ring.error(failure)
         return super().error(failure)
 
     def _read(self, group: Group, read: Sequence[tuple[int, int, int]], stopped: Callable[[], bool]) -> None:

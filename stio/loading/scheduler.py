@@ -11,30 +11,40 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from stio.device.tensors import Lost
+from stio.device.casts import Lost
 from stio.limits import checked_size
-from stio.loading.casts import report_lost
 from stio.loading.engine import EngineExecutor
 from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
-from stio.loading.plan import Group, ReadPlan
-from stio.loading.read_paths import Delivery, ReadPath
-from stio.runtime.operation import Cancelled, Operation
+from stio.loading.plan import Group
+from stio.loading.plan import ReadPlan
+from stio.loading.read_paths import Delivery
+from stio.loading.read_paths import ReadPath
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import Operation
 from stio.runtime.process import be_nice
 from stio.runtime.reports import counters
-from stio.runtime.reports.progress import ProgressReporter, close_bar, progress_callback
+from stio.runtime.reports.progress import ProgressReporter
+from stio.runtime.reports.progress import close_bar
+from stio.runtime.reports.progress import progress_callback
 from stio.runtime.reports.trace import traced
 from stio.runtime.workers import WorkerPool
-from stio.storage.base import RequestedSource, Source
+from stio.storage.base import RequestedSource
+from stio.storage.base import Source
 from stio.storage.local import LocalFile
 
 FIRST_BYTES = 512 << 20
@@ -67,7 +77,7 @@ class PlannedLoad:
     """Files that must be unchanged at the end."""
     owned: ExitStack = field(default_factory=ExitStack)
     """What the run closes at its end: files, and holds on files in a cache."""
-    lost: Lost = field(default_factory=dict)
+    lost: Lost = field(default_factory=Lost)
     """Values that casts lose."""
 
 
@@ -148,7 +158,7 @@ class LoadScheduler:
 
     def _ended(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind in (None, Cancelled) and self._reports_lost:
-            report_lost(self._planned.lost, self._planned.path)
+            self._planned.lost.report(self._planned.path)
 
     def run_for(self, operation: Operation[Any]) -> None:
         """Run the load on the thread of an operation; a cancel of the operation stops it."""

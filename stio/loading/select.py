@@ -17,8 +17,9 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from stio.device.base import AnyDevice, DeviceMap, resolve_devices
-from stio.device.tensors import Casts, torch_shape
+from stio.device.base import Accelerator, DeviceMap
+from stio.device.casts import Casts
+from stio.device.tensors import TORCH_DTYPES
 from stio.errors import MismatchError, TensorNotFoundError, listed, printable
 from stio.format.header import Header
 from stio.format.index import ShardIndex
@@ -33,7 +34,7 @@ from stio.loading.plan import Names, select_names, similar_names
 class DeviceSelection:
     """The tensors that a load brings to one device."""
 
-    device: AnyDevice
+    device: torch.device | Accelerator
     """The device."""
     positions: Sequence[Sequence[int]]
     """For each shard, the ascending positions of its tensors in the header."""
@@ -53,7 +54,7 @@ class SelectedTensors:
     """The tensors of each device. A `DeviceMap` gives only devices that have a tensor."""
     slices: Mapping[str, object]
     """By the name that has data, the part of a tensor to read."""
-    casts: Casts | None
+    casts: Casts
     """What is cast."""
     placed: PlacedParts | None
     """What is made of the parts that this process loads."""
@@ -90,7 +91,7 @@ def select_tensors(
         UnsupportedDtypeError: A quantized tensor would be cast without its scales.
     """
     names, slices, placed = reusable_names(names), checked_slices(slices), None
-    device = resolve_devices(options.device)
+    device = DeviceMap.of(options.device)
     if isinstance(options.device, Mapping):
         require_keys(opened, "device", options.device, prefixes=True)
     if isinstance(options.dtype, Mapping):
@@ -111,7 +112,7 @@ def select_tensors(
             for k in positions
         ]
         casts = planned_casts(dtypes, options.casts, path=opened.path, selected=selected, further=opened.index_names)
-    return SelectedTensors(opened, devices, stored_slices, casts, placed)
+    return SelectedTensors(opened, devices, stored_slices, casts or Casts(), placed)
 
 
 def _by_stored_name(slices: Mapping[str, object], opened: OpenCheckpoint) -> dict[str, object]:
@@ -147,7 +148,7 @@ def selected_bytes(header: Header, positions: Sequence[int], without: Collection
 
 
 def select_by_device(
-    opened: OpenCheckpoint, names: Names | None, device: AnyDevice | DeviceMap
+    opened: OpenCheckpoint, names: Names | None, device: torch.device | Accelerator | DeviceMap
 ) -> list[DeviceSelection]:
     """Return the selected tensors of each device.
 
@@ -169,7 +170,7 @@ def select_by_device(
             selected.setdefault(opened.aliases.get(name, name), []).append(name)
         names = list(selected)
     positions = select_names(opened.headers, names, path=opened.path)
-    by_device: dict[int, tuple[AnyDevice, list[Sequence[int]], dict[str, list[str]]]] = {}
+    by_device: dict[int, tuple[torch.device | Accelerator, list[Sequence[int]], dict[str, list[str]]]] = {}
     if not isinstance(device, DeviceMap):
         by_device[0] = device, positions, selected
     else:
@@ -340,7 +341,7 @@ def placed_parts(
     names: Names | None,
     slices: Mapping[str, object],
     placements: PlacementsLike,
-    device: AnyDevice | DeviceMap,
+    device: torch.device | Accelerator | DeviceMap,
     *,
     strict: bool,
 ) -> PlacedParts:
@@ -373,7 +374,7 @@ def placed_parts(
             continue  # the selection raises for it
         own = device(name) if isinstance(device, DeviceMap) else device
         where = own if isinstance(own, torch.device) else own.device
-        part = parts[name] = placements.part(name, torch_shape(*stored[source]), where)
+        part = parts[name] = placements.part(name, TORCH_DTYPES.shape(*stored[source]), where)
         first = by_source.setdefault(source, name)
         if parts[first].key != part.key:
             message = "two names of one tensor have different placements; give both the same, or load one of them"

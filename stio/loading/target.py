@@ -16,10 +16,11 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from stio.device.base import LoadedGroup
-from stio.device.copy_in import copy_all, copy_from_image, has_plain_bytes
-from stio.device.tensor_memory import TargetMemory
-from stio.device.tensors import TORCH_DTYPES, Lost, fits_shape, holds_all, loses_values
+from stio.device.casts import Lost
+from stio.device.copy_in import TargetMemory
+from stio.device.tensors import TORCH_DTYPES
 from stio.errors import MismatchError, listed, printable
+from stio.loading.casts import require_as_stored
 from stio.loading.module_tree import is_on_meta, memory_key, overlapping, why_not_copied, why_refused
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import DevicesLike, LoadOptions
@@ -110,7 +111,7 @@ class LoadTarget(ABC):
         self._memory = TargetMemory("")
         self._casting: Casting = "same_kind"
         self._places: dict[str, list[Place]] = {}  # by the name that has the data
-        self.lost: Lost = {}
+        self.lost = Lost()
         """Values that copies into memory of another dtype have lost."""
         self.slices: dict[str, tuple[object, ...]] = {}
         """Which part of a tensor of the checkpoint to read, by its name there, after `select`."""
@@ -136,7 +137,8 @@ class LoadTarget(ABC):
         """Return whether tensors of a dtype of the format may be copied into memory of this dtype."""
         own = TORCH_DTYPES.get(stored)
         return own is None or not (
-            loses_values(stored, dtype) or (self._casting == "safe" and not holds_all(own, dtype))
+            TORCH_DTYPES.loses_values(stored, dtype)
+            or (self._casting == "safe" and not TORCH_DTYPES.holds_all(own, dtype))
         )
 
     def _add(self, name: str, tensor: torch.Tensor, part: LocalPart | None, source: str, stored: Stored) -> None:
@@ -160,12 +162,12 @@ class LoadTarget(ABC):
         if why := why or why_not_copied(memory, in_inference_mode=self._inference, can_assign=False):
             raise MismatchError(f"{shown} cannot be filled: {why}", path=self._path)
         self._memory.require(name, memory)
-        if not fits_shape(dtype, shape, whole):
+        if not TORCH_DTYPES.fits(dtype, shape, whole):
             message = f"{shown} has another shape in the checkpoint"
             raise MismatchError(message, path=self._path, expected=list(whole), found=list(shape))
         if not memory.is_quantized and not self._fits(dtype, memory.dtype):
             message = f"{shown} has another dtype in the checkpoint, and a copy may lose values"
-            if self._casting == "safe" and not loses_values(dtype, memory.dtype):
+            if self._casting == "safe" and not TORCH_DTYPES.loses_values(dtype, memory.dtype):
                 message += "; make the state with the checkpoint's dtype, or allow that by casting='same_kind'"
             raise MismatchError(message, path=self._path, expected=str(memory.dtype), found=dtype)
         self._places.setdefault(source, []).append(Place(name, memory, part, stored=dtype))
@@ -232,14 +234,14 @@ class LoadTarget(ABC):
                     for name in group.image.tensors
                     for place in self._places.get(name, ())
                 ]
-                copy_from_image(group.image, places, path=self._path)
+                self._memory.copy_image(group.image, places)
                 return
             pairs = [(place, tensor) for name, tensor in group.take().items() for place in self._places.get(name, ())]
-            copy_all(
-                [place.memory for place, _ in pairs],
-                [tensor if place.box is None else tensor[place.box] for place, tensor in pairs],
-                [place.name for place, _ in pairs],
-                path=self._path,
+            self._memory.copy(
+                [
+                    (place.name, place.memory, tensor if place.box is None else tensor[place.box])
+                    for place, tensor in pairs
+                ],
                 lost=self.lost,
             )
 
@@ -265,7 +267,11 @@ def _takes_bytes(places: Sequence[Place], by_engine: bool) -> bool:
         return False
     for place in places:
         memory = place.memory
-        if place.box is not None or memory.dtype != TORCH_DTYPES.get(place.stored) or not has_plain_bytes(memory):
+        if (
+            place.box is not None
+            or memory.dtype != TORCH_DTYPES.get(place.stored)
+            or not TargetMemory.has_plain_bytes(memory)
+        ):
             return False
     return len(places) == 1 or all(place.memory.device == device for place in places)
 
@@ -289,6 +295,8 @@ class PartsTarget(LoadTarget):
         stored, aliases = opened.dtypes_and_shapes(), opened.aliases
         if missing := [name for name, _ in self._parts if aliases.get(name, name) not in stored]:
             raise MismatchError(f"the checkpoint lacks tensors: {listed(missing)}", path=self._path)
+        kinds = {name: dtype for name, (dtype, _) in stored.items()}
+        require_as_stored(kinds, [(aliases.get(name, name), part.local) for name, part in self._parts], path=self._path)
         for name, part in self._parts:
             source, sizes = aliases.get(name, name), [one.stop - one.start for one in part.index]
             if list(part.local.shape) != sizes or any(

@@ -15,30 +15,39 @@ more.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
 
 from stio import native
-from stio.device.copy_out import Copy, Readiness, copy_out, copy_pieces
+from stio.device.copy_out import Readiness
 from stio.device.describe import LazyTensor
-from stio.device.tensor_memory import require_data
+from stio.device.describe import require_values
 from stio.format.manifest import Hasher
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.runtime.memory.control_groups import num_processors
-from stio.runtime.operation import Cancelled, mark_progress
-from stio.runtime.process import be_nice, collection_paused
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import mark_progress
+from stio.runtime.process import be_nice
+from stio.runtime.process import collection_paused
 from stio.runtime.reports import counters
-from stio.runtime.reports.progress import ProgressEvent, ProgressReporter, close_bar
-from stio.runtime.reports.trace import Trace, traced
+from stio.runtime.reports.progress import ProgressEvent
+from stio.runtime.reports.progress import ProgressReporter
+from stio.runtime.reports.progress import close_bar
+from stio.runtime.reports.trace import Trace
+from stio.runtime.reports.trace import traced
 from stio.runtime.workers import WorkerPool
-from stio.saving.plan import Run, WriteBlock, WritePlan
+from stio.saving.plan import Run
+from stio.saving.plan import WriteBlock
+from stio.saving.plan import WritePlan
 from stio.saving.staging_pool import StagingPool
 from stio.saving.tensors import ProducedTensors
-from stio.storage.base import FileWriter, OrderedWriter
+from stio.storage.base import FileWriter
+from stio.storage.base import OrderedWriter
 from stio.storage.commit.files import LocalFileWriter
 
 WRITE_DEPTH = 4
@@ -105,7 +114,7 @@ class SaveScheduler:
         self._moving: dict[int, list[Any]] = {}  # groups that the engine has, and the storages that it copies from
         self._moved: list[native.Done] = []  # groups that it has moved
         self._is_taking = False
-        self._ready = ready
+        self._ready = ready or Readiness()
         self._on_staged = on_staged
         self._stage_first = stage_first
         self._close_bar = partial(close_bar, progress)
@@ -255,18 +264,18 @@ class SaveScheduler:
         sources = self._sources
         if not self._has_lazy:
             with collection_paused(len(block.pieces)):
-                return copy_pieces(sources, block.pieces, region, self._ready, ranges, group)
-        copies: list[Copy] = []
+                return self._ready.copy_pieces(sources, block.pieces, region, ranges, group)
+        copies = []
         for piece in block.pieces:
             source, target = sources[piece.source], region.sub(piece.at, piece.nbytes)
             if isinstance(source.data, LazyTensor):
                 for copy in self._produced.copies(source, piece.start, target):
-                    copy_out([copy], None)
+                    Readiness().copy_out([copy])
                     del copy  # with the tensor in it, before the next one is made
             else:
-                require_data(source.name, source.data)  # the copy checks it too, and does not know the name
+                require_values({source.name: source.data})  # the copy checks it too, and does not know the name
                 copies.append((source.data, piece.start, target))
-        copy_out(copies, self._ready)
+        self._ready.copy_out(copies)
         return []
 
     def _end_fill(self, number: int) -> None:

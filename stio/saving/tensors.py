@@ -16,21 +16,27 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
+from typing import TypeAlias
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from stio.device.copy_out import Copy
-from stio.device.describe import LazyTensor, describe_tensors, state_of_object
-from stio.device.names_in_files import names_in_files
-from stio.device.tensor_memory import require_own_data
-from stio.errors import listed, printable
+from stio.device.describe import LazyTensor
+from stio.device.describe import describe_tensors
+from stio.device.describe import how_to_save
+from stio.device.describe import require_values
+from stio.device.names_in_files import FileNames
+from stio.errors import listed
+from stio.errors import printable
 from stio.format.sharding import TensorSource
-from stio.format.shared import UNDECLARED, TiedNames
+from stio.format.shared import UNDECLARED
+from stio.format.shared import TiedNames
 from stio.runtime.calls import LoopTask
 from stio.runtime.locks import require_unlocked
 from stio.runtime.memory import Region
@@ -65,7 +71,7 @@ def tensors_of(tensors: TensorsLike) -> NamedTensors:
     require_unlocked()
     if isinstance(tensors, nn.Module):
         by_name = dict(tensors.state_dict())
-        require_own_data(by_name, tensors.parameters())
+        require_values(by_name, tensors.parameters())
         _warn_of_names(tensors)
         return NamedTensors(by_name, tied_names(tensors, by_name))
     if not isinstance(tensors, Mapping):
@@ -80,15 +86,15 @@ def _warn_of_names(module: nn.Module) -> None:
     if module in _CHECKED:
         return
     _CHECKED.add(module)
-    own, files = names_in_files(module)
-    if files:
+    names = FileNames(module)
+    if names.in_files:
         log(
             logging.WARNING,
             "transformers writes %s of this module as %s; this save keeps the module's names, which transformers 5 "
             "reads, but other programs begin with new weights in their place: for those, call save_pretrained of the "
             "model after stio.compat.install()",
-            listed(own.values()),
-            listed(files.values()),
+            listed(names.own.values()),
+            listed(names.in_files.values()),
         )
 
 
@@ -102,8 +108,8 @@ def _advice(value: object) -> str:
         return "; save_state takes lists and other nested state"
     if isinstance(value, Iterator):
         return "; pass dict(...) of names and tensors"
-    found = state_of_object(value)
-    return f"; save_state takes {found}" if found else ""
+    advice = how_to_save(value)
+    return f"; {advice}" if advice else ""
 
 
 def tied_names(module: nn.Module, names: Iterable[str]) -> TiedNames:
@@ -156,7 +162,7 @@ class ProducedTensors:
         self._part: torch.Tensor | None = None
         self._begin = self._end = 0  # bytes of the tensor that the current part covers
 
-    def copies(self, source: TensorSource, start: int, region: Region) -> Iterator[Copy]:
+    def copies(self, source: TensorSource, start: int, region: Region) -> Iterator[tuple[torch.Tensor, int, Region]]:
         """Yield copies that fill a region with the bytes of a tensor from `start` on.
 
         The caller must drop each copy before it takes the next: a copy holds the tensor that was produced.

@@ -16,24 +16,38 @@ import logging
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+from typing import Self
 
 import torch
 
 from stio import clock
-from stio.device.base import current_device, resolve_device, with_current_index
-from stio.device.cuda import TorchAccelerator, has_streams
-from stio.device.pinned import is_pinned
-from stio.errors import ClosedError, NoSpaceError, StorageError
+from stio.device.base import resolve_device
+from stio.device.base import with_current_index
+from stio.device.cuda import TorchAccelerator
+from stio.errors import ClosedError
+from stio.errors import NoSpaceError
+from stio.errors import StorageError
 from stio.format.naming import is_index
-from stio.limits import Limits, checked_size
+from stio.limits import Limits
+from stio.limits import checked_size
 from stio.loading.api import load
-from stio.loading.body import fetch_all, open_with_options
-from stio.loading.caches import SEGMENT_BYTES, CachedFile, CacheStats, FileImage, counted, on_own_thread
-from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.body import fetch_all
+from stio.loading.body import open_with_options
+from stio.loading.caches import SEGMENT_BYTES
+from stio.loading.caches import CachedFile
+from stio.loading.caches import CacheStats
+from stio.loading.caches import FileImage
+from stio.loading.caches import counted
+from stio.loading.caches import on_own_thread
+from stio.loading.options import LoadOptions
+from stio.loading.options import SourceLike
 from stio.loading.planned import plan_prefetch
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
@@ -41,13 +55,17 @@ from stio.runtime import memory
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.memory.control_groups import room_in_memory
-from stio.runtime.operation import Operation, start_thread
+from stio.runtime.operation import Operation
+from stio.runtime.operation import start_thread
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.reports.progress import Progress
 from stio.runtime.reports.trace import Trace
-from stio.storage.base import Root, Source
+from stio.storage.base import Root
+from stio.storage.base import Source
 from stio.storage.open import place_of_url
-from stio.text import described_by, is_url, keywords_for
+from stio.text import described_by
+from stio.text import is_url
+from stio.text import keywords_for
 
 logger = logging.getLogger("stio")
 
@@ -364,7 +382,7 @@ class _Memory:
         with self._lock:
             if self._make is None:
                 device = resolve_device(self._device)
-                if device.type != "cpu" and (self._device != "auto" or has_streams(device)):
+                if device.type != "cpu" and (self._device != "auto" or TorchAccelerator.supports(device)):
                     self._accelerator = device
             # A new object for each use: an allocator that was refused once does not try to pin again.
             self._make = memory.allocate if self._accelerator is None else TorchAccelerator(self._accelerator).staging
@@ -387,7 +405,9 @@ class _Memory:
 
     def keep(self, regions: list[Region]) -> None:
         """Use pinned memory again: to pin it anew would take longer than to read into it."""
-        self._kept += [region for region in regions if region.nbytes == SEGMENT_BYTES and is_pinned(region)]
+        self._kept += [
+            region for region in regions if region.nbytes == SEGMENT_BYTES and TorchAccelerator.has_pinned(region)
+        ]
 
     def clear(self) -> None:
         """Release what is kept."""
@@ -418,7 +438,7 @@ class HostCache:
         if not isinstance(device, str | int | torch.device):
             raise TypeError(f"device= takes a device of torch's or 'auto', not {device!r}")
         self._budget_bytes = checked_size(budget_bytes)
-        self._device: str | int | torch.device = with_current_index(device, current_device())
+        self._device: str | int | torch.device = with_current_index(device)
         self._begin()
         _caches.add(self)
 

@@ -19,7 +19,7 @@ from support import ALL_DTYPES, assorted, bits_of, needs_engine, ramp, require_e
 from stio import native
 from stio.device import copy_out as copying
 from stio.device.base import resolve_device
-from stio.device.copy_out import Copy, Readiness, copy_out, copy_pieces
+from stio.device.copy_out import Copy, Readiness
 from stio.device.cuda import TorchEvent, save_stream
 from stio.device.describe import describe_tensors
 from stio.errors import DeviceError, DeviceMemoryError
@@ -71,7 +71,7 @@ def brought(tensor: torch.Tensor, cuts: list[int]) -> bytes:
         around = poisoned(stop - start + 32)
         regions.append(around)
         copies.append((tensor, start, around.sub(16, stop - start)))
-    copy_out(copies)
+    Readiness().copy_out(copies)
     for region in regions:
         held = region.tobytes()
         assert held[:16] == held[-16:] == bytes([POISON]) * 16
@@ -176,7 +176,7 @@ def test_a_snapshot_is_of_now() -> None:
     """Fault 111: what changes afterwards is not what was copied."""
     tensor = torch.zeros(100)
     region = poisoned(400)
-    copy_out([(tensor, 0, region)])
+    Readiness().copy_out([(tensor, 0, region)])
     tensor.fill_(1)
     assert region.tobytes() == bytes(400)
 
@@ -189,14 +189,14 @@ def test_a_range_outside_the_tensor(start: int, nbytes: int, transposed: bool) -
     tensor = torch.zeros(10, 10)
     good, bad = poisoned(8), poisoned(nbytes)
     with pytest.raises(ValueError, match="of a tensor of 400"):
-        copy_out([(tensor, 0, good), (tensor.t() if transposed else tensor, start, bad)])
+        Readiness().copy_out([(tensor, 0, good), (tensor.t() if transposed else tensor, start, bad)])
     assert good.tobytes() == bytes([POISON]) * 8  # refused before anything was copied
 
 
 @pytest.mark.parametrize(("start", "nbytes"), [(1, 4), (0, 3), (2, 4)])
 def test_an_element_is_not_cut(start: int, nbytes: int) -> None:
     with pytest.raises(ValueError, match="cut an element"):
-        copy_out([(torch.zeros(10, 10).t(), start, poisoned(nbytes))])
+        Readiness().copy_out([(torch.zeros(10, 10).t(), start, poisoned(nbytes))])
 
 
 def test_memory_that_torch_owns() -> None:
@@ -204,7 +204,7 @@ def test_memory_that_torch_owns() -> None:
     owner = torch.full((4096,), POISON, dtype=torch.uint8)
     region = Region(owner.data_ptr(), 4096, owner)
     tensor = ramp(8, 8, dtype=torch.int16)
-    copy_out([(tensor, 0, region.sub(64, 128)), (tensor.t(), 0, region.sub(1024, 128))])
+    Readiness().copy_out([(tensor, 0, region.sub(64, 128)), (tensor.t(), 0, region.sub(1024, 128))])
     assert region.sub(64, 128).tobytes() == bits_of(tensor)
     assert region.sub(1024, 128).tobytes() == bits_of(tensor.t())
 
@@ -212,9 +212,9 @@ def test_memory_that_torch_owns() -> None:
 def test_no_temporary(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = ramp(2048, 1024, dtype=torch.float32).t()
     region = poisoned(tensor.nbytes - 4096)
-    copy_out([(tensor, 0, poisoned(4096))])
+    Readiness().copy_out([(tensor, 0, poisoned(4096))])
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        copy_out([(tensor, 4096, region)])
+        Readiness().copy_out([(tensor, 4096, region)])
     events = [event for event in profile.key_averages() if event.self_cpu_memory_usage > 1 << 20]
     assert events == []
     assert region.tobytes() == bits_of(tensor)[4096:]
@@ -235,7 +235,7 @@ def test_files_are_what_the_reference_library_reads(tmp_path: Path) -> None:
             region = poisoned(block.nbytes)
             region.write(0, block.head(shard.header))
             pieces = block.pieces
-            copy_out([(plan.sources[p.source].data, p.start, region.sub(p.at, p.nbytes)) for p in pieces])
+            Readiness().copy_out([(plan.sources[p.source].data, p.start, region.sub(p.at, p.nbytes)) for p in pieces])
             file += region.tobytes()
         path = tmp_path / f"{k}.safetensors"  # each stays as it is: the library maps it
         path.write_bytes(file)
@@ -247,8 +247,8 @@ def test_files_are_what_the_reference_library_reads(tmp_path: Path) -> None:
 
 
 def test_nothing_to_copy() -> None:
-    copy_out([])
-    copy_out([(torch.zeros(3), 12, Region(0, 0)), (torch.zeros(0), 0, Region(0, 0))])
+    Readiness().copy_out([])
+    Readiness().copy_out([(torch.zeros(3), 12, Region(0, 0)), (torch.zeros(0), 0, Region(0, 0))])
 
 
 def test_staging_allocator_the_cpu() -> None:
@@ -410,7 +410,7 @@ def test_all_events_are_waited_for_though_one_fails(
     events[failing].event.fails = True
     tensors: list[Any] = [types.SimpleNamespace(nbytes=4, is_cpu=False, device=name) for name in events]
     with pytest.raises(DeviceError, match="illegal memory access"):
-        copy_out([(tensor, 0, poisoned(4)) for tensor in tensors])
+        Readiness().copy_out([(tensor, 0, poisoned(4)) for tensor in tensors])
     assert all(event.event.passed for name, event in events.items() if name != failing)
 
 
@@ -428,7 +428,7 @@ def test_accelerator(dtype: torch.dtype, layout: str) -> None:
     tensor = LAYOUTS[layout](tensor)
     ready = Readiness.now({"x": tensor})
     region = ready.staging_allocator()(4096).sub(0, tensor.nbytes)
-    copy_out([(tensor, 0, region)], ready)
+    ready.copy_out([(tensor, 0, region)])
     assert region.tobytes() == expected
     assert brought(tensor, random_cuts(random.Random(0), tensor, 5)) == expected
 
@@ -443,7 +443,7 @@ def test_accelerator_work_so_far_comes_first() -> None:
     tensor.fill_(50)
     ready = Readiness.now({"x": tensor})
     region = ready.staging_allocator()(4096)
-    copy_out([(tensor, 0, region)], ready)
+    ready.copy_out([(tensor, 0, region)])
     tensor.fill_(51)
     assert region.tobytes() == bits_of(torch.full((1024,), 50.0))
 
@@ -477,7 +477,7 @@ def many_kinds() -> list[torch.Tensor]:
 def copy_by_engine(sources: Any, pieces: list[Any], target: Region, ready: Readiness | None = None) -> None:
     """Let the engine copy what it can."""
     ranges = native.Ranges()
-    storages = copy_pieces(sources, pieces, target, ready, ranges, 7)
+    storages = (ready or Readiness()).copy_pieces(sources, pieces, target, ranges, 7)
     assert len(storages) == len(ranges)
     if storages:
         transfer = native.Transfer()
@@ -486,7 +486,11 @@ def copy_by_engine(sources: Any, pieces: list[Any], target: Region, ready: Readi
         transfer.end()
 
 
-WAYS = [pytest.param(copy_pieces, id="here"), pytest.param(copy_by_engine, marks=needs_engine, id="engine")]
+def copy_here(sources: Any, pieces: list[Any], target: Region, ready: Readiness | None = None) -> None:
+    (ready or Readiness()).copy_pieces(sources, pieces, target)
+
+
+WAYS = [pytest.param(copy_here, id="here"), pytest.param(copy_by_engine, marks=needs_engine, id="engine")]
 
 
 @needs_engine
@@ -495,7 +499,7 @@ def test_the_engine_gets_what_is_contiguous_on_the_cpu() -> None:
     tensors = [torch.full((100,), 1.0), torch.randn(20, 5).t(), torch.full((100,), 2.0)]
     sources, pieces, expected = pieces_of(tensors)
     block, ranges = poisoned(1200), native.Ranges()
-    storages = copy_pieces(sources, pieces, block, None, ranges, 0)
+    storages = Readiness().copy_pieces(sources, pieces, block, ranges, 0)
     assert block.tobytes() == bytes([POISON]) * 400 + expected[400:800] + bytes([POISON]) * 400
     assert [storage.data_ptr() for storage in storages] == [tensors[0].data_ptr(), tensors[2].data_ptr()]
     for tensor in tensors:
@@ -554,7 +558,7 @@ def test_many_tensors_of_a_device_take_one_call(monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.setattr(copying, "bytes_of", lambda region: pytest.fail("a tensor was made"))
     block = ready.staging_allocator()(len(expected))
-    copy_pieces(sources, pieces, block, ready)
+    ready.copy_pieces(sources, pieces, block)
     assert calls == [1500]
     assert block.tobytes()[: len(expected)] == expected
 
@@ -582,10 +586,10 @@ def test_a_tensor_that_gets_other_memory_while_its_save_waits(change: str) -> No
     block.write(0, bytes([POISON]) * block.nbytes)
     if change == "freed":
         with pytest.raises(ValueError, match="a tensor has no data: its memory was freed"):
-            copy_pieces(sources, pieces, block, Readiness({device: Event()}))
+            Readiness({device: Event()}).copy_pieces(sources, pieces, block)
         assert block.tobytes() == bytes([POISON]) * block.nbytes
     else:
-        copy_pieces(sources, pieces, block, Readiness({device: Event()}))
+        Readiness({device: Event()}).copy_pieces(sources, pieces, block)
         assert block.tobytes() == expected
 
 

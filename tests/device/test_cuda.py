@@ -21,7 +21,7 @@ import stio.sync
 from stio.device import cuda as cuda_module
 from stio.device import pinned
 from stio.device.base import resolve_device
-from stio.device.cuda import STREAM_API, TorchAccelerator, TorchEvent, has_streams, save_stream
+from stio.device.cuda import STREAM_API, TorchAccelerator, TorchEvent, save_stream
 from stio.errors import DeviceError, DeviceMemoryError
 
 LATE_SECONDS = 0.01
@@ -63,7 +63,7 @@ def test_device_without_streams(monkeypatch: pytest.MonkeyPatch, lacks: str) -> 
     module = kind_of_device()
     delattr(module, lacks)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    assert not has_streams(torch.device("cpu"))
+    assert not TorchAccelerator.supports(torch.device("cpu"))
     with pytest.raises(DeviceError, match="streams"):
         TorchAccelerator(torch.device("cpu"))
 
@@ -174,7 +174,7 @@ def test_whether_the_allocator_must_grow(monkeypatch: pytest.MonkeyPatch) -> Non
     accelerator.device = torch.device("cuda:0")
     found: Any = {"reserved_bytes": {"all": {"current": 1000}}, "allocated_bytes": {"all": {"current": 600}}}
     accelerator._module = types.SimpleNamespace(memory_stats_as_nested_dict=lambda device: found)
-    monkeypatch.setattr(cuda_module, "free_bytes", lambda device: 5000)
+    monkeypatch.setattr(TorchAccelerator, "free_bytes", lambda self, device: 5000)
     assert [accelerator.must_grow(nbytes) for nbytes in (400, 401, 5000, 5001)] == [False, True, True, False]
     found.clear()  # CUDA is not initialised
     assert not accelerator.must_grow(401)

@@ -10,7 +10,7 @@ import torch
 from fakes import FakeDevice
 
 from stio.device import base
-from stio.device.base import DeviceMap, resolve_devices
+from stio.device.base import DeviceMap
 from stio.errors import DeviceError
 
 CPU = torch.device("cpu")
@@ -86,15 +86,15 @@ def test_errors_of_a_callable_are_the_caller_s() -> None:
 
 def test_what_says_it_by_name_and_what_does_not() -> None:
     fake = FakeDevice()
-    assert resolve_devices(fake) is fake
-    assert resolve_devices("cpu") == CPU
-    assert resolve_devices(CPU) == CPU
+    assert DeviceMap.of(fake) is fake
+    assert DeviceMap.of("cpu") == CPU
+    assert DeviceMap.of(CPU) == CPU
     for by_name in ({"": "cpu"}, lambda name: "cpu"):
-        place = resolve_devices(by_name)
+        place = DeviceMap.of(by_name)
         assert isinstance(place, DeviceMap)
         assert place("w") == CPU
     with pytest.raises(DeviceError):
-        resolve_devices(None)
+        DeviceMap.of(None)
 
 
 def test_a_mapping_without_an_entry_for_a_name() -> None:

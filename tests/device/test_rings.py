@@ -20,7 +20,7 @@ import stio
 import stio.sync
 from stio import native
 from stio.device import cuda
-from stio.device.cuda import TorchAccelerator, ring_of
+from stio.device.cuda import DeviceRing, TorchAccelerator
 from stio.errors import DeviceError, DeviceMemoryError, TruncatedError
 
 pytestmark = needs_engine
@@ -52,29 +52,29 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeDriver]]:
 
 def test_loads_to_a_device_share_its_ring(opened: list[FakeDriver]) -> None:
     stream = object()
-    first = ring_of(accelerator_of(stream))
+    first = DeviceRing.of(accelerator_of(stream))
     assert first is not None
-    assert ring_of(accelerator_of(stream)) is first
-    other = ring_of(accelerator_of(object()))  # the stream of a module that was exchanged
+    assert DeviceRing.of(accelerator_of(stream)) is first
+    other = DeviceRing.of(accelerator_of(object()))  # the stream of a module that was exchanged
     assert other is not None
     assert other is not first
     assert len(opened) == 2
     cuda._forget_parent()  # as a forked child does
-    assert ring_of(accelerator_of(stream)) not in (first, other)
+    assert DeviceRing.of(accelerator_of(stream)) not in (first, other)
 
 
 def test_there_is_none(monkeypatch: pytest.MonkeyPatch, opened: list[FakeDriver], caplog: Any) -> None:
     caplog.set_level(logging.INFO, "stio")
-    assert ring_of(FakeDevice()) is None
+    assert DeviceRing.of(FakeDevice()) is None
     monkeypatch.setitem(cuda.drivers, "cpu", lambda *_: ("no such library", 0))
     for _ in range(3):
-        assert ring_of(accelerator_of(object())) is None
+        assert DeviceRing.of(accelerator_of(object())) is None
     assert [record.getMessage() for record in caplog.records if "no such library" in record.getMessage()][1:] == []
     monkeypatch.delitem(cuda.drivers, "cpu")
-    assert ring_of(accelerator_of(object())) is None
+    assert DeviceRing.of(accelerator_of(object())) is None
     monkeypatch.undo()
     monkeypatch.setattr(native, "available", lambda: False)
-    assert ring_of(accelerator_of(object())) is None
+    assert DeviceRing.of(accelerator_of(object())) is None
 
 
 def test_threads_of_the_engine_may_act_while_a_graph_is_captured(
@@ -186,10 +186,10 @@ def test_a_copy_that_fails_ends_the_load(place: Any, source: Path, fault: str, n
 
 def test_a_ring_that_failed_is_replaced(opened: list[FakeDriver], monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = accelerator_of(object())
-    first = ring_of(accelerator)
+    first = DeviceRing.of(accelerator)
     assert first is not None
     monkeypatch.setattr(type(first.ring), "has_failed", property(lambda ring: ring is first.ring))
-    assert ring_of(accelerator) is not first
+    assert DeviceRing.of(accelerator) is not first
 
 
 def test_c97_pinning_is_refused(place: Any, source: Path, tensors: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -227,7 +227,7 @@ def test_c90_a_file_that_is_cut(place: Any, tmp_path: Path, tensors: Any) -> Non
 
 
 def test_memory_is_released_for_loads_to_come(opened: list[FakeDriver]) -> None:
-    ring = ring_of(accelerator_of(object()))
+    ring = DeviceRing.of(accelerator_of(object()))
     assert ring is not None
     ring.ring.trim()
     assert ring.held_bytes == 0

@@ -15,16 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from stio.device import tensors as module
-from stio.device.tensors import (
-    FORMAT_DTYPES,
-    TORCH_DTYPES,
-    checked_dtype,
-    require_dtypes,
-    select_and_cast,
-    tensors_in,
-    torch_shape,
-    typed,
-)
+from stio.device.casts import Casts, select_and_cast
+from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, tensors_in, typed
 from stio.errors import UnsupportedDtypeError
 from stio.format.dtypes import BITS, DTYPES, LIBRARY_NAMES, tensor_nbytes
 from stio.format.header import build_header, header_nbytes, parse_header
@@ -78,7 +70,7 @@ def test_bits_storage_and_version(dtype: str, shape: tuple[int, ...]) -> None:
     shape = shape_in_format(dtype, shape)
     tensor, data = make(dtype, shape)
     assert tensor.dtype == TORCH_DTYPES[dtype]
-    assert tuple(tensor.shape) == torch_shape(dtype, shape)
+    assert tuple(tensor.shape) == TORCH_DTYPES.shape(dtype, shape)
     assert bytes_of(tensor) == data
     assert tensor.untyped_storage().nbytes() == len(data)
     assert tensor.storage_offset() == 0
@@ -187,9 +179,9 @@ def test_a71_nan_payloads_are_kept() -> None:
 
 @pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2"])
 def test_a63_dtypes_that_torch_lacks(dtype: str) -> None:
-    require_dtypes(["F32", "BF16"], path="x")
+    TORCH_DTYPES.require(["F32", "BF16"], path="x")
     with pytest.raises(UnsupportedDtypeError, match=dtype) as caught:
-        require_dtypes(["F32", dtype], path="some/file")
+        TORCH_DTYPES.require(["F32", dtype], path="some/file")
     assert caught.value.path == "some/file"
 
 
@@ -226,10 +218,10 @@ def test_without_dlpack_tensors_are_the_same(
 
 def test_typed_keeps_the_storage() -> None:
     flat = torch.arange(24, dtype=torch.uint8)
-    tensor = typed(flat, "I16", (2, 3, 2))
+    tensor = typed(flat, (2, 3, 2), torch.int16)
     assert tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
     assert tensor.stride() == (6, 2, 1)
-    assert typed(torch.empty(0, dtype=torch.uint8), "F32", (2, 0, 3)).stride() == torch.empty(2, 0, 3).stride()
+    assert typed(torch.empty(0, dtype=torch.uint8), (2, 0, 3), torch.float32).stride() == torch.empty(2, 0, 3).stride()
 
 
 # What is left to do once a part has been read.
@@ -254,7 +246,7 @@ def test_parts_equal_torchs_own(dtype: str, index: object) -> None:
         pytest.skip("one pair of F4 has no shape in the format")
     part = tensors_in(region, ["t"], [dtype], [shape], offsets)
     if chosen.post is not None or chosen.flip:
-        part = select_and_cast(part, {"t": chosen}, None)
+        part = select_and_cast(part, {"t": chosen}, Casts())
     expected = np.frombuffer(data, np.dtype(f"V{whole.element_size()}")).reshape(whole.shape)[index]
     assert part["t"].dtype == whole.dtype
     assert tuple(part["t"].shape) == expected.shape
@@ -266,7 +258,7 @@ def test_parts_equal_torchs_own(dtype: str, index: object) -> None:
 def test_casts_floating_tensors_only() -> None:
     region, offsets = place(np.float32([1.5, -2]).tobytes(), bytes(8), np.float16([3]).tobytes(), bytes(16), gap=16)
     found = tensors_in(region, list("abcd"), ["F32", "I32", "F16", "C64"], [(2,), (2,), (1,), (2,)], offsets)
-    found = select_and_cast(found, {}, torch.float16)
+    found = select_and_cast(found, {}, Casts(torch.float16))
     assert [found[name].dtype for name in "abcd"] == [torch.float16, torch.int32, torch.float16, torch.complex64]
     assert found["a"].tolist() == [1.5, -2]
     assert found["c"].data_ptr() == region.address + offsets[2]
@@ -276,7 +268,7 @@ def test_casts_floating_tensors_only() -> None:
 def test_cast_of_packed_numbers_is_refused() -> None:
     tensor, _ = make("F4", (2, 4))
     with pytest.raises(UnsupportedDtypeError, match="'weight'"):
-        select_and_cast({"weight": tensor}, {}, torch.bfloat16)
+        select_and_cast({"weight": tensor}, {}, Casts(torch.bfloat16))
 
 
 # Names of dtypes.
@@ -285,20 +277,20 @@ def test_cast_of_packed_numbers_is_refused() -> None:
 @pytest.mark.parametrize(("name", "dtype"), [*TORCH_DTYPES.items()])
 def test_both_names_of_a_dtype_are_accepted(name: str, dtype: torch.dtype) -> None:
     for text in (name, name.lower(), LIBRARY_NAMES[name], str(dtype)):
-        assert checked_dtype(text) == dtype
-    assert checked_dtype(dtype) is dtype
+        assert TORCH_DTYPES.parse(text) == dtype
+    assert TORCH_DTYPES.parse(dtype) is dtype
 
 
 @pytest.mark.parametrize("text", ["bf61", "", "tensor", "nn", "__name__", "\x1b[2J", "x" * 100_000, "F6_E2M3"])
 def test_other_names_are_refused_with_an_example_in_both_spellings(text: str) -> None:
     with pytest.raises(ValueError, match="such as 'bfloat16' or 'BF16'") as caught:
-        checked_dtype(text)
+        TORCH_DTYPES.parse(text)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 300
 
 
 def test_the_nearest_name_is_named() -> None:
     with pytest.raises(ValueError, match=r"did you mean 'bfloat16'\?"):
-        checked_dtype("bfloat61")
+        TORCH_DTYPES.parse("bfloat61")
     with pytest.raises(TypeError, match="takes a torch.dtype or the name of one, not 16"):
-        checked_dtype(16)
+        TORCH_DTYPES.parse(16)

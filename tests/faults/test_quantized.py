@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,27 @@ def test_c401_codes_into_a_plain_module(tmp_path: Path, kind: str, fill: Callabl
         fill(module, tmp_path / "m.safetensors", strict=False)
     if fill is into:
         assert not module.l.weight.any()
+
+
+@pytest.mark.parametrize("takes_scales", [False, True])
+def test_c401_codes_into_a_module_with_load_hooks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, takes_scales: bool
+) -> None:
+    """What a hook does with the codes is not known: a warning names those whose scales nothing took."""
+    save_file(LAYOUTS["fp8 by tensor"], tmp_path / "m.safetensors")
+    module = linear(torch.bfloat16)
+
+    def hook(_: object, state: dict[str, torch.Tensor], *others: object) -> None:
+        if takes_scales:
+            state["l.weight"] = state["l.weight"].float() * state.pop("l.weight_scale")
+
+    module.l.register_load_state_dict_pre_hook(hook)
+    with caplog.at_level(logging.WARNING, "stio"):
+        report = sync.load_into(module, tmp_path / "m.safetensors", strict=False)
+    assert report.unexpected == (() if takes_scales else ("l.weight_scale",))
+    said = [record.getMessage() for record in caplog.records if "not their scales" in record.getMessage()]
+    assert len(said) == (not takes_scales)
+    assert all("l.weight (with l.weight_scale)" in text for text in said)
 
 
 @pytest.mark.parametrize("assign", [False, True])

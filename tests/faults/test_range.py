@@ -21,7 +21,7 @@ import stio
 from stio import sync
 from stio.cli.main import main
 from stio.device.base import resolve_device
-from stio.device.tensors import count_lost
+from stio.device.casts import Lost
 from stio.distributed import StioStorageReader
 from stio.errors import MismatchError
 from stio.loading.api import fill_from
@@ -125,8 +125,8 @@ def test_c402_what_was_inf_nan_or_0_is_not_counted(tmp_path: Path, caplog: pytes
 )
 def test_c402_what_is_lost(own: torch.dtype, wanted: torch.dtype, values: list[float], number: int) -> None:
     source = torch.tensor(values, dtype=torch.float64 if own.is_floating_point else torch.int64).to(own)
-    lost: dict[str, Any] = {}
-    count_lost(lost, "w", source, source.to(wanted))
+    lost = Lost()
+    lost.count("w", source, source.to(wanted))
     assert lost.get("w", 0) == number
 
 

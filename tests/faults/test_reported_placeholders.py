@@ -27,7 +27,7 @@ from stio import sync
 from stio.compat.huggingface_hub import save_torch_state_dict
 from stio.compat.safetensors.torch import save as save_bytes
 from stio.compat.safetensors.torch import save_model
-from stio.device import tensor_memory
+from stio.device import describe
 from stio.distributed import StioStager, StioStorageWriter
 
 
@@ -175,7 +175,7 @@ def test_c303_what_has_no_elements_is_saved(tmp_path: Path, monkeypatch: pytest.
     def never() -> Any:
         raise AssertionError("all objects were listed")
 
-    monkeypatch.setattr(tensor_memory.gc, "get_objects", never)
+    monkeypatch.setattr(describe.gc, "get_objects", never)
     sync.save({"w": torch.ones(3), "f": torch.empty(0, 3)}, tmp_path / "c")
 
 

@@ -13,7 +13,7 @@ from counts import count
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from stio.device.tensors import select_and_cast
+from stio.device.casts import Casts, select_and_cast
 from stio.errors import SliceError
 from stio.format.slicing import MANY_CHUNKS, PAGE_BYTES, SMALL_CHUNK_BYTES, Selection, select
 
@@ -335,7 +335,9 @@ def test_intervals(case: tuple[list[Any], tuple[int, ...]], gap_bytes: int) -> N
         assert not expected.size
         return
     tensor = torch.frombuffer(compact, dtype=torch.int32).view(selection.read_shape)
-    found = select_and_cast({"w": tensor}, {"w": selection}, None)["w"] if selection.post or selection.flip else tensor
+    found = (
+        select_and_cast({"w": tensor}, {"w": selection}, Casts())["w"] if selection.post or selection.flip else tensor
+    )
     assert np.array_equal(found.numpy(), expected)
     assert found.untyped_storage().nbytes() == found.nbytes == expected.nbytes
 

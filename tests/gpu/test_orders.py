@@ -18,17 +18,31 @@ import cufile_stand_in
 import pytest
 import simdevice
 import torch
-from accelerators import busy_event, gpu, keep_busy, module_of, needs_two_devices, new_rings, on_copy_stream
-from fakes import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
-from support import HookedRoot, bits_of, eventually, needs_engine, require_equal
+from accelerators import busy_event
+from accelerators import gpu
+from accelerators import keep_busy
+from accelerators import module_of
+from accelerators import needs_two_devices
+from accelerators import new_rings
+from accelerators import on_copy_stream
+from fakes import MemoryDestination
+from fakes import MemoryRoot
+from fakes import checkpoint_files
+from fakes import write_checkpoint
+from support import HookedRoot
+from support import bits_of
+from support import eventually
+from support import needs_engine
+from support import require_equal
 from torch import nn
 
 import stio
 import stio.sync
-from stio import LazyTensor, native
+from stio import LazyTensor
+from stio import native
 from stio.device import cuda as cuda_module
 from stio.device.base import resolve_device
-from stio.device.copy_out import Readiness, copy_out
+from stio.device.copy_out import Readiness
 from stio.errors import DeviceError
 from stio.loading import planned
 from stio.loading.read_paths import DevicePath
@@ -740,7 +754,7 @@ def test_a_refused_copy_of_a_save_is_told_when_the_others_are_done(device: torch
     with simdevice.delayed(0.05):
         simdevice.refuse_copy(3)  # after the one into the temporary, and the one out of it
         with pytest.raises(DeviceError, match="refuse this copy"):
-            copy_out([(turned, 0, region.sub(0, 4000)), (tensors["b"], 0, region.sub(4000, 4000))], ready)
+            ready.copy_out([(turned, 0, region.sub(0, 4000)), (tensors["b"], 0, region.sub(4000, 4000))])
         assert region.sub(0, 4000).tobytes() == bits_of(torch.full((1000,), 3.0))
 
 

@@ -17,9 +17,8 @@ from torch import nn
 
 from stio import sync
 from stio.device.base import resolve_device
-from stio.device.cuda import free_bytes
+from stio.device.cuda import TorchAccelerator
 from stio.errors import DeviceError, DeviceMemoryError
-from stio.serving.pool import thread
 from stio.serving.pool.api import RING_BYTES
 
 MIB = 1 << 20
@@ -212,7 +211,7 @@ def test_memory_that_others_have_taken(files: list[Path], real: Place, monkeypat
             with pool.use(name):
                 pass
         assert pool.stats().device_bytes == 2 * MODEL_BYTES
-        monkeypatch.setattr(thread, "free_bytes", free_now)
+        monkeypatch.setattr(TorchAccelerator, "free_bytes", free_now)
         with pool.use("2") as tensors:
             assert float(tensors["w"][0, 0]) == 2.0
         assert pool.stats().device_bytes == MODEL_BYTES
@@ -228,15 +227,15 @@ def test_memory_that_others_have_taken(files: list[Path], real: Place, monkeypat
 
 @gpu
 def test_what_the_device_says_to_be_free(real: Place) -> None:
-    before = free_bytes(real.device)
+    before = TorchAccelerator.free_bytes(real.device)
     assert before is not None
     taken = torch.empty(64 * MIB, dtype=torch.uint8, device=real.device)
-    after = free_bytes(real.device)
+    after = TorchAccelerator.free_bytes(real.device)
     assert after is not None
     assert before - after >= 64 * MIB
     del taken
     torch.accelerator.synchronize(real.device)
-    assert (free_bytes(real.device) or 0) - after >= 64 * MIB, "memory of the allocator counts as free"
+    assert (TorchAccelerator.free_bytes(real.device) or 0) - after >= 64 * MIB, "memory of the allocator counts as free"
 
 
 @gpu

@@ -16,7 +16,7 @@ from torch import nn
 import stio
 from stio import native, sync
 from stio.device import copy_in
-from stio.loading import read_paths, target
+from stio.loading import read_paths
 from stio.runtime.operation import Cancelled, Operation
 
 SOURCES = {f"t{k}": ramp(3, 4, start=k) for k in range(20)} | {"empty": torch.zeros(0, 4), "one": torch.tensor(3.0)}
@@ -159,10 +159,10 @@ def test_memory_that_a_tensor_no_longer_has_is_held_during_the_copies(file, monk
 
 
 @needs_engine
-@pytest.mark.parametrize("function", ["require_memory", "traits_of"])
+@pytest.mark.parametrize("function", ["extent_of", "traits_of"])
 def test_a_tensor_that_gets_other_memory_between_two_checks(file, monkeypatch, function):
     """The engine never writes to an address of which the storage is not held."""
-    module, check, copy, old = module_of(zeros()), getattr(copy_in, function), target.copy_from_image, []
+    module, check, copy, old = module_of(zeros()), getattr(copy_in, function), copy_in.TargetMemory.copy_image, []
     tensor, held = module.t7, []
 
     def changed(*given, **named):
@@ -181,7 +181,7 @@ def test_a_tensor_that_gets_other_memory_between_two_checks(file, monkeypatch, f
         move(transfer, ranges)
 
     move = copy_in._move
-    monkeypatch.setattr(target, "copy_from_image", copying)
+    monkeypatch.setattr(copy_in.TargetMemory, "copy_image", copying)
     monkeypatch.setattr(copy_in, "_move", moving)
     sync.load_into(module, file)
     assert held == [True]
@@ -214,7 +214,7 @@ def test_a_short_tensor_alone_is_copied_without_the_engine(tmp_path, num_made, m
 @needs_engine
 @pytest.mark.parametrize("change", ["layout", "dtype"])
 def test_what_has_changed_since_the_load_began_is_copied_by_torch(file, monkeypatch, change):
-    module, copy = module_of(zeros()), target.copy_from_image
+    module, copy = module_of(zeros()), copy_in.TargetMemory.copy_image
 
     def changed(*given, **named):
         old = module.t7
@@ -222,7 +222,7 @@ def test_what_has_changed_since_the_load_began_is_copied_by_torch(file, monkeypa
         old.data = new
         return copy(*given, **named)
 
-    monkeypatch.setattr(target, "copy_from_image", changed)
+    monkeypatch.setattr(copy_in.TargetMemory, "copy_image", changed)
     sync.load_into(module, file)
     require_equal(module.state_dict(), SOURCES | {"t7": SOURCES["t7"].to(module.t7.dtype)})
     assert not module.t7.is_contiguous() or change == "dtype"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import PATIENCE_SECONDS, bits_of, eventually, nothing_left, ramp
 
-from stio.device.copy_out import copy_out
+from stio.device.copy_out import Readiness
 from stio.device.describe import LazyTensor, describe_tensors
 from stio.runtime import memory
 from stio.runtime.calls import LoopTask, run_on_loop
@@ -35,7 +35,7 @@ def produced(source, *, step_bytes=None, production=None):
     for start in range(0, source.nbytes, step):
         target = region.sub(start, min(step, source.nbytes - start))
         for copy in production.copies(source, start, target):
-            copy_out([copy])
+            Readiness().copy_out([copy])
             del copy
     assert production._part is None, "something is held"
     return region.sub(0, source.nbytes).tobytes()
@@ -254,7 +254,7 @@ def test_released_with_its_last_byte(kind):
     region = memory.allocate(source.nbytes)
     for start in (0, 80):
         for copy in production.copies(source, start, region.sub(start, 80)):
-            copy_out([copy])
+            Readiness().copy_out([copy])
             assert alive[0]() is not None
             del copy
     # The loop's thread may be on its last steps out of the task.

@@ -12,21 +12,35 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from fakes import MemoryDestination, MemoryRoot, checkpoint_bytes
-from support import PATIENCE_SECONDS, assorted, eventually, nothing_left, ramp, require_equal
+from fakes import MemoryDestination
+from fakes import MemoryRoot
+from fakes import checkpoint_bytes
+from support import PATIENCE_SECONDS
+from support import assorted
+from support import eventually
+from support import nothing_left
+from support import ramp
+from support import require_equal
 
 import stio.sync
 from stio import native
-from stio.device.describe import LazyTensor, describe_tensors
-from stio.errors import NoSpaceError, StorageError
+from stio.device.copy_out import Readiness
+from stio.device.describe import LazyTensor
+from stio.device.describe import describe_tensors
+from stio.errors import NoSpaceError
+from stio.errors import StorageError
 from stio.limits import PAGE_BYTES
-from stio.runtime import memory, workers
-from stio.runtime.operation import Cancelled, start_thread
+from stio.runtime import memory
+from stio.runtime import workers
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import start_thread
 from stio.runtime.reports.progress import ProgressEvent
 from stio.runtime.reports.trace import Trace
-from stio.saving import scheduler as save_module
 from stio.saving.plan import plan_writes
-from stio.saving.scheduler import AHEAD_BLOCKS, NUM_WORKERS, WRITE_DEPTH, SaveScheduler
+from stio.saving.scheduler import AHEAD_BLOCKS
+from stio.saving.scheduler import NUM_WORKERS
+from stio.saving.scheduler import WRITE_DEPTH
+from stio.saving.scheduler import SaveScheduler
 from stio.saving.staging_pool import StagingPool
 
 pytestmark = pytest.mark.usefixtures("plain_workers")
@@ -157,14 +171,14 @@ def alone(monkeypatch):
 @contextmanager
 def copies_hooked(monkeypatch, hook):
     """Call `hook` before each block is filled with the bytes of tensors."""
-    real = save_module.copy_pieces
+    real = Readiness.copy_pieces
 
-    def copy_pieces(sources, pieces, target, *rest):
+    def copy_pieces(self, sources, pieces, target, *rest):
         hook([(sources[piece.source].data, piece.start, target) for piece in pieces])
-        return real(sources, pieces, target, *rest)
+        return real(self, sources, pieces, target, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(save_module, "copy_pieces", copy_pieces)
+        patch.setattr(Readiness, "copy_pieces", copy_pieces)
         yield
 
 

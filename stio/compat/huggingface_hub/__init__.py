@@ -1,6 +1,7 @@
 """huggingface_hub's serialization over the saves and loads of stio: the same names, files and errors.
 
-    from stio.compat.huggingface_hub import load_torch_model, save_torch_model
+    from stio.compat.huggingface_hub import load_torch_model
+    from stio.compat.huggingface_hub import save_torch_model
 
 The split into files is huggingface_hub's own; that package must be installed. Saves are atomic and durable, and remove
 the old checkpoint after the new one is in place (`save.py`). A load of safetensors fills the model's own memory, as
@@ -12,7 +13,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +24,40 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 import stio
-from stio.compat.huggingface_hub.save import (
-    HubDirectory,
-    index_text,
-    require_plain,
-    save_pickles,
-    save_tensors,
-    without_duplicates,
-)
-from stio.compat.safetensors.torch import _is_complete, _require_contiguous, _require_no_names
+from stio.compat.huggingface_hub.save import HubDirectory
+from stio.compat.huggingface_hub.save import index_text
+from stio.compat.huggingface_hub.save import require_plain
+from stio.compat.huggingface_hub.save import save_pickles
+from stio.compat.huggingface_hub.save import save_tensors
+from stio.compat.huggingface_hub.save import without_duplicates
+from stio.compat.safetensors.torch import _is_complete
+from stio.compat.safetensors.torch import _require_contiguous
+from stio.compat.safetensors.torch import _require_no_names
 from stio.conversion.sources import pickle_files
-from stio.device.tensor_memory import require_data_of, require_values
-from stio.errors import (
-    AmbiguousCheckpointError,
-    CheckpointNotFoundError,
-    FormatError,
-    IndexFormatError,
-    MismatchError,
-    StorageError,
-    UnsafePathError,
-    install_command,
-    printable,
-)
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
+from stio.device.describe import require_values
+from stio.errors import AmbiguousCheckpointError
+from stio.errors import CheckpointNotFoundError
+from stio.errors import FormatError
+from stio.errors import IndexFormatError
+from stio.errors import MismatchError
+from stio.errors import StorageError
+from stio.errors import UnsafePathError
+from stio.errors import install_command
+from stio.errors import printable
+from stio.format.naming import FILE_SUFFIX
+from stio.format.naming import INDEX_SUFFIX
 from stio.limits import parse_size
-from stio.loading.module_tree import require_memory_of
+from stio.loading.module_tree import ModuleTree
 from stio.runtime.notifier import run_blocking
 from stio.runtime.process import contextmanager
 
 try:
-    from huggingface_hub import (
-        StateDictSplit,
-        constants,
-        get_torch_storage_id,
-        get_torch_storage_size,
-        split_state_dict_into_shards_factory,
-        split_torch_state_dict_into_shards,
-    )
+    from huggingface_hub import StateDictSplit
+    from huggingface_hub import constants
+    from huggingface_hub import get_torch_storage_id
+    from huggingface_hub import get_torch_storage_size
+    from huggingface_hub import split_state_dict_into_shards_factory
+    from huggingface_hub import split_torch_state_dict_into_shards
 except ModuleNotFoundError as error:
     if error.name != "huggingface_hub":  # a package that huggingface_hub itself requires
         raise
@@ -163,7 +163,6 @@ def save_torch_state_dict(
     else:
         logger.warning(_UNSAFE)
         # torch.save would write a file that nothing can read, or that has no values.
-        require_data_of(tensors)
         require_values(tensors)
     max_bytes = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     if max_bytes < 0:
@@ -288,7 +287,7 @@ def _load(model: nn.Module, path: Path, *, strict: bool = False, safe: bool = Tr
     loaded: dict[str, None] = {}
     for file in pickles.paths:
         state_dict = load_state_dict_from_file(file, safe=False, **how)
-        require_memory_of(model, state_dict, path=file)
+        ModuleTree(model).require_memory(state_dict, path=file)
         model.load_state_dict(state_dict, strict=False)
         loaded |= dict.fromkeys(state_dict)
         del state_dict  # before the next one is loaded

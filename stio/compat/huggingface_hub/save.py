@@ -21,7 +21,6 @@ import torch
 
 from stio.compat.safetensors.torch import _find_shared_tensors, _remove_duplicate_names
 from stio.device.describe import describe_tensors
-from stio.device.tensor_memory import ON_META
 from stio.errors import DeviceError, StioError, StorageError, printable
 from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, index_name, is_checkpoint_file
@@ -58,10 +57,11 @@ def without_duplicates(
         TypeError: A value is not a tensor, or a tensor without memory of its own; a name is not text.
         ValueError: A tensor that cannot be saved: sparse, nested, freed.
     """
-    for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-            raise DeviceError(f"tensor {printable(name)!r} {ON_META}")
-    describe_tensors(tensors)  # refuses what cannot be saved
+    on_meta = {name: one for name, one in tensors.items() if isinstance(one, torch.Tensor) and one.is_meta}
+    try:
+        describe_tensors(on_meta or tensors)  # refuses what cannot be saved
+    except ValueError as error:
+        raise DeviceError(str(error)) if on_meta else error from None
     groups = [group for group in _find_shared_tensors(tensors) if len(group) > 1]
     shared = {name: tensors[name] for group in groups for name in group}
     duplicates = _remove_duplicate_names(shared, discard_names=discard)

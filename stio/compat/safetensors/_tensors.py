@@ -36,10 +36,11 @@ from stio.compat.safetensors._file import (
     reading,
     wrong_type,
 )
-from stio.device.base import AnyDevice, resolve_device
-from stio.device.cuda import has_streams
-from stio.device.tensors import TORCH_DTYPES, select_and_cast, tensors_in, torch_shape, typed
-from stio.device.torch_private import INTEGERS, moved
+from stio.device.base import resolve_device
+from stio.device.casts import Casts, select_and_cast
+from stio.device.cuda import TorchAccelerator
+from stio.device.tensors import TORCH_DTYPES, tensors_in, typed
+from stio.device.torch_private import moved
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.format.header import Header
 from stio.format.slicing import WORTHWHILE_STRIDE_BYTES, select
@@ -128,13 +129,13 @@ def _view(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> t
         require_whole_pairs(shape, lambda sizes: nothing.expand(sizes)[index].shape)
     # As integers: torch does not index tensors of every dtype, and no bit may change.
     item = whole.itemsize
-    numbers = whole.view(INTEGERS[item])
+    numbers = whole.view((torch.uint8, torch.int16, torch.int32, torch.int64)[item.bit_length() - 1])
     picked = numbers[index]
     sizes = tuple(picked.shape)
     if not picked.numel():
         return torch.empty(sizes, dtype=TORCH_DTYPES[dtype], device="cpu")
     if picked.untyped_storage().data_ptr() != numbers.untyped_storage().data_ptr():
-        return typed(picked.contiguous(), dtype, sizes)  # indexed by a list or mask: a copy already
+        return typed(picked.contiguous(), sizes, TORCH_DTYPES[dtype])  # indexed by a list or mask: a copy already
     if not picked.is_contiguous():
         return picked.view(TORCH_DTYPES[dtype])  # strided, as in the original: a user copies it to its place once
     part = file.region(file.header.begins[row] + int(picked.storage_offset()) * item, picked.numel() * item)
@@ -142,7 +143,7 @@ def _view(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> t
 
 
 def _read(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
-    sizes, item = torch_shape(dtype, shape), TORCH_DTYPES[dtype].itemsize
+    sizes, item = TORCH_DTYPES.shape(dtype, shape), TORCH_DTYPES[dtype].itemsize
     index = checked(index, shape, negative_steps=False)
     with reading(file.path):
         if dtype == "F4":
@@ -151,7 +152,7 @@ def _read(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> t
     region = file.gather(row, selection)
     tensors = tensors_in(region, [""], [dtype], [_format_shape(dtype, selection.read_shape)], [0])
     if selection.post is not None or selection.flip:
-        tensors = select_and_cast(tensors, {"": selection}, None)
+        tensors = select_and_cast(tensors, {"": selection}, Casts())
     return tensors[""]
 
 
@@ -174,7 +175,7 @@ def require_whole_pairs(shape: Shape, part_of: Callable[[Shape], Sequence[int]])
     """
     by_elements = part_of(shape)
     is_whole = bool(by_elements) and by_elements[-1] == shape[-1]
-    by_pairs = part_of(torch_shape("F4", shape)) if is_whole else ()
+    by_pairs = part_of(TORCH_DTYPES.shape("F4", shape)) if is_whole else ()
     if not by_pairs or by_pairs[-1] * 2 != shape[-1]:
         raise SafetensorError("F4 packs two elements into a byte: slice its other dimensions, not the last one")
 
@@ -194,13 +195,13 @@ def _opened(file: DropInFile, source: LocalFile) -> OpenCheckpoint:
     return OpenCheckpoint(file.path, [source], [file.header], file.header.metadata, {})
 
 
-def served(device: str | int) -> AnyDevice | None:
+def served(device: str | int) -> torch.device | None:
     """Return the device if stio's loads copy to it, else None."""
     try:
         resolved = resolve_device(device)
     except DeviceError:
         return None
-    return resolved if resolved.type != "cpu" and has_streams(resolved) else None
+    return resolved if resolved.type != "cpu" and TorchAccelerator.supports(resolved) else None
 
 
 class PrefetchLoader:
@@ -286,7 +287,7 @@ def prefetch(
 ) -> PrefetchLoader:
     """Start to read the tensors of a plan; see `safe_open.prefetch`."""
     names, slices = _checked(plan, file)
-    loaded_to: AnyDevice = torch.device("cpu")
+    loaded_to = torch.device("cpu")
     moved_to = None
     if device != "cpu":
         if (target := served(device)) is not None:

@@ -36,14 +36,13 @@ from stio.compat.safetensors._serialize import (
     unknown_dtype,
 )
 from stio.compat.safetensors._tensors import Tensors
-from stio.device.describe import describe_tensors
-from stio.device.tensor_memory import require_data_of, require_no_placeholders
-from stio.device.tensors import FORMAT_DTYPES, tensors_in
-from stio.device.torch_private import conj_neg_bits, copy_of
+from stio.device.describe import describe_tensors, require_values
+from stio.device.tensors import TORCH_DTYPES, tensors_in
+from stio.device.torch_private import copy_of, traits_of
 from stio.errors import SharedTensorsError, printable
 from stio.format.sharding import TensorSource
 from stio.format.shared import overlap_groups
-from stio.loading.module_tree import require_memory_of
+from stio.loading.module_tree import ModuleTree
 from stio.runtime.memory import Region
 from stio.runtime.notifier import run_blocking
 from stio.saving.options import SaveOptions
@@ -86,7 +85,7 @@ def _find_shared_tensors(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
             continue
         address = storage_ptr(tensor)
         if address and (nbytes := storage_size(tensor)):
-            on_storage[tensor.device, address, nbytes, conj_neg_bits(tensor)].add(name)
+            on_storage[tensor.device, address, nbytes, traits_of(tensor).bits].add(name)
     groups = []
     for names in on_storage.values():
         if len(names) == 1:
@@ -164,7 +163,6 @@ def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = Non
     text = checked_metadata(metadata)
     with saving():
         sources = {source.name: source for source in describe_tensors(tensors)}
-    require_no_placeholders([*sources.values()])
     header, order = header_for(((name, source.dtype, source.shape) for name, source in sources.items()), text)
     return b"".join([header, *(_bytes_of(sources[name].data) for name in order)])
 
@@ -250,7 +248,7 @@ def save_model(
     """
     tensors = dict(model.state_dict())
     text = checked_metadata(metadata)
-    require_data_of(tensors)
+    require_values(tensors)
     for saved, names in _remove_duplicate_names(tensors).items():
         text = {} if text is None else text
         for name in names:
@@ -295,7 +293,8 @@ def load_model(
     """
     tensors = load_file(filename, device=device, backend=backend)
     with reading(os.fspath(filename)):
-        require_memory_of(model, tensors, path=os.fspath(filename))
+        if isinstance(model, torch.nn.Module):  # or something else with a `load_state_dict`
+            ModuleTree(model).require_memory(tensors, path=os.fspath(filename))
     duplicates = _remove_duplicate_names(model.state_dict(), preferred_names=tensors)
     result = model.load_state_dict(tensors, strict=False)
     missing, unexpected = set(result.missing_keys), list(result.unexpected_keys)
@@ -360,9 +359,10 @@ def _evaluate_tensor(name: str, tensor: torch.Tensor) -> None:
     _require_contiguous(name, tensor)
     if tensor.device.type == "meta":
         raise NotImplementedError(f"Cannot copy out of meta tensor; no data! (`{name}`)")  # a RuntimeError
-    if tensor.dtype not in FORMAT_DTYPES:
+    dtype = TORCH_DTYPES.name(tensor.dtype)
+    if not dtype:
         raise unknown_dtype(str(tensor.dtype).removeprefix("torch."))
-    if FORMAT_DTYPES[tensor.dtype] == "F4" and not tensor.dim():
+    if dtype == "F4" and not tensor.dim():
         raise SafetensorError(f"Error while serializing: `{name}` is half a byte short: reshape a pair of F4 to [1]")
     checked_name(name)
 

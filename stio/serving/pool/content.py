@@ -7,9 +7,17 @@ Memory counts as free when no storage of the model is referenced any more, by wh
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextlib import ExitStack
+from contextlib import closing
+from contextlib import nullcontext
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import replace
 from operator import sub
 from typing import Any
 
@@ -19,18 +27,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from stio import clock
 from stio.device.base import resolve_device
+from stio.device.casts import Lost
 from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES, bytes_to_count, cast_dtype, require_dtypes, torch_shape
-from stio.errors import listed, with_article
+from stio.device.tensors import TORCH_DTYPES
+from stio.errors import listed
+from stio.errors import with_article
 from stio.format.state_tree import STATE_KEY
 from stio.loading.api import fill_from
-from stio.loading.body import collect, open_with_options, verify
+from stio.loading.body import collect
+from stio.loading.body import open_with_options
+from stio.loading.body import verify
 from stio.loading.casts import planned_casts
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import ModuleTree
 from stio.loading.nested import StateTarget
 from stio.loading.open import OpenCheckpoint
-from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.options import LoadOptions
+from stio.loading.options import SourceLike
 from stio.loading.select import select_tensors
 from stio.loading.target import LoadTarget
 from stio.runtime.notifier import run_blocking
@@ -236,19 +249,19 @@ class Content:
     def _contents_of(self, opened: OpenCheckpoint) -> Contents:
         found = opened.dtypes_and_shapes()
         kinds = {name: dtype for name, (dtype, _) in found.items()}
-        require_dtypes([*kinds.values()], path=opened.path)
+        TORCH_DTYPES.require([*kinds.values()], path=opened.path)
         casts = planned_casts(kinds, self.options.casts, path=opened.path)
         stored: list[int] = []
         for header in opened.headers:
             stored += map(sub, header.ends, header.begins)
         made, cast, counted = stored.copy(), [0], [0]
-        if casts is not None:
+        if casts:
             for k, (name, (dtype, shape)) in enumerate(found.items()):
-                if (wanted := cast_dtype(name, own := TORCH_DTYPES[dtype], casts)) != own:
-                    numel = torch.Size(torch_shape(dtype, shape)).numel()
+                if (wanted := casts.dtype(name, own := TORCH_DTYPES[dtype])) != own:
+                    numel = torch.Size(TORCH_DTYPES.shape(dtype, shape)).numel()
                     made[k] = wanted.itemsize * numel
                     cast.append(stored[k])
-                    counted.append(bytes_to_count(numel))
+                    counted.append(Lost.bytes_to_count(numel))
         if self._module is not None:
             made += [one.nbytes for one in _unstored(self._module).values()]
         total = sum([-(-nbytes // _BLOCK_BYTES) for nbytes in made]) * _BLOCK_BYTES

@@ -8,24 +8,44 @@ the pool's thread, so no state is shared.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from collections.abc import Generator
+from collections.abc import Sequence
+from contextlib import closing
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
+from typing import TypeAlias
 
 import torch
 
 from stio import clock
 from stio.device.base import resolve_device
-from stio.device.cuda import TorchEvent, event_now, free_bytes, has_streams
-from stio.errors import ClosedError, DeviceError, DeviceMemoryError, StioError, listed, printable
+from stio.device.cuda import TorchAccelerator
+from stio.device.cuda import TorchEvent
+from stio.errors import ClosedError
+from stio.errors import DeviceError
+from stio.errors import DeviceMemoryError
+from stio.errors import StioError
+from stio.errors import listed
+from stio.errors import printable
 from stio.loading.options import SourceLike
 from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Operation, copy_of
-from stio.runtime.reports.trace import Trace, traced
-from stio.serving.pool.content import Content, Contents, Leftover, Make
-from stio.serving.pool.policy import Model, ModelRequest, Policy, PoolStats
+from stio.runtime.operation import Operation
+from stio.runtime.operation import copy_of
+from stio.runtime.reports.trace import Trace
+from stio.runtime.reports.trace import traced
+from stio.serving.pool.content import Content
+from stio.serving.pool.content import Contents
+from stio.serving.pool.content import Leftover
+from stio.serving.pool.content import Make
+from stio.serving.pool.policy import Model
+from stio.serving.pool.policy import ModelRequest
+from stio.serving.pool.policy import Policy
+from stio.serving.pool.policy import PoolStats
 
 Outcome: TypeAlias = tuple[Any, BaseException | None]
 """The value of an operation, or its error."""
@@ -208,7 +228,11 @@ class PoolThread:
     def event_now(self) -> TorchEvent | None:
         """Return an event behind the work that the calling thread has queued on its current stream."""
         device = self._resolved
-        return None if device is None or device.type == "cpu" or not has_streams(device) else event_now(device)
+        return (
+            None
+            if device is None or device.type == "cpu" or not TorchAccelerator.supports(device)
+            else TorchEvent.now(device)
+        )
 
     def _drain(self) -> None:
         while True:
@@ -362,7 +386,7 @@ class PoolThread:
         is_wanted = any(model.calls and model.state == "absent" for model in models)
         # Of a model under way it is not known how much memory is allocated.
         is_known = not any(model.state in ("loading", "updating") for model in models)
-        free = free_bytes(device) if is_wanted and is_known else None
+        free = TorchAccelerator.free_bytes(device) if is_wanted and is_known else None
         return None if free is None else self.policy.held_bytes + free
 
     def _count(self, **counts: Any) -> None:

@@ -17,10 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import nullcontext
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+from typing import Self
 
 import torch
 from torch import nn
@@ -28,35 +34,59 @@ from torch.jit._trace import is_tracing
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from stio.device.base import DeviceMap, LoadedGroup, current_streams, resolve_devices
-from stio.device.copy_in import copy_all
-from stio.device.cuda import TorchAccelerator, default_stream
-from stio.device.tensor_memory import TargetMemory
-from stio.device.tensors import TORCH_DTYPES, DtypesLike, as_scalar, cast, loses_values, require_dtypes
-from stio.device.torch_private import copy_of, moved
-from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
+from stio.device.base import DeviceMap
+from stio.device.base import LoadedGroup
+from stio.device.casts import Casts
+from stio.device.casts import Lost
+from stio.device.cuda import TorchAccelerator
+from stio.device.copy_in import TargetMemory
+from stio.device.tensors import typed
+from stio.device.tensors import TORCH_DTYPES
+from stio.device.torch_private import copy_of
+from stio.device.torch_private import moved
+from stio.errors import ClosedError
+from stio.errors import MismatchError
+from stio.errors import TensorNotFoundError
+from stio.errors import WarmStartError
+from stio.errors import listed
+from stio.errors import printable
 from stio.limits import Limits
 from stio.loading.api import load
-from stio.loading.body import gather, open_with_options, scheduled, verify
-from stio.loading.casts import planned_casts, report_lost
+from stio.loading.body import gather
+from stio.loading.body import open_with_options
+from stio.loading.body import scheduled
+from stio.loading.body import verify
+from stio.loading.casts import DtypesLike
+from stio.loading.casts import planned_casts
 from stio.loading.module import ModuleTarget
-from stio.loading.module_tree import is_from
 from stio.loading.open import OpenCheckpoint
-from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.options import CacheLike
+from stio.loading.options import DevicesLike
+from stio.loading.options import LoadOptions
+from stio.loading.options import Memory
+from stio.loading.options import SourceLike
 from stio.loading.plan import Group
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import select_tensors
 from stio.loading.target import LoadReport
 from stio.runtime.locks import new_lock
-from stio.runtime.notifier import AsyncOnly, Notifier, runs_blocking
-from stio.runtime.operation import Operation, close_all
+from stio.runtime.notifier import AsyncOnly
+from stio.runtime.notifier import Notifier
+from stio.runtime.notifier import runs_blocking
+from stio.runtime.operation import Operation
+from stio.runtime.operation import close_all
 from stio.runtime.process import collection_paused
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace, shown
-from stio.serving.warm_start.parameter import MatchedParameter, Placeholder, PlaceholderParameter, placeholder_of
-from stio.text import described_by, keywords_for
+from stio.runtime.reports.trace import Trace
+from stio.runtime.reports.trace import shown
+from stio.serving.warm_start.parameter import MatchedParameter
+from stio.serving.warm_start.parameter import Placeholder
+from stio.serving.warm_start.parameter import PlaceholderParameter
+from stio.serving.warm_start.parameter import placeholder_of
+from stio.text import described_by
+from stio.text import keywords_for
 
 _is_tracing: Callable[[], bool] = is_tracing  # torch leaves it untyped
 
@@ -211,7 +241,7 @@ class WarmStart(AsyncOnly):
     ) -> WarmStartLoad:
         require_supported(module)  # it may have changed since the constructor
         settings = self._settings
-        where = resolve_devices(settings.device)
+        where = DeviceMap.of(settings.device)
         if isinstance(where, DeviceMap):
             raise ValueError("a warm start has one device; place a module on several by load_into(..., assign=True)")
         opened = open_with_options(operation, self._source, settings, strict=False)
@@ -219,11 +249,11 @@ class WarmStart(AsyncOnly):
             match = Match.of(module, into, names, opened, settings)
             verify(operation, opened, settings)
             # `casts` has the dtype of each tensor that is cast.
-            options = replace(settings, dtype=None, streams="copy", lost={})
+            options = replace(settings, dtype=None, streams="copy", lost=Lost())
             buffers: list[LoadedGroup] = []
             if match.buffers:  # on the copy stream the load ends when all casts have: a forward may run on any stream
                 stored = list(dict.fromkeys(match.buffers.values()))
-                selected = select_tensors(opened, stored, options, casts=match.casts or None)
+                selected = select_tensors(opened, stored, options, casts=Casts(by_name=match.casts))
                 buffers = gather(operation, selected, replace(options, progress=None))
             operation.check()
             device = where if isinstance(where, torch.device) else where.device
@@ -288,7 +318,7 @@ class Match:
             if source not in stored or id(target) in seen:
                 continue
             seen.add(id(target))
-            own = wanted if isinstance(wanted, torch.dtype) else (wanted or {}).get(source)
+            own = wanted.floating or wanted.by_name.get(source)
             final = _final_dtype(name, stored[source][0], target, own, opened.path)
             casts.setdefault(source, final)
             if isinstance(target, nn.Parameter):
@@ -341,7 +371,7 @@ class WarmStartLoad:
         self._options = options
         self.report = match.report
         """Names that only the module or only the checkpoint has."""
-        self._casts = match.casts or None
+        self._casts = Casts(by_name=match.casts)
         self._names_of_buffers = match.buffers
         self._buffers = buffers
         self._device = device
@@ -439,7 +469,7 @@ class WarmStartLoad:
 
     def start(self, module: nn.Module) -> None:
         """Place the buffers, and start the load. Called on the caller's thread, whose current stream will use both."""
-        self._stream = current_streams().get(self._device)
+        self._stream = TorchAccelerator.current_streams().get(self._device)
         buffers, self._buffers = self._buffers, ()
         try:
             tensors: dict[str, torch.Tensor] = {}
@@ -465,7 +495,7 @@ class WarmStartLoad:
                 self._reorder()  # for uses that started to wait before there was a scheduler
                 operation.on_cancel(scheduler.stop)
                 scheduler.run()
-                report_lost(self._options.lost or {}, self._path)
+                (self._options.lost or Lost()).report(self._path)
         finally:
             self._release_all()
 
@@ -494,7 +524,7 @@ class WarmStartLoad:
                     if not owner.left and owner.handle is not None:
                         owner.handle.remove()
                         owner.handle = None
-                placeholder.fill(as_scalar(tensor) if not placeholder.parameter.dim() else tensor)
+                placeholder.fill(tensor if placeholder.parameter.dim() else typed(tensor, ()))
 
     # Called by uses of parameters.
 
@@ -584,10 +614,10 @@ def _copies(pairs: Sequence[tuple[torch.Tensor, torch.dtype]], device: torch.dev
 def record(tensors: Iterable[torch.Tensor], device: torch.device, stream: Any) -> None:
     """Record that a stream, None: the default one, uses tensors that a load has allocated under the copy stream."""
     if device.type != "cpu":
-        TorchAccelerator(device).record(tensors, default_stream(device) if stream is None else stream)
+        TorchAccelerator(device).record(tensors, stream)
 
 
-_FOREIGN = ("torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.jit")
+_FOREIGN = ("torch.distributed.", "torch.nn.parallel.", "torch._dynamo.", "torch.jit.")
 """Python modules whose classes handle parameters themselves."""
 
 
@@ -603,7 +633,7 @@ def require_supported(module: nn.Module) -> None:
     for name, part in module.named_modules():
         kind = type(part)
         if kind not in foreign:
-            foreign[kind] = any(is_from(kind, package) for package in _FOREIGN)
+            foreign[kind] = any(f"{base.__module__}.".startswith(_FOREIGN) for base in kind.__mro__)
         if foreign[kind] or getattr(part, "_compiled_call_impl", None) is not None:
             shown = f"the submodule {printable(name)!r}, a {kind.__name__}," if name else f"a {kind.__name__}"
             raise WarmStartError(
@@ -669,14 +699,16 @@ def in_order(names: Sequence[str], order: Iterable[str] | None) -> list[str]:
 
 
 def _final_dtype(name: str, stored: str, target: torch.Tensor, cast_to: torch.dtype | None, path: str) -> torch.dtype:
-    require_dtypes([stored], path=path)
+    TORCH_DTYPES.require([stored], path=path)
     own = TORCH_DTYPES[stored]
     final = cast_to if cast_to is not None and own.is_floating_point else target.dtype
-    if loses_values(stored, final):
+    if TORCH_DTYPES.loses_values(stored, final):
         message = "a cast would lose the values of a tensor; load_into(..., assign=True) keeps the checkpoint's dtype"
         raise MismatchError(message, path=path, expected=str(final), found=f"{stored} for {name}")
     if final != own:
-        cast(name, torch.empty(1, dtype=own), final)  # an error of the cast is raised now, and not during the load
+        Lost().cast(
+            name, torch.empty(1, dtype=own), final
+        )  # an error of the cast is raised now, and not during the load
     if target.requires_grad and not (final.is_floating_point or final.is_complex):
         message = "a parameter of this dtype cannot have a gradient; call requires_grad_(False) on it first"
         raise MismatchError(message, path=path, found=f"{final} for {name}")
@@ -714,7 +746,7 @@ def place_buffers(
             if id(old) not in made:
                 source, name = buffers.get(id(old)), f"{prefix}.{leaf}" if prefix else leaf
                 if source is not None:
-                    made[id(old)] = _placed(old, tensors[source], source in used, name, path)
+                    made[id(old)] = _placed(old, tensors[source], source in used, name, memory)
                     used.add(source)
                 else:
                     if old.device != device:
@@ -723,10 +755,10 @@ def place_buffers(
             part._buffers[leaf] = made[id(old)]
 
 
-def _placed(old: torch.Tensor, new: torch.Tensor, is_used: bool, name: str, path: str) -> torch.Tensor:
+def _placed(old: torch.Tensor, new: torch.Tensor, is_used: bool, name: str, memory: TargetMemory) -> torch.Tensor:
     if old.device == new.device:
         with torch.no_grad():
-            copy_all([old], [new], [name], path=path)
+            memory.copy([(name, old, new)])
             return old
-    new = as_scalar(new) if not old.dim() else new
+    new = new if old.dim() else typed(new, ())
     return copy_of(new) if is_used else new

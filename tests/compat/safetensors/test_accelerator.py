@@ -115,7 +115,7 @@ def test_a_device_that_is_not_there(file: Path) -> None:
 def test_what_is_served(monkeypatch: pytest.MonkeyPatch, has_streams: bool) -> None:
     found = torch.device("cuda", 1)
     monkeypatch.setattr(_tensors, "resolve_device", lambda device: found if device == 1 else resolve_device("cpu"))
-    monkeypatch.setattr(_tensors, "has_streams", lambda device: has_streams)
+    monkeypatch.setattr(_tensors.TorchAccelerator, "supports", lambda device: has_streams)
     assert _tensors.served(1) == (found if has_streams else None)
     assert _tensors.served("cpu") is None
 
