@@ -18,9 +18,9 @@ from stio.device.tensors import E8M0, F4, FORMAT_DTYPES, TORCH_DTYPES, smallest_
 from stio.device.torch_private import INTEGERS
 from stio.errors import UnsupportedDtypeError, listed, printable
 from stio.format.slicing import Selection
-from stio.runtime.limits import HUGE_PAGE_BYTES
+from stio.limits import HUGE_PAGE_BYTES
 from stio.runtime.memory import allocate
-from stio.runtime.text import log
+from stio.text import log
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from math import prod
 from typing import Any
@@ -31,20 +27,12 @@ import torch
 
 from stio import native
 from stio.device.base import current_device
-from stio.device.pinned import PinnedAllocator
-from stio.device.pinned import driver_of
-from stio.device.pinned import drivers
-from stio.device.pinned import is_pinned
-from stio.device.pinned import node_of
-from stio.device.torch_private import copy_each
-from stio.device.torch_private import new_tensors
-from stio.errors import DeviceError
-from stio.errors import DeviceMemoryError
-from stio.errors import StioError
+from stio.device.pinned import PinnedAllocator, driver_of, drivers, is_pinned, node_of
+from stio.device.torch_private import copy_each, new_tensors
+from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
-from stio.runtime.process import after_fork_in_child
-from stio.runtime.process import contextmanager
+from stio.runtime.process import after_fork_in_child, contextmanager
 from stio.runtime.reports import counters
 
 STREAM_API = ("current_stream", "device", "stream")

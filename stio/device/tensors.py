@@ -19,32 +19,22 @@ from __future__ import annotations
 import ctypes
 import difflib
 from bisect import bisect_right
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from stio.device.base import Accelerator
-from stio.device.base import Image
-from stio.device.torch_private import from_dlpack
-from stio.device.torch_private import over_storages
-from stio.device.torch_private import without_torch_function
-from stio.errors import UnsupportedDtypeError
-from stio.errors import printable
-from stio.format.dtypes import BITS
-from stio.format.dtypes import LIBRARY_NAMES
-from stio.format.dtypes import tensor_nbytes
-from stio.limits import HUGE_PAGE_BYTES
+from stio.device.base import Accelerator, Image
+from stio.device.torch_private import from_dlpack, over_storages, without_torch_function
+from stio.errors import UnsupportedDtypeError, printable
+from stio.format.dtypes import BITS, LIBRARY_NAMES, tensor_nbytes
 from stio.runtime.memory import Region
 from stio.runtime.process import collection_paused
 

@@ -5,48 +5,33 @@ A load from a path costs two thread switches, to its thread and back: opening, r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from contextlib import ExitStack
-from contextlib import closing
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
-from typing import Any
-from typing import TypeAlias
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from stio import native
-from stio.device.base import DeviceMap
-from stio.device.base import LoadedGroup
-from stio.errors import FormatError
-from stio.errors import IntegrityError
-from stio.errors import LimitError
+from stio.device.base import DeviceMap, LoadedGroup
+from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
 from stio.limits import DEFAULT_BUDGET_BYTES
 from stio.loading.caches import ObjectCache
 from stio.loading.consumers import GroupQueue
 from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget
-from stio.loading.open import OpenCheckpoint
-from stio.loading.open import open_checkpoint
-from stio.loading.options import LoadOptions
-from stio.loading.options import SourceLike
+from stio.loading.open import OpenCheckpoint, open_checkpoint
+from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.planned import plan_load
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
-from stio.loading.select import SelectedTensors
-from stio.loading.select import select_tensors
+from stio.loading.select import SelectedTensors, select_tensors
 from stio.loading.target import LoadTarget
 from stio.runtime.operation import Operation
-from stio.runtime.process import collection_paused
-from stio.runtime.process import contextmanager
+from stio.runtime.process import collection_paused, contextmanager
 from stio.runtime.process import switch_interval as shortened
-from stio.runtime.reports.trace import shown
-from stio.runtime.reports.trace import traced
+from stio.runtime.reports.trace import shown, traced
 
 T = TypeVar("T")
 

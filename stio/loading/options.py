@@ -8,31 +8,20 @@ thread ("cuda" is its current device) is fixed at the call.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from typing import Any
-from typing import Literal
-from typing import TypeAlias
-from typing import get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
-from stio.device.base import Accelerator
-from stio.device.base import with_current_index
+from stio.device.base import Accelerator, with_current_index
 from stio.device.casts import Lost
 from stio.device.cuda import TorchAccelerator
-from stio.limits import Limits
-from stio.limits import checked_size
-from stio.loading.caches import FileCache
-from stio.loading.caches import ObjectCache
-from stio.loading.casts import DtypeOf
-from stio.loading.casts import DtypesLike
-from stio.loading.casts import checked_casts
+from stio.limits import Limits, checked_size
+from stio.loading.caches import FileCache, ObjectCache
+from stio.loading.casts import DtypeOf, DtypesLike, checked_casts
 from stio.runtime.process import check_switch_interval
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.progress import progress_callback
+from stio.runtime.reports.progress import Progress, progress_callback
 from stio.runtime.reports.trace import Trace
 from stio.storage.base import Root
 

@@ -17,12 +17,9 @@ import faulthandler
 import random
 import sys
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +27,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from faults.guarded_memory import READ
-from faults.guarded_memory import guarded
-from faults.guarded_memory import num_guarded
+from faults.guarded_memory import READ, guarded, num_guarded
 from support import bits_of
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import stio
 import stio.compat.safetensors.torch as safetensors_torch

@@ -18,28 +18,14 @@ import cufile_stand_in
 import pytest
 import simdevice
 import torch
-from accelerators import busy_event
-from accelerators import gpu
-from accelerators import keep_busy
-from accelerators import module_of
-from accelerators import needs_two_devices
-from accelerators import new_rings
-from accelerators import on_copy_stream
-from fakes import MemoryDestination
-from fakes import MemoryRoot
-from fakes import checkpoint_files
-from fakes import write_checkpoint
-from support import HookedRoot
-from support import bits_of
-from support import eventually
-from support import needs_engine
-from support import require_equal
+from accelerators import busy_event, gpu, keep_busy, module_of, needs_two_devices, new_rings, on_copy_stream
+from fakes import MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
+from support import HookedRoot, bits_of, eventually, needs_engine, require_equal
 from torch import nn
 
 import stio
 import stio.sync
-from stio import LazyTensor
-from stio import native
+from stio import LazyTensor, native
 from stio.device import cuda as cuda_module
 from stio.device.base import resolve_device
 from stio.device.copy_out import Readiness
