@@ -38,12 +38,12 @@ from stio.cli.output import (
 )
 from stio.errors import one_line
 from stio.format.header import build_header
-from stio.loading.open import open_checkpoint
 from stio.runtime.control_groups import room_in_memory
 from stio.runtime.limits import parse_size
 from stio.runtime.memory import fits
 from stio.runtime.process import contextmanager
 from stio.runtime.text import counted, is_url, show_bytes, without_secrets
+from stio.storage.checkpoint.open import open_checkpoint
 
 LIMIT = "limit"
 PEER = "safetensors"

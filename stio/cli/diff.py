@@ -39,12 +39,12 @@ from stio.cli.output import (
 from stio.errors import one_line
 from stio.format.dtypes import BITS
 from stio.format.header import TensorInfo
-from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.runtime.memory import Region, allocate, libc
 from stio.runtime.operation import Operation
 from stio.runtime.text import counted, natural_key, without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
+from stio.storage.checkpoint.open import OpenCheckpoint, open_checkpoint
 
 PIECE_BYTES = 6 << 20
 """Bytes of one side that are read at once: a whole number of values of each dtype, also of packed 6-bit values."""

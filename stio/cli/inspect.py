@@ -33,8 +33,8 @@ from stio.errors import one_line, printable
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import TensorInfo
 from stio.format.shared import ALIASES_KEY
-from stio.loading.open import open_checkpoint
 from stio.runtime.text import counted, natural_key, show_bytes
+from stio.storage.checkpoint.open import open_checkpoint
 
 MAX_LEVELS = 32
 """Depth of the tree; further dots are part of the last name."""

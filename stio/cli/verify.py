@@ -27,12 +27,12 @@ from stio.errors import (
 )
 from stio.format.header import Header
 from stio.format.naming import FILE_SUFFIXES, INDEX_SUFFIX, is_step_directory
-from stio.loading.integrity import judge_files, no_manifest, read_manifest
-from stio.loading.open import open_checkpoint
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
 from stio.runtime.text import counted, show_bytes, without_secrets
 from stio.storage.base import Source
+from stio.storage.checkpoint.integrity import judge_files, no_manifest, read_manifest
+from stio.storage.checkpoint.open import open_checkpoint
 
 PIECE_BYTES = 4 << 20
 """Bytes of a BOOL tensor that are read at once."""

@@ -52,13 +52,13 @@ from stio.format.safe_pickle import PickleRefused, PlainPickles, decode_name, lo
 from stio.format.shared import UNDECLARED, TiedNames, may_be_copied, resolve_shared
 from stio.loading.body import collect
 from stio.loading.casts import AS_STORED, planned_casts
-from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.text import is_url, log
 from stio.saving.tensors import tied_names
+from stio.storage.checkpoint.open import OpenCheckpoint, open_checkpoint
 from stio.storage.checks import broken_link, refusals
 from stio.storage.open import open_directory
 

@@ -42,7 +42,6 @@ from stio.format.placements import (
 )
 from stio.loading.body import scheduled
 from stio.loading.module import ModuleTarget
-from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plan import Group, stored_shape
 from stio.loading.read_paths import Delivery
@@ -54,6 +53,7 @@ from stio.runtime.notifier import Notifier, run_blocking
 from stio.runtime.operation import Cancelled, Operation
 from stio.runtime.trace import traced
 from stio.storage.base import RequestedSource
+from stio.storage.checkpoint.open import OpenCheckpoint
 
 Broadcast: TypeAlias = bool | Literal["auto"]
 """Whether ranks send each other what several of them need; `stio.distributed.load_into` describes it."""

@@ -42,7 +42,6 @@ from stio.loading.api import fill_from, load
 from stio.loading.body import open_with_options, verify
 from stio.loading.casts import require_as_stored
 from stio.loading.nested import read_nested
-from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
 from stio.loading.target import Casting, LocalPart, PartsTarget, checked_casting
 from stio.runtime.limits import Limits
@@ -51,6 +50,7 @@ from stio.runtime.operation import Operation, copy_of
 from stio.runtime.progress import Progress
 from stio.runtime.text import described_by, is_url, keywords_for
 from stio.runtime.trace import Trace, shown
+from stio.storage.checkpoint.open import OpenCheckpoint
 
 
 @described_by(load)

@@ -23,7 +23,6 @@ from stio.errors import ChangedDuringReadError
 from stio.loading.api import fill_from, load
 from stio.loading.module import ModuleTarget
 from stio.loading.nested import StateTarget
-from stio.loading.open import OpenCheckpoint
 from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
 from stio.loading.target import Casting, LoadReport, LoadTarget, checked_casting
 from stio.runtime.limits import Limits
@@ -31,6 +30,7 @@ from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
 from stio.runtime.text import described_by, is_url, keywords_for
 from stio.runtime.trace import Trace
+from stio.storage.checkpoint.open import OpenCheckpoint
 from stio.storage.commit.directory_lock import boot_id
 
 

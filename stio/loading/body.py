@@ -18,9 +18,7 @@ from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
 from stio.loading.caches import ObjectCache
 from stio.loading.consumers import GroupQueue
-from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget
-from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.planned import plan_load
 from stio.loading.read_paths import Delivery
@@ -32,6 +30,8 @@ from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused, contextmanager
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.trace import shown, traced
+from stio.storage.checkpoint.integrity import verify_files
+from stio.storage.checkpoint.open import OpenCheckpoint, open_checkpoint
 
 T = TypeVar("T")
 

@@ -19,7 +19,6 @@ import torch
 from stio.device.base import LoadedGroup
 from stio.errors import ClosedError
 from stio.loading.body import gather, scheduled
-from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plan import Group
 from stio.loading.read_paths import Delivery
@@ -27,6 +26,7 @@ from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import select_tensors
 from stio.runtime.notifier import Notifier, run_blocking
 from stio.runtime.operation import Operation, close_all
+from stio.storage.checkpoint.open import OpenCheckpoint
 
 
 class LoadByName:

@@ -35,12 +35,12 @@ from stio.format.state_tree import (
     python_path,
 )
 from stio.loading.casts import require_together
-from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.target import Casting, LoadReport, LoadTarget, PartOf, Stored, no_part
 from stio.runtime.limits import Limits
 from stio.runtime.memory import Region, allocate
 from stio.runtime.process import collection_paused
+from stio.storage.checkpoint.open import OpenCheckpoint
 
 _PLAIN_VALUES = (
     *(type(None), bool, int, float, str, bytes, torch.Size, torch.dtype, torch.device),

@@ -30,7 +30,6 @@ from stio.format.header import Header
 from stio.loading.caches import CachedFile, FileCache
 from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
-from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import GAP_BYTES, FileSelection, ReadPlan, plan_reads
@@ -49,6 +48,7 @@ from stio.runtime import memory
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.runtime.trace import traced
 from stio.storage.base import RequestedSource, Requests, Source
+from stio.storage.checkpoint.open import OpenCheckpoint
 from stio.storage.local import LocalFile, MappedFile, map_if_possible
 
 GROUP_BYTES = 64 << 20

@@ -24,9 +24,9 @@ from stio.format.header import Header
 from stio.format.index import ShardIndex
 from stio.format.shared import ALIASES_KEY
 from stio.loading.casts import planned_casts
-from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plan import Names, select_names, similar_names
+from stio.storage.checkpoint.open import OpenCheckpoint
 
 
 @dataclass(frozen=True, slots=True)

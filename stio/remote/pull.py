@@ -27,8 +27,6 @@ from stio.format.naming import (
     names_checkpoint,
     shard_number,
 )
-from stio.loading.integrity import judge_files, read_manifest
-from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.remote import hub
 from stio.remote.download import (
     LOCK_SUFFIX,
@@ -42,6 +40,8 @@ from stio.remote.download import (
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.text import is_url, without_secrets
 from stio.storage.base import ParallelRoot, RequestedSource, Requests, Source
+from stio.storage.checkpoint.integrity import judge_files, read_manifest
+from stio.storage.checkpoint.open import OpenCheckpoint, open_checkpoint
 from stio.storage.checks import local_directory, refusals
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import FileLock

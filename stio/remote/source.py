@@ -42,7 +42,7 @@ REQUESTS = Requests(nbytes=8 << 20, num_in_flight=32, gap_bytes=1 << 20)
 give what a fast network has. A gap of 1 MiB takes less time than another request."""
 
 _HEAD_BYTES = 128 << 10
-"""Read when an object is opened: as much as the first read of a header needs (`stio.loading.open`)."""
+"""Read when an object is opened: as much as the first read of a header needs (`stio.storage.checkpoint.open`)."""
 
 _NO_PAGES = (FILE_SUFFIX, ".json")
 """Ends of the names of files that are no web pages."""

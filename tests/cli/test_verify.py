@@ -225,7 +225,7 @@ def test_an_interrupt_ends_a_verification(tmp_path: Path, program_zygote: Zygote
     """The threads that hash are gone before the process is."""
     code = """
 import itertools, os, signal, sys
-from stio.loading import integrity
+from stio.storage.checkpoint import integrity
 from stio.cli.main import main
 turns = itertools.count()
 class Hasher:

@@ -44,10 +44,10 @@ from stio.compat.safetensors import SafetensorError, TensorSpec, safe_open, seri
 from stio.conversion.torch_files import read_pickle
 from stio.device.base import resolve_device
 from stio.loading.module import ModuleTarget
-from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.runtime import memory
 from stio.runtime.memory import WritableMemory
+from stio.storage.checkpoint.open import open_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 REPOSITORY = Path(__file__).resolve().parents[2]

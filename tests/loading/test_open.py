@@ -41,9 +41,9 @@ from stio.errors import (
 )
 from stio.format.header import build_header
 from stio.format.shared import ALIASES_KEY
-from stio.loading import open as opened_module
-from stio.loading.open import open_checkpoint
 from stio.runtime.limits import Limits
+from stio.storage.checkpoint import open as opened_module
+from stio.storage.checkpoint.open import open_checkpoint
 
 
 @pytest.fixture

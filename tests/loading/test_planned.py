@@ -15,11 +15,11 @@ import stio.sync
 from stio import native
 from stio.format.header import build_header
 from stio.loading.body import scheduled
-from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.loading.planned import ACCELERATOR_BUDGET_BYTES
 from stio.loading.read_paths import Delivery
 from stio.loading.select import select_tensors
+from stio.storage.checkpoint.open import open_checkpoint
 from stio.storage.local import LocalFile, LocalRoot
 
 pytestmark = pytest.mark.usefixtures("plain_workers")

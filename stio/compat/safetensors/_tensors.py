@@ -45,12 +45,12 @@ from stio.format.header import Header
 from stio.format.slicing import WORTHWHILE_STRIDE_BYTES, select
 from stio.loading.body import collect
 from stio.loading.by_name import LoadByName
-from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation
 from stio.runtime.process import contextmanager
+from stio.storage.checkpoint.open import OpenCheckpoint
 from stio.storage.local import LocalFile
 
 Shape = tuple[int, ...]

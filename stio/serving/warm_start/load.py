@@ -36,7 +36,6 @@ from stio.loading.body import scheduled
 from stio.loading.casts import planned_casts, report_lost
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import is_from
-from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plan import Group
 from stio.loading.read_paths import Delivery
@@ -48,6 +47,7 @@ from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation
 from stio.runtime.process import switch_interval as shortened
 from stio.serving.warm_start.parameter import MatchedParameter, Placeholder, PlaceholderParameter, placeholder_of
+from stio.storage.checkpoint.open import OpenCheckpoint
 
 _is_tracing: Callable[[], bool] = is_tracing  # torch leaves it untyped
 

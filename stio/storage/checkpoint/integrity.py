@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from stio.errors import IntegrityError, StioError
 from stio.format.manifest import FileState, Manifest, merge_states, new_hasher, parse_manifest
-from stio.loading.open import OpenCheckpoint
 from stio.runtime.control_groups import num_processors
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import allocate, default_budget_bytes
 from stio.runtime.operation import Cancelled
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source, digest_of_source
+from stio.storage.checkpoint.open import OpenCheckpoint
 from stio.storage.checks import advice_for_hub_cache, digest_in_name
 
 MAX_WORKERS = 8

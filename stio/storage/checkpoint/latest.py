@@ -28,8 +28,8 @@ from stio.format.naming import (
     shard_number,
 )
 from stio.format.other_sources import is_pickle_of_weights
-from stio.loading.open import open_checkpoint
 from stio.runtime.text import log
+from stio.storage.checkpoint.open import open_checkpoint
 from stio.storage.checks import CHECKPOINT_SUFFIXES, local_directory, refused, steps_in
 
 _DATED = "its name has a date, whose numbers are no step; load it by its path, or name it such as step-100"
