@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from stio.loading.api import load as load
     from stio.loading.api import load_into as load_into
     from stio.loading.api import open as open
-    from stio.loading.caches import CacheStats as CacheStats
     from stio.loading.options import LoadOptions as LoadOptions
     from stio.loading.target import LoadReport as LoadReport
     from stio.remote.disk_cache import DiskCache as DiskCache
@@ -89,6 +88,7 @@ if TYPE_CHECKING:
     from stio.serving.warm_start.api import warm_start as warm_start
     from stio.state import load_state as load_state
     from stio.state import save_state as save_state
+    from stio.storage.checkpoint.caches import CacheStats as CacheStats
     from stio.storage.checkpoint.latest import latest as latest
 
 _NAMES = {
@@ -97,7 +97,7 @@ _NAMES = {
     "stio.format.header": "TensorInfo",
     "stio.loading.api": "Checkpoint Stream load load_into open",
     "stio.remote.disk_cache": "DiskCache",
-    "stio.loading.caches": "CacheStats",
+    "stio.storage.checkpoint.caches": "CacheStats",
     "stio.serving.host_cache": "HostCache",
     "stio.storage.checkpoint.latest": "latest",
     "stio.loading.options": "LoadOptions",

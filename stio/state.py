@@ -21,7 +21,7 @@ from stio.format.state_tree import HOST_KINDS, Reference, Tree
 from stio.loading.api import load
 from stio.loading.body import gather, reading_operation
 from stio.loading.nested import read_nested
-from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.options import DevicesLike, LoadOptions, Memory
 from stio.loading.select import select_tensors
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
@@ -32,7 +32,9 @@ from stio.runtime.trace import Trace
 from stio.saving.api import save
 from stio.saving.nested import flatten
 from stio.saving.options import DEFAULT_PATTERN, CommitStep, DestinationLike, Durability, SaveResult, ShardNames
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.caches import CacheLike
+from stio.storage.checkpoint.open import SourceLike
+from stio.storage.checkpoint.shards import OpenCheckpoint
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 

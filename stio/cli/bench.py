@@ -44,6 +44,7 @@ from stio.runtime.memory import fits
 from stio.runtime.process import contextmanager
 from stio.runtime.text import counted, is_url, show_bytes, without_secrets
 from stio.storage.checkpoint.open import open_checkpoint
+from stio.storage.checkpoint.shards import OpenOptions
 
 LIMIT = "limit"
 PEER = "safetensors"
@@ -86,7 +87,7 @@ def bench(path: str | None, device: str, rounds: int, size: str) -> int:
     if sys.platform != "linux":
         raise CommandError("only Linux can evict files and read them without the page cache; run it there")
     with _file_to_read(path, size) as source:
-        with closing(open_checkpoint(source, strict=False)) as opened:
+        with closing(open_checkpoint(source, OpenOptions(strict=False))) as opened:
             paths, total_bytes = [file.path for file in opened.files], sum(f.identity.nbytes for f in opened.files)
         if not fits(total_bytes + _MARGIN_BYTES):
             text = f"{one_line(source)}: {show_bytes(total_bytes)} do not fit into memory"

@@ -44,7 +44,8 @@ from stio.runtime.operation import Operation
 from stio.runtime.text import counted, natural_key, without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
-from stio.storage.checkpoint.open import OpenCheckpoint, open_checkpoint
+from stio.storage.checkpoint.open import open_checkpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
 
 PIECE_BYTES = 6 << 20
 """Bytes of one side that are read at once: a whole number of values of each dtype, also of packed 6-bit values."""
@@ -207,9 +208,10 @@ def compare(
 
     def body(operation: Operation[list[Pair]]) -> list[Pair]:
         check = operation.check
+        how = OpenOptions(strict=False, check=check)
         with (
-            closing(open_checkpoint(a, strict=False, check=check)) as opened_a,
-            closing(open_checkpoint(b, strict=False, check=check)) as opened_b,
+            closing(open_checkpoint(a, how)) as opened_a,
+            closing(open_checkpoint(b, how)) as opened_b,
             ExitStack() as owned,
         ):
             for opened in (opened_a, opened_b) if not header_only else ():

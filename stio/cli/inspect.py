@@ -35,6 +35,7 @@ from stio.format.header import TensorInfo
 from stio.format.shared import ALIASES_KEY
 from stio.runtime.text import counted, natural_key, show_bytes
 from stio.storage.checkpoint.open import open_checkpoint
+from stio.storage.checkpoint.shards import OpenOptions
 
 MAX_LEVELS = 32
 """Depth of the tree; further dots are part of the last name."""
@@ -58,7 +59,7 @@ def inspect(path: str, pattern: str | None, as_tree: bool, depth: int | None, wi
     totals show torch's names too. Exit status 3: nothing matches --filter.
     """
     is_selected = matcher(pattern)
-    with closing(open_checkpoint(path, strict=False)) as opened:
+    with closing(open_checkpoint(path, OpenOptions(strict=False))) as opened:
         tensors = [header.info(name) for header in opened.headers for name in header.names if is_selected(name)]
         aliases = {name: target for name, target in opened.aliases.items() if is_selected(name) or is_selected(target)}
         num_tensors = sum(map(len, opened.headers))

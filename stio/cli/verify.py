@@ -33,6 +33,7 @@ from stio.runtime.text import counted, show_bytes, without_secrets
 from stio.storage.base import Source
 from stio.storage.checkpoint.integrity import judge_files, no_manifest, read_manifest
 from stio.storage.checkpoint.open import open_checkpoint
+from stio.storage.checkpoint.shards import OpenOptions
 
 PIECE_BYTES = 4 << 20
 """Bytes of a BOOL tensor that are read at once."""
@@ -128,11 +129,13 @@ def examine(
         with closing(
             open_checkpoint(
                 path,
-                strict=strict,
-                with_manifest=True,
-                examine_others=True,
-                check=operation.check,
-                warn=warnings.append,
+                OpenOptions(
+                    strict=strict,
+                    with_manifest=True,
+                    examine_others=True,
+                    check=operation.check,
+                    warn=warnings.append,
+                ),
             )
         ) as opened:
             manifest = read_manifest(opened, in_part=not hash_required)

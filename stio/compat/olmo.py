@@ -54,7 +54,7 @@ from stio.saving.options import SaveOptions, SaveResult
 from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files
 from stio.state import restore
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 __all__ = [
     "load_state_dict",

@@ -58,7 +58,8 @@ from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.text import is_url, log
 from stio.saving.tensors import tied_names
-from stio.storage.checkpoint.open import OpenCheckpoint, open_checkpoint
+from stio.storage.checkpoint.open import open_checkpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
 from stio.storage.checks import broken_link, refusals
 from stio.storage.open import open_directory
 
@@ -460,7 +461,7 @@ def _common_metadata(opened: OpenCheckpoint) -> dict[str, Any]:
 def _open_safetensors(
     path: str, dtype: torch.dtype | None, lost: Lost, window_bytes: int, check: Callable[[], None]
 ) -> OpenSource:
-    opened = open_checkpoint(path, allow_trailing=True, check=check)
+    opened = open_checkpoint(path, OpenOptions(allow_trailing=True, check=check))
     opened.require_plain()
     try:
         names = {**_plain_names(opened), **opened.aliases}

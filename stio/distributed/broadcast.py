@@ -53,7 +53,7 @@ from stio.runtime.notifier import Notifier, run_blocking
 from stio.runtime.operation import Cancelled, Operation
 from stio.runtime.trace import traced
 from stio.storage.base import RequestedSource
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 Broadcast: TypeAlias = bool | Literal["auto"]
 """Whether ranks send each other what several of them need; `stio.distributed.load_into` describes it."""

@@ -42,7 +42,7 @@ from stio.loading.api import fill_from, load
 from stio.loading.body import open_with_options, verify
 from stio.loading.casts import require_as_stored
 from stio.loading.nested import read_nested
-from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
+from stio.loading.options import LoadOptions, Memory
 from stio.loading.target import Casting, LocalPart, PartsTarget, checked_casting
 from stio.runtime.limits import Limits
 from stio.runtime.notifier import run_blocking
@@ -50,7 +50,9 @@ from stio.runtime.operation import Operation, copy_of
 from stio.runtime.progress import Progress
 from stio.runtime.text import described_by, is_url, keywords_for
 from stio.runtime.trace import Trace, shown
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.caches import CacheLike
+from stio.storage.checkpoint.open import SourceLike
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 
 @described_by(load)

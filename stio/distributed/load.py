@@ -23,14 +23,16 @@ from stio.errors import ChangedDuringReadError
 from stio.loading.api import fill_from, load
 from stio.loading.module import ModuleTarget
 from stio.loading.nested import StateTarget
-from stio.loading.options import CacheLike, LoadOptions, Memory, SourceLike
+from stio.loading.options import LoadOptions, Memory
 from stio.loading.target import Casting, LoadReport, LoadTarget, checked_casting
 from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.progress import Progress
 from stio.runtime.text import described_by, is_url, keywords_for
 from stio.runtime.trace import Trace
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.caches import CacheLike
+from stio.storage.checkpoint.open import SourceLike
+from stio.storage.checkpoint.shards import OpenCheckpoint
 from stio.storage.commit.directory_lock import boot_id
 
 

@@ -181,9 +181,10 @@ def require_one_set(headers: Sequence[Header], *, path: str) -> None:
     Raises:
         IndexFormatError: They are of several saves, or some are missing.
     """
-    marks = [tuple(map(header.metadata.get, _FAST_KEYS)) for header in headers]
-    if not any(name is not None for name, _, _ in marks):
+    names = [header.metadata.get(_FAST_KEYS[0]) for header in headers]
+    if names.count(None) == len(names):
         return
+    marks = [tuple(map(header.metadata.get, _FAST_KEYS)) for header in headers]
     (first, _, count), numbers = marks[0], {number for _, number, _ in marks}
     if any((name, total) != (first, count) for name, _, total in marks):
         sets = " and ".join(dict.fromkeys(printable(name) for name, _, _ in marks))
@@ -205,8 +206,10 @@ def require_whole_tensors(headers: Sequence[Header], *, strict: bool, path: str)
     """
     warnings = []
     for header in headers:
+        if _DCP_PARTS not in header.metadata:
+            continue
         try:
-            parts = _decode_parts(header.metadata.get(_DCP_PARTS, "{}"))
+            parts = _decode_parts(header.metadata[_DCP_PARTS])
         except (msgspec.MsgspecError, RecursionError):
             continue
         begins = {name: part.get("saved_offsets") for name, part in parts.items()}

@@ -32,12 +32,13 @@ from stio import sync
 from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, MismatchError, StioError, listed, printable
 from stio.format.directory import INDEX_NAME, require_complete, why_none, without_index
 from stio.format.naming import FILE_SUFFIX, is_hidden, is_index
-from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.options import LoadOptions
 from stio.remote.disk_cache import DiskCache
 from stio.runtime.limits import Limits
 from stio.runtime.text import is_url
 from stio.runtime.trace import Trace
 from stio.storage.base import Root
+from stio.storage.checkpoint.open import SourceLike
 from stio.storage.open import SingleFileRoot, open_directory
 
 __all__ = ["LOAD_FORMAT", "register"]

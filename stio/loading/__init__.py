@@ -20,8 +20,8 @@ touches its buffers.
 A cancel calls `LoadScheduler.stop`: the engine begins no further chunk, workers of the plain executor end after their
 piece. The first error of the executor ends the load in the same manner, and `run` raises it.
 
-`options.py` has the keywords. `Delivery` (`read_paths.py`) is how a consumer gets its tensors.
-Loads know caches by `caches.py`. Start with `body.py`, then read `planned.py` and `scheduler.py`.
+`options.py` has the keywords. `Delivery` (`read_paths.py`) is how a consumer gets its tensors. Start with `body.py`,
+then read `planned.py` and `scheduler.py`.
 
 Rules that are easy to miss:
 

@@ -33,7 +33,7 @@ from stio.loading.body import (
 from stio.loading.casts import report_lost
 from stio.loading.consumers import GroupQueue
 from stio.loading.module import ModuleTarget
-from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.options import DevicesLike, LoadOptions, Memory
 from stio.loading.plan import Names
 from stio.loading.read_paths import Delivery
 from stio.loading.select import (
@@ -52,7 +52,9 @@ from stio.runtime.process import switch_interval as shortened
 from stio.runtime.progress import Progress
 from stio.runtime.text import counted, described_by, keywords_for, show_bytes
 from stio.runtime.trace import Trace, shown
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.caches import CacheLike
+from stio.storage.checkpoint.open import SourceLike
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 
 async def load(

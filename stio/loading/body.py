@@ -16,22 +16,23 @@ from stio import native
 from stio.device.base import LoadedGroup, resolve_devices
 from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.index import ShardIndex
-from stio.loading.caches import ObjectCache
 from stio.loading.consumers import GroupQueue
 from stio.loading.module import ModuleTarget
-from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.options import LoadOptions
 from stio.loading.planned import plan_load
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import SelectedTensors, select_tensors
 from stio.loading.target import LoadTarget
-from stio.runtime.limits import DEFAULT_BUDGET_BYTES
+from stio.runtime.limits import DEFAULT_BUDGET_BYTES, Limits
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused, contextmanager
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.trace import shown, traced
+from stio.storage.checkpoint.caches import ObjectCache
 from stio.storage.checkpoint.integrity import verify_files
-from stio.storage.checkpoint.open import OpenCheckpoint, open_checkpoint
+from stio.storage.checkpoint.open import SourceLike, open_checkpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
 
 T = TypeVar("T")
 
@@ -51,9 +52,8 @@ def open_with_options(
     """Open a checkpoint with these options; `strict` replaces their value unless it is None."""
     cache = options.disk_cache
     with traced(options.trace, "open", detail=shown(source)), discarding_damage(cache):
-        opened = open_checkpoint(
-            source,
-            limits=options.limits,
+        how = OpenOptions(
+            limits=options.limits or Limits(),
             strict=options.strict if strict is None else strict,
             follow_symlinks=options.follow_symlinks,
             with_manifest=options.verify,
@@ -61,6 +61,7 @@ def open_with_options(
             replacement=(lambda file: file) if cache is None else cache.replacement,
             check=operation.check,
         )
+        opened = open_checkpoint(source, how)
         opened.require_plain()
         if cache is not None and options.verify and not opened.openers:
             fetch_all(opened, cache, options)  # otherwise verification and load would each read the store

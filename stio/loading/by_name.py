@@ -26,7 +26,7 @@ from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import select_tensors
 from stio.runtime.notifier import Notifier, run_blocking
 from stio.runtime.operation import Operation, close_all
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 
 class LoadByName:

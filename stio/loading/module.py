@@ -43,7 +43,7 @@ from stio.loading.options import LoadOptions
 from stio.loading.target import LoadReport, LoadTarget, LocalPart, PartOf, Place, Stored, no_part, whole_of
 from stio.runtime.process import collection_paused
 from stio.runtime.text import log
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 _SHOWN_CHARACTERS = 2000
 _WRAPPERS = re.compile(r"_orig_mod\.|module\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")

@@ -40,7 +40,7 @@ from stio.loading.target import Casting, LoadReport, LoadTarget, PartOf, Stored,
 from stio.runtime.limits import Limits
 from stio.runtime.memory import Region, allocate
 from stio.runtime.process import collection_paused
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 _PLAIN_VALUES = (
     *(type(None), bool, int, float, str, bytes, torch.Size, torch.dtype, torch.device),

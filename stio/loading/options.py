@@ -7,7 +7,6 @@ thread ("cuda" is its current device) is fixed at the call.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
@@ -16,12 +15,11 @@ import torch
 
 from stio.device.base import Accelerator, current_device, current_streams, with_current_index
 from stio.device.tensors import DtypeOf, DtypesLike, Lost, checked_casts
-from stio.loading.caches import FileCache, ObjectCache
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.process import check_switch_interval
 from stio.runtime.progress import Progress, progress_callback
 from stio.runtime.trace import Trace
-from stio.storage.base import Root
+from stio.storage.checkpoint.caches import CacheLike, FileCache, ObjectCache
 
 DeviceLike: TypeAlias = str | int | torch.device | Accelerator
 """An argument of `torch.device`, `"auto"`, or a device object of your own. A name without a number is
@@ -30,12 +28,6 @@ the calling thread's current device of that kind (`torch.cuda.set_device`)."""
 DevicesLike: TypeAlias = DeviceLike | Mapping[str, DeviceLike] | Callable[[str], DeviceLike]
 """One device; or one for each tensor: a mapping from names, and prefixes of names that end at a dot, of which the
 longest counts (`""` means all others), or a callable that gets a name. It is called on a thread of the load."""
-
-SourceLike: TypeAlias = str | os.PathLike[str] | Root
-"""A `.safetensors` file, an index, a directory, a URL of one of these, or a root of your own."""
-
-CacheLike: TypeAlias = FileCache | ObjectCache | tuple[FileCache | ObjectCache, ...]
-"""A `stio.HostCache` or a `stio.DiskCache`, or one of each in a tuple."""
 
 Memory = Literal["auto", "map", "lazy", "copy", "gds"]
 """How tensors on the CPU get their memory; `"gds"`: reads to an accelerator without host memory."""

@@ -27,7 +27,6 @@ from stio.device.cuda import TorchAccelerator, default_stream
 from stio.device.tensors import Lost, require_dtypes
 from stio.errors import DeviceError
 from stio.format.header import Header
-from stio.loading.caches import CachedFile, FileCache
 from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.options import LoadOptions
@@ -48,7 +47,8 @@ from stio.runtime import memory
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.runtime.trace import traced
 from stio.storage.base import RequestedSource, Requests, Source
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.caches import CachedFile, FileCache
+from stio.storage.checkpoint.shards import OpenCheckpoint
 from stio.storage.local import LocalFile, MappedFile, map_if_possible
 
 GROUP_BYTES = 64 << 20

@@ -37,7 +37,6 @@ from stio.device.tensors import (
 )
 from stio.errors import StioError
 from stio.format.dtypes import BITS
-from stio.loading.caches import CachedFile, FileImage
 from stio.loading.plan import GAP, Block, Group
 from stio.runtime import memory, stats
 from stio.runtime.limits import HUGE_PAGE_BYTES, PAGE_BYTES
@@ -45,6 +44,7 @@ from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 from stio.runtime.trace import Trace
 from stio.storage.base import RequestedSource, Source
+from stio.storage.checkpoint.caches import CachedFile, FileImage
 from stio.storage.local import LocalFile, MappedFile
 
 _MIN_IMAGE_BYTES = 2 << 20  # of one tensor: a shorter one is copied by this thread, which costs less

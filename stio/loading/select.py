@@ -26,7 +26,7 @@ from stio.format.shared import ALIASES_KEY
 from stio.loading.casts import planned_casts
 from stio.loading.options import LoadOptions
 from stio.loading.plan import Names, select_names, similar_names
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 
 @dataclass(frozen=True, slots=True)

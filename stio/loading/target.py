@@ -23,7 +23,7 @@ from stio.errors import MismatchError, listed, printable
 from stio.loading.module_tree import is_on_meta, memory_key, overlapping, why_not_copied, why_refused
 from stio.loading.options import DevicesLike, LoadOptions
 from stio.runtime.process import collection_paused
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 Stored: TypeAlias = tuple[str, tuple[int, ...]]
 """Dtype and shape of a tensor, as in the format."""

@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 
 from stio.errors import ChangedDuringReadError, StioError, StorageError
 from stio.format.naming import FILE_SUFFIX
-from stio.loading.caches import CacheStats, counted, on_own_thread
 from stio.remote.download import (
     LOCK_SUFFIX,
     PART_SUFFIX,
@@ -40,9 +39,11 @@ from stio.remote.download import (
 from stio.runtime import clock, memory
 from stio.runtime.limits import checked_size
 from stio.runtime.locks import new_lock
+from stio.runtime.operation import Operation
 from stio.runtime.process import after_fork_in_child, contextmanager
 from stio.runtime.text import log, show_bytes
 from stio.storage.base import Identity, RequestedSource, Source
+from stio.storage.checkpoint.caches import CacheStats
 from stio.storage.checks import OPEN_FLAGS, identity_of, local_directory, stat_of
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import FileLock
@@ -121,7 +122,7 @@ class DiskCache:
                 return [os.path.join(self.path, part.name) for part in parts]
             return []
 
-        return on_own_thread(work)
+        return Operation.result_of(work, name="evict")
 
     def evict(self) -> int:
         """Remove all files that no process uses, and what killed processes left; return their size in bytes."""
@@ -133,7 +134,7 @@ class DiskCache:
                 return self._remove(chosen, dir_fd)
             return 0
 
-        return on_own_thread(work)
+        return Operation.result_of(work, name="evict")
 
     # Called by loads, on threads of stio.
 
@@ -350,7 +351,7 @@ class DiskCache:
 
     def _count(self, **more: int) -> None:
         with _counting:
-            self._counts = counted(self._counts, **more)
+            self._counts = self._counts.plus(**more)
 
 
 _counting = new_lock()  # for the counters of all caches

@@ -41,13 +41,16 @@ from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.text import is_url, without_secrets
 from stio.storage.base import ParallelRoot, RequestedSource, Requests, Source
 from stio.storage.checkpoint.integrity import judge_files, read_manifest
-from stio.storage.checkpoint.open import OpenCheckpoint, open_checkpoint
+from stio.storage.checkpoint.open import open_checkpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
 from stio.storage.checks import local_directory, refusals
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import FileLock
 from stio.storage.commit.files import read_small, remove_file, status_at, write_small
 from stio.storage.local import LocalFile
 from stio.storage.open import SingleFileRoot, is_hub
+
+_HOW = OpenOptions(with_manifest=True, strict=False, check=check_interrupted)
 
 RECORD_NAME = "stio-pull.json"
 """File of a pulled directory that names its source, and the state of each of its files in the store."""
@@ -134,7 +137,7 @@ def pull(
         if commit and record["place"] == place and record["sizes"] == sizes and sizes.keys() >= {*also}:
             progress(sum(sizes.values()), sum(sizes.values()))
             return replace(result, files=sizes, verified=record["verified"])
-        opened = open_checkpoint(place, with_manifest=True, strict=False, check=check_interrupted)
+        opened = open_checkpoint(place, _HOW)
         owned.callback(opened.close)
         sources = _sources(opened, also, owned)
         result = replace(result, files={name: file.identity.nbytes for name, file in sorted(sources.items())})
@@ -312,7 +315,7 @@ class _Copy:
         shards = [*self.sources][: len(self.opened.files)]
         main = self.opened.index or (shards[0] if len(shards) == 1 else "")
         where = os.path.join(path, main)
-        with closing(open_checkpoint(where, with_manifest=True, strict=False, check=check_interrupted)) as copy:
+        with closing(open_checkpoint(where, _HOW)) as copy:
             for one in (self.opened, copy):
                 manifest = read_manifest(one)
                 if manifest is not None and (one is copy or manifest.in_names):

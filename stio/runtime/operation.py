@@ -34,7 +34,7 @@ import anyio
 from stio.errors import ClosedError, StioError, StorageError, printable
 from stio.runtime import clock, stats
 from stio.runtime.notifier import Notifier, run_blocking, runs_blocking
-from stio.runtime.process import after_fork_in_child, contextmanager, this_thread
+from stio.runtime.process import after_fork_in_child, contextmanager, this_thread, thread_name
 from stio.runtime.text import log
 
 
@@ -341,6 +341,14 @@ class Operation(Generic[T]):
     def result(self) -> T:
         """Wait for the result in this thread; see `wait`."""
         return run_blocking(self.wait())
+
+    @staticmethod
+    def result_of(work: Callable[[], T], *, name: str) -> T:
+        """Call a function that takes locks on a thread of stio's, and wait for it; see `stio.runtime.locks`."""
+        if not thread_name():
+            with suppress(StorageError):  # no more threads
+                return Operation[T](lambda _: work(), name=name).result()
+        return work()
 
     def close(self, timeout: float | None = None) -> None:
         """Cancel, and wait in this thread until the body has ended."""

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from stio.errors import ClosedError, NoSpaceError, StorageError
-from stio.loading.caches import CachedFile, CacheStats, FileImage, counted
 from stio.runtime import memory
 from stio.runtime.control_groups import room_in_memory
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.storage.base import Source
+from stio.storage.checkpoint.caches import CachedFile, CacheStats, FileImage
 
 T = TypeVar("T")
 logger = logging.getLogger("stio")
@@ -293,7 +293,7 @@ class CacheEntries:
             del self._labels[entry.label]
 
     def _count(self, **more: int) -> None:
-        self._counts = counted(self._counts, **more)
+        self._counts = self._counts.plus(**more)
 
     # Called by holds.
 

@@ -22,8 +22,7 @@ from stio.device.pinned import is_pinned
 from stio.format.naming import is_index
 from stio.loading.api import load
 from stio.loading.body import fetch_all, open_with_options
-from stio.loading.caches import SEGMENT_BYTES, CachedFile, CacheStats, FileImage, on_own_thread
-from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.options import LoadOptions
 from stio.loading.planned import plan_prefetch
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
@@ -38,6 +37,8 @@ from stio.runtime.text import described_by, is_url, keywords_for
 from stio.runtime.trace import Trace
 from stio.serving.entries import CacheEntries, RequestedFile
 from stio.storage.base import Root, Source
+from stio.storage.checkpoint.caches import CachedFile, CacheStats, FileImage
+from stio.storage.checkpoint.open import SourceLike
 from stio.storage.open import place_of_url
 
 T = TypeVar("T")
@@ -96,7 +97,7 @@ class _Memory:
 
     def keep(self, regions: list[Region]) -> None:
         """Use pinned memory again: to pin it anew would take longer than to read into it."""
-        self._kept += [region for region in regions if region.nbytes == SEGMENT_BYTES and is_pinned(region)]
+        self._kept += [region for region in regions if region.nbytes == FileImage.SEGMENT_BYTES and is_pinned(region)]
 
     def clear(self) -> None:
         """Release what is kept."""
@@ -201,8 +202,9 @@ class HostCache:
             Size of the evicted files, in bytes.
         """
         place = None if source is None else _place_of(source)
-        return on_own_thread(
-            lambda: self._free(self._entries.evict(lambda label: place is None or _is_below(label, place)))
+        return Operation.result_of(
+            lambda: self._free(self._entries.evict(lambda label: place is None or _is_below(label, place))),
+            name="evict",
         )
 
     def close(self) -> None:
@@ -210,7 +212,7 @@ class HostCache:
 
         Loads under way continue; the memory that they use is freed when they have ended.
         """
-        on_own_thread(lambda: self._free(self._entries.close()))
+        Operation.result_of(lambda: self._free(self._entries.close()), name="evict")
         for known in self._operations.valuerefs():
             operation = known()
             if operation is not None:

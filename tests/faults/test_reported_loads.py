@@ -1213,7 +1213,7 @@ def test_c340_all_of_many_shards(use: str, zygote: Any, many: Path) -> None:
 
 
 def test_c340_a_file_that_changes_is_noticed(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stio.storage.checkpoint.open.max_open_files", lambda: 1)
+    monkeypatch.setattr("stio.storage.checkpoint.shards.max_open_files", lambda: 1)
     write_checkpoint(tmp_path / "m", OLD, 2)
     with nothing_left(), sync.open(tmp_path / "m") as checkpoint:
         require_equal(checkpoint.load(), OLD)

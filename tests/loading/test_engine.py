@@ -16,7 +16,6 @@ from support import eventually, needs_engine
 
 from stio import native
 from stio.errors import StorageError, TruncatedError
-from stio.loading.caches import CachedFile, FileImage
 from stio.loading.engine import EngineExecutor
 from stio.loading.plan import GAP, Block, Group
 from stio.loading.read_paths import CopiedPath, MappedPath, ReadPath
@@ -26,6 +25,7 @@ from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.runtime.spans import Span
 from stio.runtime.trace import Trace
+from stio.storage.checkpoint.caches import CachedFile, FileImage
 from stio.storage.local import LocalFile, MappedFile, open_file
 
 pytestmark = needs_engine

@@ -17,6 +17,7 @@ from stio.runtime.operation import Cancelled
 from stio.storage.checkpoint import integrity
 from stio.storage.checkpoint.integrity import judge_files, read_manifest, verify_files
 from stio.storage.checkpoint.open import open_checkpoint
+from stio.storage.checkpoint.shards import OpenOptions
 
 KIB = 1 << 10
 NAMES = [f"model-{k + 1:05}-of-00004.safetensors" for k in range(4)]
@@ -44,7 +45,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def opened(root):
-    opened = open_checkpoint(root, with_manifest=True)
+    opened = open_checkpoint(root, OpenOptions(with_manifest=True))
     yield opened
     opened.close()
 

@@ -42,8 +42,9 @@ from stio.errors import (
 from stio.format.header import build_header
 from stio.format.shared import ALIASES_KEY
 from stio.runtime.limits import Limits
-from stio.storage.checkpoint import open as opened_module
+from stio.storage.checkpoint import shards as opened_module
 from stio.storage.checkpoint.open import open_checkpoint
+from stio.storage.checkpoint.shards import OpenOptions
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def _clean():
 def refused(error, source, match=None, **keywords):
     """Open, and require that it fails with every descriptor given back."""
     with pytest.raises(error, match=match) as caught:
-        open_checkpoint(source, **keywords)
+        open_checkpoint(source, OpenOptions(**keywords))
     assert isinstance(caught.value, StioError)
     return caught.value
 
@@ -367,7 +368,7 @@ def test_check_ends_the_opening(directory):
             raise KeyError("enough")
 
     with pytest.raises(KeyError):
-        open_checkpoint(directory, check=check)
+        open_checkpoint(directory, OpenOptions(check=check))
 
 
 def test_close_is_idempotent(directory):

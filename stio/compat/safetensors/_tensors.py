@@ -50,7 +50,7 @@ from stio.loading.select import select_tensors
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation
 from stio.runtime.process import contextmanager
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint
 from stio.storage.local import LocalFile
 
 Shape = tuple[int, ...]

@@ -20,7 +20,7 @@ from stio.device.base import current_device, with_current_index
 from stio.device.tensors import DtypesLike
 from stio.errors import CheckpointNotFoundError, listed, printable
 from stio.loading.api import load
-from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.options import LoadOptions
 from stio.loading.planned import ACCELERATOR_BUDGET_BYTES
 from stio.remote.disk_cache import DiskCache
 from stio.runtime import clock
@@ -35,6 +35,7 @@ from stio.serving.pool.content import Content, Make
 from stio.serving.pool.policy import Policy
 from stio.serving.pool.status import ModelStatus, PoolStats, Tier
 from stio.serving.pool.thread import Caller, Eviction, PooledModel, PoolThread, Update
+from stio.storage.checkpoint.open import SourceLike
 from stio.storage.checks import broken_link
 
 RING_BYTES = 96 << 20

@@ -28,13 +28,14 @@ from stio.loading.casts import planned_casts
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import ModuleTree
 from stio.loading.nested import StateTarget
-from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
 from stio.runtime import clock
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.runtime.progress import ProgressEvent
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.open import SourceLike
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 _UPDATE_BYTES = 64 << 20
 """Budget of an update in place. A larger tensor is on the way alone."""

@@ -19,7 +19,6 @@ import torch
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchEvent, event_now, free_bytes, has_streams
 from stio.errors import ClosedError, DeviceError, DeviceMemoryError, StioError, listed, printable
-from stio.loading.options import SourceLike
 from stio.runtime import clock
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation, copy_of
@@ -27,6 +26,7 @@ from stio.runtime.trace import Trace, traced
 from stio.serving.pool.content import Content, Contents, Leftover, Make
 from stio.serving.pool.policy import Model, ModelRequest, Policy
 from stio.serving.pool.status import PoolStats
+from stio.storage.checkpoint.open import SourceLike
 
 Outcome: TypeAlias = tuple[Any, BaseException | None]
 """The value of an operation, or its error."""

@@ -22,7 +22,7 @@ from stio.errors import ClosedError
 from stio.loading.api import load
 from stio.loading.body import gather, open_with_options, verify
 from stio.loading.module import ModuleTarget
-from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.options import DevicesLike, LoadOptions, Memory
 from stio.loading.select import select_tensors
 from stio.loading.target import LoadReport
 from stio.runtime.limits import Limits
@@ -40,6 +40,8 @@ from stio.serving.warm_start.load import (
     require_supported,
     restore_ended,
 )
+from stio.storage.checkpoint.caches import CacheLike
+from stio.storage.checkpoint.open import SourceLike
 
 
 @described_by(load)

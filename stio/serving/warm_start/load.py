@@ -47,7 +47,7 @@ from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Operation
 from stio.runtime.process import switch_interval as shortened
 from stio.serving.warm_start.parameter import MatchedParameter, Placeholder, PlaceholderParameter, placeholder_of
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 _is_tracing: Callable[[], bool] = is_tracing  # torch leaves it untyped
 

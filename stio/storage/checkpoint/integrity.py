@@ -18,7 +18,7 @@ from stio.runtime.memory import allocate, default_budget_bytes
 from stio.runtime.operation import Cancelled
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source, digest_of_source
-from stio.storage.checkpoint.open import OpenCheckpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint
 from stio.storage.checks import advice_for_hub_cache, digest_in_name
 
 MAX_WORKERS = 8

@@ -30,6 +30,7 @@ from stio.format.naming import (
 from stio.format.other_sources import is_pickle_of_weights
 from stio.runtime.text import log
 from stio.storage.checkpoint.open import open_checkpoint
+from stio.storage.checkpoint.shards import OpenOptions
 from stio.storage.checks import CHECKPOINT_SUFFIXES, local_directory, refused, steps_in
 
 _DATED = "its name has a date, whose numbers are no step; load it by its path, or name it such as step-100"
@@ -178,7 +179,7 @@ def _checkpoints_in(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> 
     checkpoints: dict[str, str | None] = {}
     pickled = ""
     try:
-        with closing(open_checkpoint(path, follow_symlinks=follow_symlinks, warn=lambda _: None)) as opened:
+        with closing(open_checkpoint(path, _quiet(follow_symlinks))) as opened:
             used = {opened.index, *(header.shard for header in opened.headers)} - {None}
         checkpoints[path] = None
     except (FormatError, IndexFormatError) as error:
@@ -204,12 +205,16 @@ def _checkpoints_in(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> 
     return checkpoints | others or ({path: pickled} if pickled else {})
 
 
+def _quiet(follow_symlinks: bool) -> OpenOptions:
+    return OpenOptions(follow_symlinks=follow_symlinks, warn=lambda _: None)
+
+
 def _why_incomplete(paths: Sequence[str], follow_symlinks: bool, shards: Sequence[str] = ()) -> str | None:
     """Return why a checkpoint is not complete, of these files or with this index; None: it is complete."""
     try:
         require_complete(shards, path=os.path.dirname(paths[0]))
         for path in paths:
-            open_checkpoint(path, follow_symlinks=follow_symlinks, warn=lambda _: None).close()
+            open_checkpoint(path, _quiet(follow_symlinks)).close()
     except (FormatError, IndexFormatError, CheckpointNotFoundError) as error:
         return str(error)
     return None

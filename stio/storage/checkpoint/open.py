@@ -1,35 +1,28 @@
-"""Opens a checkpoint: opens every file, parses and checks every header, reads no tensor.
+"""Finds the checkpoint that a source names, and opens its shards (`shards.py`).
 
-An open determines the kind of a source (a file, a directory with an index or with one file, an index), opens all shards
-that are needed through one directory before the first read, and compares the index with the headers. It needs no torch.
+The source is a file, a directory with an index or with one file, an index, a URL of one of these, or a `Root`. All
+shards are opened through one directory. If a save replaces the checkpoint meanwhile, the new one is opened.
 """
 
 from __future__ import annotations
 
 import errno
-import json
-import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 from stio.errors import (
-    ChangedDuringReadError,
     CheckpointNotFoundError,
     FormatError,
     IndexFormatError,
     LimitError,
     StioError,
     StorageError,
-    TensorNotFoundError,
-    UnsupportedDtypeError,
     listed,
-    printable,
 )
-from stio.format.companions import why_packed
 from stio.format.directory import (
     NamedCheckpoint,
     advice_for_gone_shards,
@@ -39,16 +32,9 @@ from stio.format.directory import (
     warning_of_gone_shards,
     warning_of_others,
 )
-from stio.format.gil_slices import ROWS
-from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
 from stio.format.index import (
-    ShardIndex,
-    as_in_index,
-    check_against_shards,
     parse_index,
-    require_distinct,
     require_one_set,
-    require_whole_tensors,
 )
 from stio.format.manifest import MAX_MANIFEST_BYTES
 from stio.format.naming import MANIFEST_SUFFIX, is_index, names_checkpoint, shard_number
@@ -59,21 +45,22 @@ from stio.format.other_sources import (
     FileKind,
     advice_for_index,
     advice_for_missing,
-    kind_of,
     starts_like_safetensors,
 )
-from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
-from stio.runtime.limits import Limits, advice_on_limit
-from stio.runtime.operation import start_thread
-from stio.runtime.process import collection_paused
+from stio.runtime.limits import advice_on_limit
 from stio.runtime.text import is_url, without_secrets
-from stio.storage.base import ParallelRoot, RequestedSource, Root, Source, read_bytes
-from stio.storage.checks import advice_for_hub_cache, broken_link, commits_in
-from stio.storage.open import ReopenedFile, SingleFileRoot, is_hub, max_open_files, open_directory, open_file, open_url
+from stio.storage.base import ParallelRoot, Root, Source, read_bytes
+from stio.storage.checkpoint.shards import (
+    ManifestText,
+    OpenCheckpoint,
+    OpenOptions,
+    kind_of_file,
+    open_shards,
+    read_header,
+)
+from stio.storage.checks import advice_for_hub_cache, commits_in
+from stio.storage.open import SingleFileRoot, is_hub, open_directory, open_file, open_url
 
-logger = logging.getLogger("stio")
-
-_TOO_MANY = (errno.EMFILE, errno.ENFILE)
 _MAX_EXAMINED = 8
 """Files beside an index whose headers are read: a directory may hold thousands, such as adapters."""
 
@@ -81,187 +68,18 @@ _MODELS = ("model", "pytorch_model", "diffusion_pytorch_model")
 _PICKLED_MODEL = ("pytorch_model.bin", "pytorch_model-", "diffusion_pytorch_model.bin", "diffusion_pytorch_model-")
 """Beginnings of the names of whole models in files of `torch.save`; the other names are those of their safetensors."""
 
-_ENTRY_BYTES = 64
-"""About the least that a tensor takes of a header."""
+SourceLike: TypeAlias = str | os.PathLike[str] | Root
+"""A `.safetensors` file, an index, a directory, a URL of one of these, or a root of your own."""
 
-_FIRST_READ_BYTES = 128 << 10
-"""Holds the headers of about 1,000 tensors, which then need no second read. A larger first read would cost more: the
-first touch of memory is slow."""
+_DEFAULT = OpenOptions()
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestText:
-    """The manifest beside a checkpoint, not parsed yet."""
-
-    path: str
-    """Its path, even if it does not exist."""
-    texts: tuple[bytes, ...]
-    """Its text before the files were opened, and the text after that if it differs; empty: there is no manifest."""
-    names: tuple[str, ...]
-    """Name in the manifest of each file of the checkpoint."""
-
-
-@dataclass(slots=True)
-class OpenCheckpoint:
-    """Open files and checked headers of one checkpoint.
-
-    The files of a checkpoint with more shards than `max_open_files` are closed after their headers were read.
-    `open_files` opens them again, relative to the same directory, and only if they are still the same files. If too
-    many are needed at one time, each read opens its file.
-    """
-
-    path: str
-    """Path that the caller passed."""
-    files: list[Source]
-    """Files, one for each shard: open, or known only by path and identity. Read from those of `open_files`."""
-    headers: list[Header]
-    """Headers, one for each shard."""
-    metadata: Mapping[str, Any]
-    """Text metadata of the shards and of their index."""
-    aliases: Mapping[str, str]
-    """Names that share another tensor's data, to that tensor's name."""
-    index: str | None = None
-    """Name of its index; None: it has none."""
-    differing_metadata: frozenset[str] = frozenset()
-    """Keys of the metadata with other values in one shard than in another; `metadata` has one of them."""
-    index_names: Collection[str] = ()
-    """Names of the tensors in the index, those of other shards too; empty if all shards are open."""
-    manifest: ManifestText | None = None
-    """The manifest of the checkpoint, if it was opened `with_manifest`."""
-    openers: Sequence[Callable[[], Source]] = ()
-    """Opens the file of each shard; empty if the files stay open."""
-    root: Root | None = None
-    """The directory of a URL, or that behind `openers`; this object closes it."""
-
-    def open_files(self, shards: Iterable[int], owned: ExitStack) -> Sequence[Source]:
-        """Return the files of all shards, of which these can be read until `owned` is closed.
-
-        Raises:
-            ChangedDuringReadError: A file was removed or replaced since the checkpoint was opened.
-            StorageError: The operating system reported an error, such as too many open files.
-        """
-        if not self.openers:
-            return self.files
-        shards = [*shards]
-        if len(shards) <= max_open_files():
-            try:
-                return self._opened_again(shards, owned)
-            except StorageError as error:
-                if error.errno not in _TOO_MANY:
-                    raise  # else the process has many other files open
-        files = list(self.files)
-        for shard in shards:
-            before = files[shard]
-            files[shard] = ReopenedFile(before.path, before.identity, partial(self._open_again, shard))
-        return files
-
-    def _opened_again(self, shards: Iterable[int], owned: ExitStack) -> Sequence[Source]:
-        files = list(self.files)
-        with ExitStack() as opening:
-            for shard in shards:
-                files[shard] = self._open_again(shard)
-                opening.callback(files[shard].close)
-            owned.push(opening.pop_all())
-        return files
-
-    def _open_again(self, shard: int) -> Source:
-        before = self.files[shard]
-        try:
-            file = self.openers[shard]()
-        except CheckpointNotFoundError as error:
-            raise ChangedDuringReadError(
-                "the file was removed since the checkpoint was opened; open the checkpoint again", path=error.path
-            ) from error
-        try:
-            before.identity.require_same(file.identity, file.path)
-        except BaseException:
-            file.close()
-            raise
-        return file
-
-    def info(self, name: str) -> TensorInfo:
-        """Return the entry of a tensor in its header; for an alias, the entry of its target.
-
-        Raises:
-            TensorNotFoundError: No header has a tensor of this name.
-        """
-        target = self.aliases.get(name, name)
-        for header in self.headers:
-            if target in header:
-                return header.info(target)
-        raise TensorNotFoundError("the checkpoint has no such tensor", path=self.path, requested=name)
-
-    def dtypes_and_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape of all tensors by name, as in the format; aliases are not among them."""
-        return {
-            name: (dtype, shape)
-            for header in self.headers
-            for name, dtype, shape in zip(header.names, header.dtypes, header.shapes, strict=True)
-        }
-
-    def require_plain(self) -> None:
-        """Raise if the bytes of a file are not those of its tensors.
-
-        Raises:
-            UnsupportedDtypeError: Another program has compressed them; all files are closed then.
-        """
-        if why := why_packed(self.metadata):
-            self.close()
-            raise UnsupportedDtypeError(why, path=self.path)
-
-    def close(self) -> None:
-        """Close all files. Idempotent."""
-        files, self.files = self.files, []
-        for file in files:
-            file.close()
-        root, self.root = self.root, None
-        if root is not None:
-            root.close()
-
-    def discard(self) -> None:
-        """Close, and free the headers on a thread, so that no event loop is blocked. The object is unusable then."""
-        self.close()
-        headers, self.headers = self.headers, []
-        if sum(map(len, headers)) > ROWS:
-            with suppress(RuntimeError):  # no more threads: the thread that drops the last reference frees them
-                start_thread(partial(_clear, headers), name="discard")
-
-
-def _clear(headers: list[Header]) -> None:
-    for header in headers:
-        header.clear()
-
-
-def open_checkpoint(
-    source: str | os.PathLike[str] | Root,
-    *,
-    limits: Limits | None = None,
-    strict: bool = True,
-    follow_symlinks: bool = False,
-    with_manifest: bool = False,
-    shards_of: Callable[[ShardIndex], Collection[str] | None] = lambda index: None,
-    replacement: Callable[[Source], Source] = lambda file: file,
-    allow_trailing: bool = False,
-    examine_others: bool = False,
-    check: Callable[[], None] = lambda: None,
-    warn: Callable[[str], object] = lambda warning: logger.warning("%s", warning),
-) -> OpenCheckpoint:
+def open_checkpoint(source: SourceLike, options: OpenOptions = _DEFAULT) -> OpenCheckpoint:
     """Open a checkpoint; blocks.
 
     Args:
         source: A `.safetensors` file, an index, a directory, a URL of one of these, or a `Root`.
-        limits: Bounds on what a file may request.
-        strict: Tensors that the index does not name are an error; with False, a warning.
-        follow_symlinks: Allow shards that are links to a place outside the checkpoint's root.
-        with_manifest: Read the manifest beside the checkpoint too (`stio.format.manifest` parses it).
-        shards_of: Returns the shards of an index to open, None for all; the others are not opened. With a manifest all
-            are.
-        replacement: Called with each shard that was opened; returns it, or another file with the same content and the
-            same identity, and has closed the shard then.
-        allow_trailing: Bytes after the last tensor of a file are a warning, and no error.
-        examine_others: Read the headers of files beside the checkpoint too, and warn of tensors of the same names.
-        check: Called between files; may raise to end the call.
-        warn: Called with a sentence for each difference that is no error. By default it is logged.
+        options: How it is opened.
 
     Raises:
         CheckpointNotFoundError: There is no file at this path, or no checkpoint in the directory.
@@ -271,39 +89,19 @@ def open_checkpoint(
         UnsafePathError: The index leads out of the directory.
         StorageError: The operating system reported an error.
     """
-    return _Opening(
-        limits or Limits(),
-        strict,
-        follow_symlinks,
-        with_manifest,
-        shards_of,
-        replacement,
-        allow_trailing,
-        examine_others,
-        check,
-        warn,
-    ).open(source)
+    return _Opening(options).open(source)
 
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
     """One call of `open_checkpoint`."""
 
-    limits: Limits
-    strict: bool
-    follow_symlinks: bool
-    with_manifest: bool
-    shards_of: Callable[[ShardIndex], Collection[str] | None]
-    replacement: Callable[[Source], Source]
-    allow_trailing: bool
-    examine_others: bool
-    check: Callable[[], None]
-    warn: Callable[[str], object]
+    options: OpenOptions
 
-    def open(self, source: str | os.PathLike[str] | Root) -> OpenCheckpoint:
-        if isinstance(source, Root):
-            return self._in_root(source, None)
+    def open(self, source: SourceLike) -> OpenCheckpoint:
         if not isinstance(source, str | bytes | os.PathLike):
+            if isinstance(source, Root):
+                return self._in_root(source, None)
             raise TypeError(f"a source must be a path, a URL or a storage.base.Root, not {type(source).__name__}")
         path = os.fsdecode(source)
         if not path:
@@ -366,7 +164,7 @@ class _Opening:
         if name and not is_index(name):
             root = SingleFileRoot(root, name)
             if not names_checkpoint(name):  # a link: its content alone shows that it is a file
-                opening = replace(self, with_manifest=False)
+                opening = _Opening(replace(self.options, with_manifest=False))
         opened = opening._in_root(root, name if is_index(name) else None)
         opened.path = f"{root.path.rstrip('/')}/{name}" if name else root.path
         opened.root = root
@@ -380,32 +178,36 @@ class _Opening:
 
     def _single(self, path: str) -> OpenCheckpoint:
         """Open one file that the caller named."""
-        shards = partial(self._shards, path, {os.path.basename(path): lambda: open_file(path)}, None)
-        if not self.with_manifest:
+        shards = partial(open_shards, path, {os.path.basename(path): partial(open_file, path)}, None, self.options)
+        if not self.options.with_manifest:
             return shards()
         # A save follows a link to its target, and writes the manifest beside that, with the target's name.
         beside = os.path.islink(path) and not os.path.lexists(path + MANIFEST_SUFFIX)
         folder, name = os.path.split(os.path.realpath(path) if beside else path)
-        with open_directory(folder or ".", follow_symlinks=self.follow_symlinks) as root:
+        with open_directory(folder or ".", follow_symlinks=self.options.follow_symlinks) as root:
             opened = _with_manifest(root, name, shards)
         if opened.manifest is not None:
             opened.manifest = replace(opened.manifest, names=(name,))
         return opened
 
     def _in_directory(self, path: str, index_name: str | None) -> OpenCheckpoint:
-        with ExitStack() as closing_root:
-            root = closing_root.enter_context(open_directory(path, follow_symlinks=self.follow_symlinks))
+        root = open_directory(path, follow_symlinks=self.options.follow_symlinks)
+        try:
             opened = self._in_root(root, index_name)
-            if opened.openers:
-                opened.root = root
-                closing_root.pop_all()
-            return opened
+        except BaseException:
+            root.close()
+            raise
+        if opened.openers:
+            opened.root = root
+        else:
+            root.close()
+        return opened
 
     def _in_root(self, root: Root, index_name: str | None) -> OpenCheckpoint:
         """Open the checkpoint of a directory; if a save replaces it after the listing, open the new one."""
         last: list[object] = []
         while True:
-            self.check()
+            self.options.check()
             # The caller passed the path of the index: it may be a link to any place.
             names, found = ([], of_index(index_name)) if index_name is not None else _chosen(root)
             text = b"" if found.index is None else self._index_text(root, found.index, index_name is not None)
@@ -434,18 +236,18 @@ class _Opening:
         whole_index = index = None
         files = found.files
         if found.index is not None:
-            whole_index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.limits)
+            whole_index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.options.limits)
             if names and not whole_index.shards and (whole := self._whole_beside(root, found, names)):
                 return self._named(root, whole, b"", names)
             index = whole_index
-            if not self.with_manifest and (wanted := self.shards_of(index)) is not None:
+            if not self.options.with_manifest and (wanted := self.options.shards_of(index)) is not None:
                 index = index.part(wanted)
             files = index.shards
         openers = {name: partial(root.open, name) for name in files}
         if isinstance(root, ParallelRoot):
             root.open_ahead(files)
-        shards = partial(self._shards, root.path, openers, index)
-        opened = _with_manifest(root, found.whole, shards) if self.with_manifest else shards()
+        shards = partial(open_shards, root.path, openers, index, self.options)
+        opened = _with_manifest(root, found.whole, shards) if self.options.with_manifest else shards()
         opened.index = found.index
         if whole_index is not None and index is not whole_index:
             opened.index_names = whole_index.weight_map.keys()
@@ -463,19 +265,21 @@ class _Opening:
     ) -> None:
         """Warn of files in the directory that a reader of it may take for the newer checkpoint."""
         loaded = found.index or found.whole
+        if names == [loaded]:
+            return
         same, others = beside(loaded, files, names)
-        if self.examine_others and not is_hub(root.path):  # there it would be downloaded
+        if self.options.examine_others and not is_hub(root.path):  # there it would be downloaded
             same += [name for name in others[:_MAX_EXAMINED] if self._has_names_of(root, name, opened)]
         if found.stem not in _MODELS:  # such as an adapter
             same += [name for name in names if name.startswith(_PICKLED_MODEL)]
         if same:
-            self.warn(warning_of_others(root.path, loaded, same))
+            self.options.warn(warning_of_others(root.path, loaded, same))
 
     def _has_names_of(self, root: Root, name: str, opened: OpenCheckpoint) -> bool:
         """Return whether a file has tensors with names that the checkpoint has."""
         try:
             with closing(root.open(name)) as file:
-                found = self._header(file, name, is_loaded=False).names
+                found = read_header(file, name, self.options, is_loaded=False).names
                 return any(name in opened.index_names or any(name in one for one in opened.headers) for name in found)
         except StioError:
             return False  # it is no checkpoint
@@ -488,7 +292,7 @@ class _Opening:
         index = found.index or ""
         for name in dict.fromkeys([found.whole, *beside(index, (), names)[0]]):
             if shard_number(name) is None and _exists(root, name):
-                self.warn(warning_of_gone_shards(root.path, index, name))
+                self.options.warn(warning_of_gone_shards(root.path, index, name))
                 return NamedCheckpoint(None, (name,), name)
         return None
 
@@ -496,98 +300,13 @@ class _Opening:
         """Return whether an index, chosen among these names, has no shard that exists."""
         if found.index is None or not names:
             return False
-        index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.limits)
+        index = parse_index(text, path=os.path.join(root.path, found.index), limits=self.options.limits)
         return not any(shard in names or _exists(root, shard) for shard in index.shards)
 
     def _index_text(self, root: Root, name: str, named: bool) -> bytes:
         message = f"the index is larger than the limit `header_bytes`{advice_on_limit('header_bytes')}"
         with closing(root.open(name, trusted=named)) as file:
-            return _read_whole(file, self.limits.header_bytes, message)
-
-    def _shards(
-        self, path: str, openers: Mapping[str, Callable[[], Source]], index: ShardIndex | None
-    ) -> OpenCheckpoint:
-        """Open all files, then read and check all headers; or one file after the other, if they are too many."""
-        try:
-            return self._shards_by(path, openers, index, in_turns=len(openers) > max_open_files())
-        except StorageError as error:
-            if error.errno not in _TOO_MANY or len(openers) == 1:
-                raise
-        return self._shards_by(path, openers, index, in_turns=True)  # the process has many other files open
-
-    def _shards_by(
-        self, path: str, openers: Mapping[str, Callable[[], Source]], index: ShardIndex | None, *, in_turns: bool
-    ) -> OpenCheckpoint:
-        files: list[Source] = []
-        headers: list[Header] = []
-        num_replaced = 0
-        try:
-            for name, open_one in openers.items():
-                self.check()
-                files.append(_shard(open_one, index))
-                if isinstance(files[-1], RequestedSource):  # it has no descriptor; a file in its place has one
-                    in_turns = False
-                    if num_replaced < max_open_files():
-                        files[-1] = self.replacement(files[-1])
-                        num_replaced += not isinstance(files[-1], RequestedSource)
-                if in_turns:
-                    headers.append(self._header(files[-1], name))
-                    files[-1].close()
-            for name, file in zip(openers, files, strict=True) if not in_turns else ():
-                self.check()
-                headers.append(self._header(file, name))
-            for warning in require_whole_tensors(headers, strict=self.strict, path=path):
-                self.warn(warning)
-            if index is None:
-                require_distinct(headers, path=path)
-            else:
-                by_name = dict(zip(openers, headers, strict=True))
-                for warning in check_against_shards(index, by_name, strict=self.strict, path=path):
-                    self.warn(warning)
-                headers = as_in_index(index, by_name)
-            described: list[Mapping[str, Any]] = [header.metadata for header in headers]
-            differing = frozenset(_differing(described))
-            if index is not None:
-                described.append(index.metadata)
-                differing -= index.metadata.keys()  # whose value is that of the checkpoint
-            metadata = {key: _as_text(key, value) for one in described for key, value in one.items()}
-            aliases = {
-                alias: target
-                for one in described
-                for alias, target in _aliases(one, headers, index, path, self.limits).items()
-            }
-        except BaseException:
-            for file in files:
-                file.close()
-            raise
-        again = list(openers.values()) if in_turns else ()
-        return OpenCheckpoint(path, files, headers, metadata, aliases, openers=again, differing_metadata=differing)
-
-    def _header(self, file: Source, shard: str, *, is_loaded: bool = True) -> Header:
-        """Read and parse one header; a small one comes with its length in a single read."""
-        file_bytes = file.identity.nbytes
-        head = read_bytes(file, 0, min(file_bytes, _FIRST_READ_BYTES))
-        try:
-            nbytes = header_nbytes(head[:PREFIX_BYTES], file_bytes=file_bytes, limits=self.limits, path=file.path)
-        except FormatError as error:
-            kind = _kind_of(file)
-            if kind is None:
-                raise
-            raise FormatError(kind.refusal(file.path), path=file.path) from error
-        end = PREFIX_BYTES + nbytes
-        raw = head[PREFIX_BYTES:end] if end <= len(head) else read_bytes(file, PREFIX_BYTES, nbytes)
-        with collection_paused(nbytes // _ENTRY_BYTES):
-            header = parse_header(
-                raw,
-                file_bytes=file_bytes,
-                path=file.path,
-                shard=shard,
-                limits=self.limits,
-                allow_trailing=self.allow_trailing,
-            )
-        if is_loaded and (trailing := file_bytes - header.data_start - header.data_bytes):
-            self.warn(f"{printable(file.path)}: {trailing:,} bytes after the last tensor are left out")
-        return header
+            return _read_whole(file, self.options.limits.header_bytes, message)
 
 
 def _with_manifest(root: Root, stem: str, open_shards: Callable[[], OpenCheckpoint]) -> OpenCheckpoint:
@@ -649,10 +368,6 @@ def _exists(root: Root, name: str) -> bool:
     return True
 
 
-def _kind_of(file: Source) -> FileKind | None:
-    return kind_of(lambda begin, end: read_bytes(file, begin, end - begin), file.identity.nbytes, file.path)
-
-
 def _kind_of_name(root: Root, name: str) -> FileKind | None:
     with suppress(StioError):
         return _kind_at(root, name)
@@ -664,7 +379,7 @@ def _kind_at(root: Root, name: str) -> FileKind | None:
         nbytes = file.identity.nbytes
         if starts_like_safetensors(read_bytes(file, 0, min(HEAD_BYTES, nbytes)), nbytes):
             return SAFETENSORS
-        return _kind_of(file)
+        return kind_of_file(file)
 
 
 def _advise(error: StioError, advice: str) -> None:
@@ -673,58 +388,9 @@ def _advise(error: StioError, advice: str) -> None:
     error.args = (error.message,)
 
 
-def _differing(described: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the keys that have several values."""
-    first: dict[str, Any] = {}
-    for one in described:
-        for key, value in one.items():
-            if first.setdefault(key, value) != value:
-                yield key
-
-
-def _as_text(key: str, value: object) -> object:
-    """Return a value of the metadata as text: an index may have any JSON there. Counts of the tensors stay numbers."""
-    return value if isinstance(value, str) or key in MADE_ANEW else json.dumps(value, ensure_ascii=False)
-
-
-def _shard(open_one: Callable[[], Source], index: ShardIndex | None) -> Source:
-    try:
-        return open_one()
-    except CheckpointNotFoundError as error:
-        if index is None:
-            raise
-        message = "the index names a shard that does not exist; the download may be incomplete"
-        raise CheckpointNotFoundError(message + broken_link(error.path or ""), path=error.path) from None
-
-
 def _read_whole(file: Source, max_bytes: int, message: str) -> bytes:
     """Return the content of a file, unless it is too long."""
     nbytes = file.identity.nbytes
     if nbytes > max_bytes:
         raise LimitError(message, path=file.path, expected=f"at most {max_bytes:,} bytes", found=nbytes)
     return read_bytes(file, 0, nbytes)
-
-
-def _aliases(
-    metadata: Mapping[str, Any], headers: list[Header], index: ShardIndex | None, path: str, limits: Limits
-) -> dict[str, str]:
-    """Return the aliases in the metadata of stio, checked against the headers, and those of shards that are open."""
-    text = metadata.get(ALIASES_KEY)
-    if text is None:
-        return {}
-    if not isinstance(text, str):
-        raise FormatError(f"{ALIASES_KEY} is not text", path=path, found=type(text).__name__)
-    aliases = parse_aliases(text, path=path, max_aliases=limits.max_tensors)
-    known = {name for header in headers for name in header.names}
-    elsewhere = index.names_elsewhere if index is not None else frozenset()
-    for alias, target in aliases.items():
-        if target in elsewhere and alias not in known and alias not in elsewhere:
-            continue
-        if target not in known or alias in known:
-            raise FormatError(
-                f"{ALIASES_KEY} must lead from names without data to names of tensors; if a program has copied it from "
-                "other tensors, save without it: safetensors.torch.save_file(load_file(FILE), NEW)",
-                path=path,
-                found=f"{printable(alias)!r}: {printable(target)!r}",
-            )
-    return {alias: target for alias, target in aliases.items() if target in known} if elsewhere else aliases

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from stio.errors import ClosedError, NoSpaceError, StorageError
-from stio.loading.caches import CachedFile, CacheStats
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.serving.entries import CacheEntries, RequestedFile
 from stio.storage.base import Identity
+from stio.storage.checkpoint.caches import CachedFile, CacheStats
 
 
 class File:

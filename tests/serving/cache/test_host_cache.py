@@ -24,13 +24,13 @@ import stio
 import stio.serving.host_cache
 import stio.sync
 from stio.errors import ClosedError, DeviceError, NoSpaceError, StorageError
-from stio.loading import caches, planned
+from stio.loading import planned
 from stio.runtime import memory
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
-from stio.serving import host_cache
 from stio.serving.host_cache import _TICK_SECONDS, _Memory, _wait_for_tick
 from stio.storage.base import Identity
+from stio.storage.checkpoint import caches
 from stio.storage.local import LocalRoot
 
 Tensors = dict[str, torch.Tensor]
@@ -327,8 +327,7 @@ def pinned_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         weakref.finalize(region.owner.pages, sizes.append, -nbytes)
         return region
 
-    monkeypatch.setattr(caches, "SEGMENT_BYTES", 64 << 10)
-    monkeypatch.setattr(host_cache, "SEGMENT_BYTES", 64 << 10)
+    monkeypatch.setattr(caches.FileImage, "SEGMENT_BYTES", 64 << 10)
     monkeypatch.setattr(_Memory, "begin_use", lambda self: setattr(self, "_make", pin))
     return sizes
 
@@ -377,7 +376,7 @@ def test_segments_are_filled_while_others_are_pinned(tmp_path: Path, monkeypatch
         segments.append(memory.allocate(nbytes))
         return segments[-1]
 
-    monkeypatch.setattr(caches, "SEGMENT_BYTES", MIB)
+    monkeypatch.setattr(caches.FileImage, "SEGMENT_BYTES", MIB)
     monkeypatch.setattr(planned, "GROUP_BYTES", MIB)
     monkeypatch.setattr(_Memory, "begin_use", lambda self: setattr(self, "_make", pin))
     with stio.sync.HostCache(64 * MIB) as cache:
