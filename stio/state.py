@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from stio.device.base import LoadedGroup
 from stio.device.tensors import DtypesLike
 from stio.errors import FormatError, printable
 from stio.format.manifest import HashName
 from stio.format.shared import SharedPolicy
 from stio.format.state_tree import HOST_KINDS, Reference, Tree
 from stio.loading.api import load
-from stio.loading.body import gather, reading_operation
+from stio.loading.body import collect, reading_operation
 from stio.loading.nested import read_nested
 from stio.loading.options import DevicesLike, LoadOptions, Memory
 from stio.loading.select import select_tensors
@@ -143,23 +143,20 @@ def restore(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOpti
     nested = read_nested(opened, options.limits or Limits(), check=operation.check)
     tree, holds_bytes = nested.tree, nested.holds_bytes
     names = (lambda name: name not in holds_bytes) if holds_bytes else None
-    groups = gather(operation, select_tensors(opened, names, options), options)
+    take_tensors = collect(operation, select_tensors(opened, names, options))
     with collection_paused(tree.num_nodes):
-        made = [_filled(tree, groups, nested.host_values, opened.path)]
+        made = [_filled(tree, take_tensors(), nested.host_values, opened.path)]
 
     def take() -> Any:
         # The operation's thread may be the last to hold this function, and at the interpreter's exit a thread that
         # frees a tensor aborts the process.
-        while groups:
-            groups.pop(0).take()
         return made.pop()
 
     return take
 
 
-def _filled(tree: Tree, groups: list[LoadedGroup], host_values: Mapping[str, object], path: str) -> Any:
+def _filled(tree: Tree, tensors: Mapping[str, torch.Tensor], host_values: Mapping[str, object], path: str) -> Any:
     """Put the tensors into the tree. Their bytes are not used here: copies to the device may be under way."""
-    tensors = {name: tensor for group in groups for name, tensor in group.tensors.items()}
     parameters: dict[tuple[int, bool], nn.Parameter] = {}
 
     def resolve(reference: Reference) -> object:

@@ -208,7 +208,7 @@ def _read(options: LoadOptions, operation: Operation[Any], opened: OpenCheckpoin
     """Load stio's nested state, or tensors with OLMo's names; return also whether it was stio's."""
     if STATE_KEY in opened.metadata:
         return restore(operation, opened, options), True
-    return collect(operation, select_tensors(opened, None, options), options), False
+    return collect(operation, select_tensors(opened, None, options)), False
 
 
 class _Reader:

@@ -156,7 +156,7 @@ class ReadAhead:
 
         def body(operation: Operation[Any]) -> Callable[[], _Tensors]:
             selected = select_tensors(self._opened, list(stored), self._settings, slices=slices)
-            take = collect(operation, selected, self._settings)
+            take = collect(operation, selected)
             return lambda: {stored[name]: tensor for name, tensor in take().items()}
 
         operation = Operation(body, name="load")

@@ -366,7 +366,7 @@ class _Broadcast(RankTransfer):
     def _read_own(self, operation: Operation[None]) -> None:
         selected = select_tensors(self._in_chunks, self._own_names, self._options)
         delivery = Delivery(deliver=self._deliver, hold=True, keeps=False)
-        scheduler = scheduled(selected, self._options, delivery)
+        scheduler = scheduled(selected, delivery)
         self._scheduler = scheduler
         try:
             scheduler.run_for(operation)

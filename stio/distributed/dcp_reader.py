@@ -39,7 +39,7 @@ from stio.distributed.torch_private import NamePath, flat_state, tree_leaves
 from stio.errors import ClosedError, MismatchError, StioError, printable
 from stio.format.state_tree import HOST_KINDS, STATE_KEY, Reference
 from stio.loading.api import fill_from, load
-from stio.loading.body import open_with_options, verify
+from stio.loading.body import open_with_options
 from stio.loading.casts import require_as_stored
 from stio.loading.nested import read_nested
 from stio.loading.options import LoadOptions, Memory
@@ -127,7 +127,6 @@ class StioStorageReader(StorageReader):
         def body(operation: Operation[Any]) -> _Opened:
             opened = open_with_options(operation, source, options)
             try:
-                verify(operation, opened, options)
                 return _described(operation, opened, options.limits or Limits())
             except BaseException:
                 opened.close()

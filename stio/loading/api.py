@@ -28,7 +28,6 @@ from stio.loading.body import (
     open_with_options,
     reading_operation,
     scheduled,
-    verify,
 )
 from stio.loading.casts import report_lost
 from stio.loading.consumers import GroupQueue
@@ -139,7 +138,7 @@ async def load(
         source,
         options,
         lambda operation, opened: collect(
-            operation, select_tensors(opened, chosen, options, slices=slices, placements=placements), options
+            operation, select_tensors(opened, chosen, options, slices=slices, placements=placements)
         ),
         shards_of=partial(shards_of, names=chosen, slices=slices, strict=strict),
     ).wait()
@@ -372,11 +371,6 @@ class Checkpoint(AsyncOnly):
         def body(operation: Operation[Any]) -> OpenCheckpoint:
             opened = open_with_options(operation, source, options)
             operation.set_log_detail(lambda: f"{len(opened.files):,} files")
-            try:
-                verify(operation, opened, options)
-            except BaseException:
-                opened.close()
-                raise
             return opened
 
         operation = Operation(body, name="open", about=shown(source), discard=OpenCheckpoint.close)
@@ -462,7 +456,7 @@ class Checkpoint(AsyncOnly):
         def body(operation: Operation[None], queue: GroupQueue) -> None:
             with shortened(options.switch_interval):
                 selected = select_tensors(opened, names, options, slices=slices, placements=placed)
-                scheduler = scheduled(selected, options, Delivery(deliver=queue.put, hold=True, keeps=False))
+                scheduler = scheduled(selected, Delivery(deliver=queue.put, hold=True, keeps=False))
                 queue.attach(scheduler, opened.aliases)
                 scheduler.run_for(operation)  # the consumer releases the budget, so reading waits for it
 
@@ -498,7 +492,7 @@ class Checkpoint(AsyncOnly):
         def body(operation: Operation[Any]) -> Callable[[], dict[str, torch.Tensor]]:
             with shortened(options.switch_interval):
                 selected = select_tensors(opened, names, options, slices=slices, placements=placements)
-                return collect(operation, selected, options)
+                return collect(operation, selected)
 
         return self._own(Operation(body, name="load", kind="load", about=opened.path))
 

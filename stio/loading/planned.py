@@ -64,14 +64,11 @@ _SMALLEST_PARTS = 64
 """With `Delivery.prompt`, a group is at most this part of all."""
 
 
-def plan_load(
-    selected: SelectedTensors, options: LoadOptions, delivery: Delivery, *, max_workers: int | None = None
-) -> PlannedLoad:
+def plan_load(selected: SelectedTensors, delivery: Delivery, *, max_workers: int | None = None) -> PlannedLoad:
     """Plan a load, and choose the read path of each of its files.
 
     Args:
         selected: What is read.
-        options: Options of the load.
         delivery: How the consumer gets the tensors.
         max_workers: Most threads that read; None: as many as the devices and the processors make worthwhile.
 
@@ -80,14 +77,14 @@ def plan_load(
         SliceError: A slice does not fit its tensor.
         UnsupportedDtypeError: torch does not have the dtype of a tensor.
     """
-    opened = selected.opened
+    opened, options = selected.opened, selected.options
     with ExitStack() as undo:
         owned = undo.enter_context(ExitStack())
-        files = _open_files(selected, options, owned)
+        files = _open_files(selected, owned)
         lost: Lost = {} if options.lost is None else options.lost
         copied = delivery.copied if selected.casts is None else frozenset()
         delivery = replace(delivery, casts=selected.casts, copied=copied, lost=lost)
-        loads = _device_loads(files, selected, options, delivery)
+        loads = _device_loads(files, selected, delivery)
         for load in loads:
             undo.callback(load.close)
         reads = _reads(opened, files, loads)
@@ -115,9 +112,9 @@ def plan_load(
         return planned
 
 
-def _open_files(selected: SelectedTensors, options: LoadOptions, owned: ExitStack) -> Sequence[Source]:
+def _open_files(selected: SelectedTensors, owned: ExitStack) -> Sequence[Source]:
     """Return the files of all shards; those that are read are open, and, with a cache on disk, fetched."""
-    opened = selected.opened
+    opened, options = selected.opened, selected.options
     files = opened.open_files(selected.shards, owned)
     if options.disk_cache is None:
         return files
@@ -270,11 +267,9 @@ class DeviceLoad:
         return self.selected.total_bytes <= SMALL_LOAD_BYTES or memory.fits(self.selected.total_bytes)
 
 
-def _device_loads(
-    opened_files: Sequence[Source], selected: SelectedTensors, options: LoadOptions, delivery: Delivery
-) -> list[DeviceLoad]:
+def _device_loads(opened_files: Sequence[Source], selected: SelectedTensors, delivery: Delivery) -> list[DeviceLoad]:
     """Return the load of each device; all share one budget."""
-    devices = selected.devices
+    devices, options = selected.devices, selected.options
     total_bytes = sum(device.total_bytes for device in devices)
     files = [opened_files[shard] for shard in selected.shards]
     num_accelerators = sum(not _is_cpu(one.device) for one in devices)

@@ -49,6 +49,8 @@ class SelectedTensors:
 
     opened: OpenCheckpoint
     """The checkpoint."""
+    options: LoadOptions
+    """Options of the load."""
     devices: Sequence[DeviceSelection]
     """The tensors of each device. A `DeviceMap` gives only devices that have a tensor."""
     slices: Mapping[str, object]
@@ -111,7 +113,7 @@ def select_tensors(
             for k in positions
         ]
         casts = planned_casts(dtypes, options.casts, path=opened.path, selected=selected, further=opened.index_names)
-    return SelectedTensors(opened, devices, stored_slices, casts, placed)
+    return SelectedTensors(opened, options, devices, stored_slices, casts, placed)
 
 
 def _by_stored_name(slices: Mapping[str, object], opened: OpenCheckpoint) -> dict[str, object]:

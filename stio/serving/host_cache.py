@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -21,13 +22,10 @@ from stio.device.cuda import TorchAccelerator, has_streams
 from stio.device.pinned import is_pinned
 from stio.format.naming import is_index
 from stio.loading.api import load
-from stio.loading.body import fetch_all, open_with_options
+from stio.loading.body import open_with_options, prefetch
 from stio.loading.options import LoadOptions
-from stio.loading.planned import plan_prefetch
-from stio.loading.read_paths import Delivery
-from stio.loading.scheduler import LoadScheduler
 from stio.runtime import clock, memory
-from stio.runtime.limits import Limits, checked_size
+from stio.runtime.limits import DEFAULT_BUDGET_BYTES, Limits, checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation, start_thread
@@ -170,13 +168,12 @@ class HostCache:
         """
 
         def body(operation: Operation[list[str]]) -> list[str]:
-            with closing(open_with_options(operation, source, options)) as opened:
+            with closing(open_with_options(operation, source, replace(options, verify=False))) as opened:
                 if options.disk_cache is not None:
-                    fetch_all(opened, options.disk_cache, options)
+                    opened.fetch(options.disk_cache, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES)
                 requested = self._requested([(file, file.identity.nbytes) for file in opened.files])
                 held = [one for one in self._entries.hold(requested, every=opened.path) if one is not None]
-                planned = plan_prefetch(opened, held, options)
-                LoadScheduler(planned, options, Delivery(), doing="prefetching").run_for(operation)
+                prefetch(operation, opened, held, options)
                 return [file.path for file in opened.files]
 
         self._entries.require_open()

@@ -173,7 +173,7 @@ def test_exit_does_not_hang(zygote, directory, what):
             from stio.loading.select import select_tensors
             from stio.loading.options import LoadOptions
             options = LoadOptions(memory="copy")
-            operation = reading_operation(root, options, lambda operation, opened: collect(operation, select_tensors(opened, None, options), options)).start()
+            operation = reading_operation(root, options, lambda operation, opened: collect(operation, select_tensors(opened, None, options))).start()
         elif what == "stream":
             checkpoint = sync.open(root, memory="copy", budget_bytes=100_000)
             checkpoint.__enter__()

@@ -107,9 +107,7 @@ class Tensors(Framework):
             return super().make_all(file)
         require_torch_dtypes(file.header.dtypes, file.header.shapes)
         opened, options = _opened(file, file.source), LoadOptions(device=target)
-        operation = Operation(
-            lambda operation: collect(operation, select_tensors(opened, None, options), options), name="load"
-        )
+        operation = Operation(lambda operation: collect(operation, select_tensors(opened, None, options)), name="load")
         with loading(file.path):
             return operation.result()()
 

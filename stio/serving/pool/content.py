@@ -23,7 +23,7 @@ from stio.errors import listed, with_article
 from stio.format.dtypes import tensor_nbytes
 from stio.format.state_tree import STATE_KEY
 from stio.loading.api import fill_from
-from stio.loading.body import collect, open_with_options, verify
+from stio.loading.body import collect, open_with_options
 from stio.loading.casts import planned_casts
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import ModuleTree
@@ -180,9 +180,8 @@ class Content:
             self.progress = 0.0
             if not is_measured and (found := self._contents_of(opened)) != expected:
                 return found
-            verify(operation, opened, options)
             if self._module is None:
-                self._tensors = collect(operation, select_tensors(opened, None, options), options)()
+                self._tensors = collect(operation, select_tensors(opened, None, options))()
                 return found
             target = ModuleTarget(self._module, assign=True)
             run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
@@ -202,7 +201,6 @@ class Content:
         options = replace(self.options, device="cpu", budget_bytes=_UPDATE_BYTES)
         opened, _ = self._open(operation, source)
         with closing(opened), _own_stream(resolve_device(self.options.device)):
-            verify(operation, opened, options)
             run_blocking(fill_from(opened, target, options, on_begin=lambda load: operation.on_cancel(load.cancel)))
 
     def drop(self) -> Leftover | None:

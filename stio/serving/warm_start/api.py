@@ -8,7 +8,7 @@ forward blocks the thread of the event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Self
@@ -16,11 +16,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from stio.device.base import DeviceMap, LoadedGroup, resolve_devices
+from stio.device.base import DeviceMap, resolve_devices
 from stio.device.tensors import DtypesLike
 from stio.errors import ClosedError
 from stio.loading.api import load
-from stio.loading.body import gather, open_with_options, verify
+from stio.loading.body import collect, open_with_options
 from stio.loading.module import ModuleTarget
 from stio.loading.options import DevicesLike, LoadOptions, Memory
 from stio.loading.select import select_tensors
@@ -200,17 +200,16 @@ class WarmStart(AsyncOnly):
         opened = open_with_options(operation, self._source, settings, strict=False)
         try:
             match = Match.of(module, into, names, opened, settings)
-            verify(operation, opened, settings)
             # `casts` has the dtype of each tensor that is cast.
             options = replace(settings, dtype=None, streams="copy", lost={})
-            buffers: list[LoadedGroup] = []
+            take_buffers: Callable[[], dict[str, torch.Tensor]] = dict
             if match.buffers:  # on the copy stream the load ends when all casts have: a forward may run on any stream
                 stored = list(dict.fromkeys(match.buffers.values()))
-                selected = select_tensors(opened, stored, options, casts=match.casts or None)
-                buffers = gather(operation, selected, replace(options, progress=None))
+                quiet = replace(options, progress=None)
+                take_buffers = collect(operation, select_tensors(opened, stored, quiet, casts=match.casts or None))
             operation.check()
             device = where if isinstance(where, torch.device) else where.device
-            load = WarmStartLoad(opened, options, match, buffers, device)
+            load = WarmStartLoad(opened, options, match, take_buffers, device)
             with collection_paused(len(match.parameters)):
                 load.make_placeholders(module, match.parameters)
         except BaseException:

@@ -139,7 +139,7 @@ class WarmStartLoad:
         opened: The checkpoint; closed when the load has ended.
         options: Options of the load.
         match: What module and checkpoint have in common; its `casts` are used instead of `options.dtype`.
-        buffers: Loaded buffers, not yet passed to the stream of the caller's thread.
+        take_buffers: Returns the loaded buffers, which are not yet passed to the stream of the caller's thread.
         device: Device of the parameters and buffers.
     """
 
@@ -148,7 +148,7 @@ class WarmStartLoad:
         opened: OpenCheckpoint,
         options: LoadOptions,
         match: Match,
-        buffers: Sequence[LoadedGroup],
+        take_buffers: Callable[[], dict[str, torch.Tensor]],
         device: torch.device,
     ) -> None:
         self.report = match.report
@@ -158,7 +158,7 @@ class WarmStartLoad:
         self._options = options
         self._casts = match.casts or None
         self._names_of_buffers = match.buffers
-        self._buffers = buffers
+        self._take_buffers = take_buffers
         self._device = device
         self._placeholders: list[Placeholder] = []
         self._by_source: dict[str, list[Placeholder]] = {}
@@ -257,11 +257,9 @@ class WarmStartLoad:
     def start(self, module: nn.Module) -> None:
         """Place the buffers, and start the load. Called on the caller's thread, whose current stream will use both."""
         self._stream = current_streams().get(self._device)
-        buffers, self._buffers = self._buffers, ()
+        take_buffers, self._take_buffers = self._take_buffers, dict
         try:
-            tensors: dict[str, torch.Tensor] = {}
-            for group in buffers:
-                tensors |= group.take()
+            tensors = take_buffers()
             record(tensors.values(), self._device, self._stream)
             place_buffers(module, self._names_of_buffers, tensors, self._device, path=self._path)
             self.operation.start()
@@ -274,7 +272,7 @@ class WarmStartLoad:
             with shortened(self._options.switch_interval):
                 names = list(self._by_source)
                 selected = select_tensors(self._opened, names, self._options, casts=self._casts)
-                scheduler = scheduled(selected, self._options, Delivery(deliver=self._deliver, prompt=True))
+                scheduler = scheduled(selected, Delivery(deliver=self._deliver, prompt=True))
                 self._group_of = {name: group.index for group in scheduler.plan.groups for name in group.names}
                 self._groups = list(dict.fromkeys(self._group_of[name] for name in names))
                 scheduler.arrange(self._groups)

@@ -41,6 +41,7 @@ from stio.runtime.limits import Limits
 from stio.runtime.operation import start_thread
 from stio.runtime.process import collection_paused
 from stio.storage.base import RequestedSource, Root, Source, read_bytes
+from stio.storage.checkpoint.caches import ObjectCache
 from stio.storage.checks import broken_link
 from stio.storage.open import ReopenedFile, max_open_files
 
@@ -172,6 +173,17 @@ class OpenCheckpoint:
             file.close()
             raise
         return file
+
+    def fetch(self, cache: ObjectCache, *, budget_bytes: int) -> None:
+        """Replace all files by files of a cache on disk; after an error all are closed."""
+        before, nbytes = self.files, [file.identity.nbytes for file in self.files]
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self.files = cache.fetch(before, nbytes, budget_bytes=budget_bytes, owned=undo)
+            undo.pop_all()
+        for old, new in zip(before, self.files, strict=True):
+            if new is not old:
+                old.close()
 
     def info(self, name: str) -> TensorInfo:
         """Return the entry of a tensor in its header; for an alias, the entry of its target.
