@@ -84,8 +84,10 @@ class LoadOptions:
     """The cache, if it keeps objects of URLs on disk."""
 
     def __post_init__(self) -> None:
-        progress_callback(self.progress)  # raises for a wrong value, before the load starts
-        check_switch_interval(self.switch_interval)
+        if self.progress is not None:
+            progress_callback(self.progress)  # raises for a wrong value, before the load starts
+        if self.switch_interval is not None:
+            check_switch_interval(self.switch_interval)
         if self.memory not in get_args(Memory):
             raise ValueError(f"memory= takes one of {', '.join(map(repr, get_args(Memory)))}, not {self.memory!r}")
         for name in ("strict", "verify", "follow_symlinks"):
@@ -96,11 +98,16 @@ class LoadOptions:
         if self.trace is not None and not isinstance(self.trace, Trace):
             raise TypeError(f"trace= takes a stio.Trace, not {self.trace!r}")
         dtype = dict(self.dtype) if isinstance(self.dtype, Mapping) else self.dtype  # the caller may change a mapping
-        host_cache, disk_cache = self._caches()
+        casts = None if dtype is None else checked_casts(dtype)
+        host_cache, disk_cache = (None, None) if self.cache is None else self._caches()
+        current = current_device()
+        streams = self.streams
+        if streams is None:
+            streams = {} if current is None else current_streams()
         derived = {
-            "device": _from_here(self.device),
-            "streams": current_streams() if self.streams is None else self.streams,
-            "casts": (casts := checked_casts(dtype)),
+            "device": _from_here(self.device, current),
+            "streams": streams,
+            "casts": casts,
             "dtype": casts if isinstance(casts, torch.dtype) else dtype,
             "budget": None if self.budget_bytes is None else checked_size(self.budget_bytes),
             "host_cache": host_cache,
@@ -111,8 +118,6 @@ class LoadOptions:
 
     def _caches(self) -> tuple[FileCache | None, ObjectCache | None]:
         caches: tuple[object, ...] = self.cache if isinstance(self.cache, tuple) else (self.cache,)
-        if self.cache is None:
-            caches = ()
         files: FileCache | None = None
         objects: ObjectCache | None = None
         for cache in caches:
@@ -131,14 +136,15 @@ class LoadOptions:
         return files, objects
 
 
-def _from_here(device: DevicesLike) -> DevicesLike:
+def _from_here(device: DevicesLike, current: torch.device | None) -> DevicesLike:
     """Return `device=` with the index of the calling thread's current device where it has none ("cuda")."""
-    current = current_device()
     if isinstance(device, Mapping):  # a copy: the caller may change the mapping before it is used
         for name in device:
             if not isinstance(name, str):
                 raise TypeError(f"device= takes a mapping from names, not from {name!r}")
         return {name: with_current_index(where, current) for name, where in device.items()}
-    if callable(device) and not isinstance(device, torch.device | Accelerator) and current is not None:
+    if current is None:
+        return device
+    if callable(device) and not isinstance(device, torch.device | Accelerator):
         return lambda name: with_current_index(device(name), current)
     return with_current_index(device, current)  # type: ignore[no-any-return]  # what it was, or a device

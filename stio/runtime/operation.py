@@ -283,7 +283,7 @@ class Operation(Generic[T]):
         """Whether the operation was started and its body has not ended."""
         return self._started and not self._done
 
-    async def wait_until(self, ready: Callable[[], bool]) -> None:
+    async def wait_until(self, ready: Callable[[], bool] | None = None) -> None:
         """Wait until `ready()` or until the body has ended: in a task of any loop, or in a thread (`run_blocking`).
 
         Starts the operation if it was not: between a start and the wait for it an interruption would leave it running.
@@ -293,17 +293,18 @@ class Operation(Generic[T]):
         (GeneratorExit) must not wait again: it only cancels the operation.
 
         Args:
-            ready: Reads state that is set before the operation's notifier is called.
+            ready: Reads state that is set before the operation's notifier is called. None: wait for the end.
 
         Raises:
             StioError: This is a thread of the operation itself.
         """
-        if current_operation() is self and not (self._done or ready()):
+        is_ready: Callable[[], bool] = (lambda: self._done) if ready is None else (lambda: self._done or ready())
+        if current_operation() is self and not is_ready():
             raise StioError(f"the {self._name} cannot wait for its own end on its own thread; wait in another thread")
         try:
             if not self._started:
                 self.start()
-            await self._notifier.wait_for(lambda: self._done or ready())
+            await self._notifier.wait_for(is_ready)
         except GeneratorExit:
             self.cancel()
             raise
@@ -315,7 +316,7 @@ class Operation(Generic[T]):
 
     async def wait(self) -> T:
         """Wait for the result. For interruptions see `wait_until`, for errors see `outcome`."""
-        await self.wait_until(lambda: False)
+        await self.wait_until()
         return self.outcome()
 
     async def aclose(self) -> None:
@@ -396,7 +397,8 @@ class Operation(Generic[T]):
         del self  # as in `_run`
 
     def _run(self) -> None:
-        self._log("begins")
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log("begins")
         try:
             self.check()
             self._value = self._body(self)
@@ -422,13 +424,13 @@ class Operation(Generic[T]):
         if self in stats.running:  # else it was started in the parent of this process
             stats.count_end(self.kind, outcome, seconds)
             stats.running.discard(self)
-        text = f"failed by {type(self._error).__name__}" if outcome == "failed" else outcome
-        self._log("%s after %.3f s%s", text, seconds, "" if outcome == "cancelled" else self._log_detail)
+        if logger.isEnabledFor(logging.DEBUG):
+            text = f"failed by {type(self._error).__name__}" if outcome == "failed" else outcome
+            self._log("%s after %.3f s%s", text, seconds, "" if outcome == "cancelled" else self._log_detail)
 
     def _log(self, message: str, *values: object) -> None:
         """Log one line at debug level."""
-        if logger.isEnabledFor(logging.DEBUG):
-            log(logging.DEBUG, f"%s: {message}", f"{self._name} {printable(self.about)}".rstrip(), *values)
+        log(logging.DEBUG, f"%s: {message}", f"{self._name} {printable(self.about)}".rstrip(), *values)
 
     def _discard_value(self) -> None:
         """Pass a value that came after the cancel to `discard`, once, unless a caller has taken it."""
