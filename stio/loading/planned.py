@@ -4,7 +4,7 @@ A `DeviceLoad` has the tensors of one device. It decides the size of its blocks,
 by the kind of memory, the filesystem, and the fraction of the file in the page cache. The
 engine carries a load out if it can do so for all of its files, otherwise the plain executor.
 
-A file is cold if less than half of it is in the page cache (`is_cold`). The disk limits the rate of a cold file: it is
+A file is cold if less than half of it is in the page cache. The disk limits the rate of a cold file: it is
 read past the page cache (`read_past_cache`), or, mapped, each page is touched after its read. A file that is not cold
 is read through the page cache. If the kernel does not report it, a file is neither cold nor resident (`UNKNOWN`). If
 several ranks load on one host, no file is read past the cache: the first rank fills it for the others.
@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import TypeAlias
 
 import torch
@@ -58,6 +59,7 @@ NUM_WORKERS = 4
 ACCELERATOR_BUDGET_BYTES = 256 << 20
 """Default budget of a load to an accelerator: for groups that a stream, or a load into a module, has under way. What is
 on its way to the device is in the engine's ring."""
+_is_native = attrgetter("is_native")
 _SLOT_BYTES = 8 << 20
 _MIN_SLOT_BYTES = 4096
 _SMALLEST_PARTS = 64
@@ -80,11 +82,12 @@ def plan_load(selected: SelectedTensors, delivery: Delivery, *, max_workers: int
     opened, options = selected.opened, selected.options
     with ExitStack() as undo:
         owned = undo.enter_context(ExitStack())
-        files = _open_files(selected, owned)
+        shards = selected.shards
+        files = _open_files(selected, shards, owned)
         lost: Lost = {} if options.lost is None else options.lost
         copied = delivery.copied if selected.casts is None else frozenset()
         delivery = replace(delivery, casts=selected.casts, copied=copied, lost=lost)
-        loads = _device_loads(files, selected, delivery)
+        loads = _device_loads([files[shard] for shard in shards], selected, delivery)
         for load in loads:
             undo.callback(load.close)
         reads = _reads(opened, files, loads)
@@ -94,7 +97,8 @@ def plan_load(selected: SelectedTensors, delivery: Delivery, *, max_workers: int
             owned.callback(image.release)
         paths = [load.read_path(file, cached.get(id(file))) for file, load, _ in reads]
         budget_bytes = _budget_bytes(plan, paths, loads, keeps=delivery.keeps, path=opened.path)
-        num_workers = min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize)
+        num_workers = min(loads[0].num_workers if loads else 1, max_workers or sys.maxsize)
+        must_grow = plan.total_bytes > FIRST_BYTES and any(load.must_grow for load in loads)
         planned = PlannedLoad(
             opened.path,
             plan,
@@ -103,8 +107,8 @@ def plan_load(selected: SelectedTensors, delivery: Delivery, *, max_workers: int
             budget_bytes,
             names=[load.selected.names for _, load, _ in reads],
             make_results=None if selected.placed is None else selected.placed.made,
-            first_bytes=FIRST_BYTES if any(load.must_grow for load in loads) else sys.maxsize,
-            files=list({id(file): file for file, _, _ in reads}.values()),
+            first_bytes=FIRST_BYTES if must_grow else sys.maxsize,
+            files=list(dict.fromkeys([file for file, _, _ in reads])),
             owned=owned,
             lost=lost,
         )
@@ -112,10 +116,10 @@ def plan_load(selected: SelectedTensors, delivery: Delivery, *, max_workers: int
         return planned
 
 
-def _open_files(selected: SelectedTensors, owned: ExitStack) -> Sequence[Source]:
+def _open_files(selected: SelectedTensors, shards: Sequence[int], owned: ExitStack) -> Sequence[Source]:
     """Return the files of all shards; those that are read are open, and, with a cache on disk, fetched."""
     opened, options = selected.opened, selected.options
-    files = opened.open_files(selected.shards, owned)
+    files = opened.open_files(shards, owned)
     if options.disk_cache is None:
         return files
     nbytes = [
@@ -141,7 +145,8 @@ def plan_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], options:
     with ExitStack() as owned:
         files = opened.open_files(range(len(opened.files)), owned)
         for file in files:
-            read_past_cache(file, resident_fraction(file))
+            if isinstance(file, LocalFile):
+                read_past_cache(file, resident_fraction(file))
         for image in cached:
             owned.callback(image.release)
         paths = [CacheFillPath(file, image) for file, image in zip(files, cached, strict=True)]
@@ -238,9 +243,9 @@ class DeviceLoad:
             mapped = self._mapping(file)
             del self._mapped[file]  # the read path refers to it as long as it needs it
             if mapped is not None:
-                cold = self._populates and is_cold(fraction)
+                cold = self._populates and fraction < UNKNOWN
                 return MappedPath(mapped, delivery, populates=self._populates, cold=cold)
-        read_past_cache(file, fraction)
+            read_past_cache(file, fraction)
         if self._slots is None:
             return CopiedPath(file, delivery, cached)
         # If the kernel does not report the resident fraction, memory="gds" decides.
@@ -267,12 +272,10 @@ class DeviceLoad:
         return self.selected.total_bytes <= SMALL_LOAD_BYTES or memory.fits(self.selected.total_bytes)
 
 
-def _device_loads(opened_files: Sequence[Source], selected: SelectedTensors, delivery: Delivery) -> list[DeviceLoad]:
+def _device_loads(files: Sequence[Source], selected: SelectedTensors, delivery: Delivery) -> list[DeviceLoad]:
     """Return the load of each device; all share one budget."""
-    devices, options = selected.devices, selected.options
-    total_bytes = sum(device.total_bytes for device in devices)
-    files = [opened_files[shard] for shard in selected.shards]
-    num_accelerators = sum(not _is_cpu(one.device) for one in devices)
+    devices, options, total_bytes = selected.devices, selected.options, selected.total_bytes
+    num_accelerators = sum([not _is_cpu(device.device) for device in devices])
     if options.memory == "gds" and devices and not num_accelerators:
         raise DeviceError("memory='gds' reads to an accelerator", requested="cpu", expected="an accelerator")
     max_bytes = ACCELERATOR_BUDGET_BYTES if num_accelerators else DEFAULT_BUDGET_BYTES
@@ -329,7 +332,7 @@ def _executor(
     plan: ReadPlan, paths: Sequence[ReadPath], budget_bytes: int, options: LoadOptions, num_workers: int
 ) -> EngineExecutor | PlainExecutor:
     """Return the engine if it can move the bytes of all files, otherwise the plain executor."""
-    if paths and all(path.is_native for path in paths):
+    if paths and all(map(_is_native, paths)):
         try:
             return EngineExecutor(paths, len(plan.groups), budget_bytes=budget_bytes, trace=options.trace)
         except OSError:
@@ -356,7 +359,7 @@ def _budget_bytes(
         HostMemoryError: The tensors that the consumer keeps do not fit into memory.
     """
     budget_bytes = loads[0].budget_bytes if loads else DEFAULT_BUDGET_BYTES
-    if not all(path.is_native for path in paths):
+    if not all(map(_is_native, paths)):
         budget_bytes = max(1, budget_bytes - sum(load.staging_bytes for load in loads))
     held = [paths[group.selection].held_bytes(group) for group in plan.groups] if keeps else []
     total_bytes = sum(held)
@@ -370,8 +373,8 @@ def _budget_bytes(
 
 def _requests(files: Sequence[Source]) -> Requests | None:
     """Return how files behind a network are read; None if there are none."""
-    found = [file.requests for file in files if isinstance(file, RequestedSource)]
-    return min(found, key=lambda requests: requests.nbytes, default=None)
+    remote = [file.requests for file in files if not isinstance(file, LocalFile) and isinstance(file, RequestedSource)]
+    return min(remote, key=lambda requests: requests.nbytes, default=None)
 
 
 def _is_cpu(device: AnyDevice) -> bool:
@@ -400,20 +403,15 @@ SMALL_LOAD_BYTES = 16 << 20
 """Up to this size a query to the kernel costs more than a read by the slower read path."""
 
 
-def resident_fraction(file: Source) -> float:
+def resident_fraction(file: LocalFile) -> float:
     """Return the fraction of a file in the page cache, from 0 to 1; `UNKNOWN` if the kernel does not report it."""
-    fraction = file.resident_fraction() if isinstance(file, LocalFile) else None
+    fraction = file.resident_fraction()
     return UNKNOWN if fraction is None else fraction
 
 
-def is_cold(fraction: float) -> bool:
-    """Return whether a file counts as cold, of which this fraction is in the page cache."""
-    return fraction < UNKNOWN
-
-
-def read_past_cache(file: Source, fraction: float) -> None:
+def read_past_cache(file: LocalFile, fraction: float) -> None:
     """Read a cold file past the page cache, unless ranks share the host: the first one fills the cache for all."""
-    if isinstance(file, LocalFile) and is_cold(fraction) and not host_is_shared():
+    if fraction < UNKNOWN and not host_is_shared():
         file.use_direct()
 
 

@@ -63,8 +63,13 @@ class SelectedTensors:
     @property
     def shards(self) -> list[int]:
         """Shards that have a selected tensor."""
-        shards = range(len(self.opened.headers))
-        return [shard for shard in shards if any(device.positions[shard] for device in self.devices)]
+        positions = zip(*[device.positions for device in self.devices], strict=True)
+        return [shard for shard, of_devices in enumerate(positions) if any(of_devices)]
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the tensors, once for each device."""
+        return sum([device.total_bytes for device in self.devices])
 
 
 def select_tensors(
@@ -100,7 +105,7 @@ def select_tensors(
     if placements is not None:
         placed = placed_parts(opened, names, slices, placements, device, strict=options.strict)
         slices = placed.slices
-    stored_slices = _by_stored_name(slices, opened)
+    stored_slices = _by_stored_name(slices, opened) if slices else {}
     devices = select_by_device(opened, names, device)
     if casts is None and options.casts is not None:
         dtypes = {
@@ -143,7 +148,7 @@ def _is_same_index(one: object, other: object) -> bool:
 
 def selected_bytes(header: Header, positions: Sequence[int], without: Collection[str] = ()) -> int:
     """Return the bytes of the tensors at these positions, without those of some names."""
-    if len(positions) == len(header) and not without:
+    if len(positions) == len(header.names) and not without:
         return header.data_bytes
     return sum(header.ends[k] - header.begins[k] for k in positions if header.names[k] not in without)
 

@@ -107,7 +107,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)([^/?#]*)(.*)", re.DOTALL)
 
 def is_url(place: object) -> bool:
     """Return whether a source is text that names a store by a registered scheme."""
-    return isinstance(place, str) and scheme_of(place) in READERS and "://" in place
+    return isinstance(place, str) and "://" in place and scheme_of(place) in READERS
 
 
 def without_secrets(text: str) -> str:

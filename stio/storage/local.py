@@ -50,7 +50,6 @@ from stio.storage.checks import (
     cut_short,
     identity_of,
     raise_opening_error,
-    refusals,
     refused,
     require_inside,
     require_regular,
@@ -126,10 +125,9 @@ def _identity_at_once(fd: int) -> tuple[Identity, int] | None:
     if _statx is None or _statx(fd, b"", _EMPTY_PATH, _BASIC_STATS, found) != 0:
         return None
     (links,), (inode, nbytes) = unpack_from("=I", found, 16), unpack_from("=QQ", found, 32)
-    changed, modified = (unpack_from("=qI", found, at) for at in (96, 112))
+    changed_s, changed_ns, modified_s, modified_ns = unpack_from("=qI4xqI", found, 96)
     device = os.makedev(*unpack_from("=II", found, 136))
-    times = [seconds * 1_000_000_000 + nanoseconds for seconds, nanoseconds in (modified, changed)]
-    return Identity(device, inode, nbytes, *times), links
+    return Identity(device, inode, nbytes, modified_s * 10**9 + modified_ns, changed_s * 10**9 + changed_ns), links
 
 
 def is_local(fd: int) -> bool:
@@ -295,7 +293,7 @@ class LocalFile:
     @cached_property
     def on_local_filesystem(self) -> bool:
         """Whether only the page cache is between this file and its disk: no network, no other machine."""
-        return is_local(self.fd)
+        return _filesystem(self.fd) is not None
 
     def nbytes_now(self) -> int:
         """Return the size of the file at this moment; keeps the GIL on a local filesystem, where the call is short.
@@ -345,12 +343,13 @@ class LocalFile:
 
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the regions, one after the other, with the bytes from `offset` on; see `Source.read_into`."""
-        end = offset + sum(region.nbytes for region in regions)
+        begin = offset
         for region in regions:
             done = 0
             while done < region.nbytes:
                 count = _read_at(self.fd, region.address + done, min(region.nbytes - done, _READ_MAX_BYTES), offset)
                 if count == 0:
+                    end = begin + sum(region.nbytes for region in regions)
                     raise cut_short(self.path, offset, end - offset)
                 if count > 0:
                     done += count
@@ -434,8 +433,13 @@ class MappedFile:
         """The file."""
         self.path = file.path
         """Path of the file."""
-        with refusals("mapping", file.path), memory.reporting_shortage(file.path):
+        try:
             self.region: Region = memory.map_file(file.fd, file.identity.nbytes, huge_pages=not lazy)
+        except HostMemoryError as error:
+            error.path = file.path
+            raise
+        except OSError as error:
+            raise refused("mapping", file.path, error) from error
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Read `[offset, offset + nbytes)` into the page cache and map it. Blocks, without the GIL.
