@@ -16,9 +16,12 @@ from __future__ import annotations
 import sys
 import warnings
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING
+from typing import Any
+from typing import get_type_hints
 
-from stio import errors, schemes
+from stio import errors
+from stio import schemes
 
 __version__ = "0.1.0.dev0"
 
@@ -65,8 +68,6 @@ if TYPE_CHECKING:
     from stio.loading.api import load as load
     from stio.loading.api import load_into as load_into
     from stio.loading.api import open as open
-    from stio.loading.caches import CacheStats as CacheStats
-    from stio.loading.latest import latest as latest
     from stio.loading.options import LoadOptions as LoadOptions
     from stio.loading.target import LoadReport as LoadReport
     from stio.remote.disk_cache import DiskCache as DiskCache
@@ -89,6 +90,8 @@ if TYPE_CHECKING:
     from stio.serving.warm_start.api import warm_start as warm_start
     from stio.state import load_state as load_state
     from stio.state import save_state as save_state
+    from stio.storage.checkpoint.caches import CacheStats as CacheStats
+    from stio.storage.checkpoint.latest import latest as latest
 
 _NAMES = {
     "stio.conversion.api": "convert",
@@ -96,8 +99,6 @@ _NAMES = {
     "stio.format.header": "TensorInfo",
     "stio.limits": "Limits",
     "stio.loading.api": "Checkpoint Stream load load_into open",
-    "stio.loading.caches": "CacheStats",
-    "stio.loading.latest": "latest",
     "stio.loading.options": "LoadOptions",
     "stio.loading.target": "LoadReport",
     "stio.remote.disk_cache": "DiskCache",

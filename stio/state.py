@@ -7,23 +7,30 @@ file cannot cause code to run. A value of any other type raises an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from stio.device.base import LoadedGroup
-from stio.errors import FormatError, printable
+
+from stio.errors import FormatError
+from stio.errors import printable
 from stio.format.manifest import HashName
 from stio.format.shared import SharedPolicy
-from stio.format.state_tree import HOST_KINDS, Reference, Tree
+from stio.format.state_tree import HOST_KINDS
+from stio.format.state_tree import Reference
+from stio.format.state_tree import Tree
 from stio.limits import Limits
 from stio.loading.api import load
-from stio.loading.body import gather, reading_operation
+from stio.loading.body import collect
+from stio.loading.body import reading_operation
 from stio.loading.casts import DtypesLike
 from stio.loading.nested import read_nested
-from stio.loading.open import OpenCheckpoint
-from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.options import DevicesLike
+from stio.loading.options import LoadOptions
+from stio.loading.options import Memory
 from stio.loading.select import select_tensors
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused
@@ -31,9 +38,18 @@ from stio.runtime.reports.progress import Progress
 from stio.runtime.reports.trace import Trace
 from stio.saving.api import save
 from stio.saving.nested import flatten
-from stio.saving.options import DEFAULT_PATTERN, CommitStep, DestinationLike, Durability, SaveResult, ShardNames
+from stio.saving.options import DEFAULT_PATTERN
+from stio.saving.options import CommitStep
+from stio.saving.options import DestinationLike
+from stio.saving.options import Durability
+from stio.saving.options import SaveResult
+from stio.saving.options import ShardNames
+from stio.storage.checkpoint.caches import CacheLike
+from stio.storage.checkpoint.open import SourceLike
+from stio.storage.checkpoint.shards import OpenCheckpoint
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.text import described_by, keywords_for
+from stio.text import described_by
+from stio.text import keywords_for
 
 
 @described_by(save)
@@ -141,23 +157,20 @@ def restore(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOpti
     nested = read_nested(opened, options.limits or Limits(), check=operation.check)
     tree, holds_bytes = nested.tree, nested.holds_bytes
     names = (lambda name: name not in holds_bytes) if holds_bytes else None
-    groups = gather(operation, select_tensors(opened, names, options), options)
+    take_tensors = collect(operation, select_tensors(opened, names, options))
     with collection_paused(tree.num_nodes):
-        made = [_filled(tree, groups, nested.host_values, opened.path)]
+        made = [_filled(tree, take_tensors(), nested.host_values, opened.path)]
 
     def take() -> Any:
         # The operation's thread may be the last to hold this function, and at the interpreter's exit a thread that
         # frees a tensor aborts the process.
-        while groups:
-            groups.pop(0).take()
         return made.pop()
 
     return take
 
 
-def _filled(tree: Tree, groups: list[LoadedGroup], host_values: Mapping[str, object], path: str) -> Any:
+def _filled(tree: Tree, tensors: Mapping[str, torch.Tensor], host_values: Mapping[str, object], path: str) -> Any:
     """Put the tensors into the tree. Their bytes are not used here: copies to the device may be under way."""
-    tensors = {name: tensor for group in groups for name, tensor in group.tensors.items()}
     parameters: dict[tuple[int, bool], nn.Parameter] = {}
 
     def resolve(reference: Reference) -> object:

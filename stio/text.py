@@ -18,13 +18,17 @@ import inspect
 import logging
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
+from typing import TypeVar
 
 from stio import clock
-from stio.schemes import READERS, scheme_of
+from stio.schemes import READERS
+from stio.schemes import scheme_of
 
 _NUMBER = re.compile("([0-9]+)")
 
@@ -107,7 +111,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)([^/?#]*)(.*)", re.DOTALL)
 
 def is_url(place: object) -> bool:
     """Return whether a source is text that names a store by a registered scheme."""
-    return isinstance(place, str) and scheme_of(place) in READERS and "://" in place
+    return isinstance(place, str) and "://" in place and scheme_of(place) in READERS
 
 
 def without_secrets(text: str) -> str:

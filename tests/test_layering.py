@@ -62,7 +62,7 @@ IMPURE = {
 }
 """What code that turns bytes or numbers into values does not import."""
 
-TORCH_FREE = ("format/", "storage/base.py", "storage/local.py", "storage/commit/", "loading/open.py", "cli/main.py")
+TORCH_FREE = ("format/", "storage/base.py", "storage/local.py", "storage/commit/", "storage/checkpoint/", "cli/main.py")
 """What needs no torch, with all that it imports: `stio inspect`, `verify`, `diff` and `gc` answer at once."""
 
 DYNAMIC_IMPORTS = {

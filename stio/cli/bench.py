@@ -15,7 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,26 +26,28 @@ from typing import Any
 
 import click
 
-from stio.cli.output import (
-    ERROR,
-    JSON_OPTION,
-    NO_PROGRESS_OPTION,
-    PATH,
-    Bar,
-    CommandError,
-    joined,
-    print_result,
-    table,
-    wrong_arguments,
-)
+from stio.cli.output import ERROR
+from stio.cli.output import JSON_OPTION
+from stio.cli.output import NO_PROGRESS_OPTION
+from stio.cli.output import PATH
+from stio.cli.output import Bar
+from stio.cli.output import CommandError
+from stio.cli.output import joined
+from stio.cli.output import print_result
+from stio.cli.output import table
+from stio.cli.output import wrong_arguments
 from stio.errors import one_line
 from stio.format.header import build_header
 from stio.limits import parse_size
-from stio.loading.open import open_checkpoint
 from stio.runtime.memory import fits
 from stio.runtime.memory.control_groups import room_in_memory
 from stio.runtime.process import contextmanager
-from stio.text import counted, is_url, show_bytes, without_secrets
+from stio.storage.checkpoint.open import open_checkpoint
+from stio.storage.checkpoint.shards import OpenOptions
+from stio.text import counted
+from stio.text import is_url
+from stio.text import show_bytes
+from stio.text import without_secrets
 
 LIMIT = "limit"
 PEER = "safetensors"
@@ -86,7 +90,7 @@ def bench(path: str | None, device: str, rounds: int, size: str) -> int:
     if sys.platform != "linux":
         raise CommandError("only Linux can evict files and read them without the page cache; run it there")
     with _file_to_read(path, size) as source:
-        with closing(open_checkpoint(source, strict=False)) as opened:
+        with closing(open_checkpoint(source, OpenOptions(strict=False))) as opened:
             paths, total_bytes = [file.path for file in opened.files], sum(f.identity.nbytes for f in opened.files)
         if not fits(total_bytes + _MARGIN_BYTES):
             text = f"{one_line(source)}: {show_bytes(total_bytes)} do not fit into memory"

@@ -16,25 +16,27 @@ from typing import Any
 
 import click
 
-from stio.cli.output import (
-    FILTER_OPTION,
-    JSON_OPTION,
-    PATH,
-    joined,
-    matcher,
-    no_match,
-    print_result,
-    say,
-    styled,
-    table,
-    width_of,
-)
-from stio.errors import one_line, printable
+from stio.cli.output import FILTER_OPTION
+from stio.cli.output import JSON_OPTION
+from stio.cli.output import PATH
+from stio.cli.output import joined
+from stio.cli.output import matcher
+from stio.cli.output import no_match
+from stio.cli.output import print_result
+from stio.cli.output import say
+from stio.cli.output import styled
+from stio.cli.output import table
+from stio.cli.output import width_of
+from stio.errors import one_line
+from stio.errors import printable
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import TensorInfo
 from stio.format.shared import ALIASES_KEY
-from stio.loading.open import open_checkpoint
-from stio.text import counted, natural_key, show_bytes
+from stio.storage.checkpoint.open import open_checkpoint
+from stio.storage.checkpoint.shards import OpenOptions
+from stio.text import counted
+from stio.text import natural_key
+from stio.text import show_bytes
 
 MAX_LEVELS = 32
 """Depth of the tree; further dots are part of the last name."""
@@ -58,7 +60,7 @@ def inspect(path: str, pattern: str | None, as_tree: bool, depth: int | None, wi
     totals show torch's names too. Exit status 3: nothing matches --filter.
     """
     is_selected = matcher(pattern)
-    with closing(open_checkpoint(path, strict=False)) as opened:
+    with closing(open_checkpoint(path, OpenOptions(strict=False))) as opened:
         tensors = [header.info(name) for header in opened.headers for name in header.names if is_selected(name)]
         aliases = {name: target for name, target in opened.aliases.items() if is_selected(name) or is_selected(target)}
         num_tensors = sum(map(len, opened.headers))

@@ -44,7 +44,6 @@ from stio.format.safe_pickle import (
 )
 from stio.format.state_tree import STATE_KEY
 from stio.loading.body import collect, reading_operation
-from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
 from stio.runtime.notifier import run_blocking
@@ -55,6 +54,7 @@ from stio.saving.options import SaveOptions, SaveResult
 from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files
 from stio.state import restore
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 __all__ = [
     "load_state_dict",
@@ -208,7 +208,7 @@ def _read(options: LoadOptions, operation: Operation[Any], opened: OpenCheckpoin
     """Load stio's nested state, or tensors with OLMo's names; return also whether it was stio's."""
     if STATE_KEY in opened.metadata:
         return restore(operation, opened, options), True
-    return collect(operation, select_tensors(opened, None, options), options), False
+    return collect(operation, select_tensors(opened, None, options)), False
 
 
 class _Reader:

@@ -105,6 +105,8 @@ def choose(
         found = _plain(found + [file for file in files if all(one.is_variant_of(file) for one in found)])
     else:  # other readers of a directory take `.safetensors` alone
         found = _plain([file for file in files if file.whole.endswith(FILE_SUFFIX)] or files)
+        if len(found) == 1 and found[0].files == (found[0].whole,):  # no shard
+            return found[0]
     if len({rank for one in found for name in one.files if (rank := rank_of_part(name)) is not None}) > 1:
         raise CheckpointNotFoundError(
             f"the files are of several ranks, each with its parts of the tensors; {WHOLE_BY_TORCH}",
@@ -131,6 +133,8 @@ def choose(
 
 def _plain(several: list[NamedCheckpoint]) -> list[NamedCheckpoint]:
     """Return the one that other readers take of several: a variant is loaded only if it is named. Or return all."""
+    if len(several) < 2:
+        return several
     for one in several:
         if all(other is one or other.is_variant_of(one) for other in several):
             return [one]
@@ -181,9 +185,11 @@ def without_index(names: Iterable[str], suffixes: tuple[str, ...] = FILE_SUFFIXE
             sets[name] = [(0, name, name)]
         elif not interrupted:
             sets.setdefault(shard.around, []).append((shard.k, name, shard.whole))
-    return [
-        NamedCheckpoint(None, tuple(name for _, name, _ in sorted(members)), members[0][2]) for members in sets.values()
-    ]
+    checkpoints = []
+    for members in sets.values():
+        members.sort()
+        checkpoints.append(NamedCheckpoint(None, tuple([name for _, name, _ in members]), members[0][2]))
+    return checkpoints
 
 
 def require_complete(files: Sequence[str], *, path: str) -> None:

@@ -7,18 +7,25 @@ The index is untrusted text that names files to open. `parse_index` therefore ch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from stio.errors import IndexFormatError, printable
+from stio.errors import IndexFormatError
+from stio.errors import printable
 from stio.format.header import Header
 from stio.format.json_scanner import Scanner
-from stio.format.naming import FILE_SUFFIX, check_shard_name, rank_of_part
+from stio.format.naming import FILE_SUFFIX
+from stio.format.naming import check_shard_name
+from stio.format.naming import rank_of_part
 from stio.format.other_sources import WHOLE_BY_TORCH
-from stio.limits import Limits, advice_on_limit
+from stio.limits import Limits
+from stio.limits import advice_on_limit
 
 _SHOWN_NAMES = 3
 _LENIENT = "`stio.load(..., strict=False)`"
@@ -181,9 +188,10 @@ def require_one_set(headers: Sequence[Header], *, path: str) -> None:
     Raises:
         IndexFormatError: They are of several saves, or some are missing.
     """
-    marks = [tuple(map(header.metadata.get, _FAST_KEYS)) for header in headers]
-    if not any(name is not None for name, _, _ in marks):
+    names = [header.metadata.get(_FAST_KEYS[0]) for header in headers]
+    if names.count(None) == len(names):
         return
+    marks = [tuple(map(header.metadata.get, _FAST_KEYS)) for header in headers]
     (first, _, count), numbers = marks[0], {number for _, number, _ in marks}
     if any((name, total) != (first, count) for name, _, total in marks):
         sets = " and ".join(dict.fromkeys(printable(name) for name, _, _ in marks))
@@ -205,8 +213,10 @@ def require_whole_tensors(headers: Sequence[Header], *, strict: bool, path: str)
     """
     warnings = []
     for header in headers:
+        if _DCP_PARTS not in header.metadata:
+            continue
         try:
-            parts = _decode_parts(header.metadata.get(_DCP_PARTS, "{}"))
+            parts = _decode_parts(header.metadata[_DCP_PARTS])
         except (msgspec.MsgspecError, RecursionError):
             continue
         begins = {name: part.get("saved_offsets") for name, part in parts.items()}

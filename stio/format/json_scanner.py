@@ -94,7 +94,8 @@ class Scanner:
         if not self.raw.startswith(text, self.pos, self.end):
             return False
         self.pos += len(text)
-        self.skip_space()
+        if self.pos < self.end and self.raw[self.pos] in _WHITE:
+            self.skip_space()
         return True
 
     def expect(self, text: bytes) -> None:

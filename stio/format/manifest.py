@@ -1,8 +1,9 @@
 """The manifest beside a checkpoint: digests of its files, recorded by a save.
 
-`stio.loading.integrity` compares them with the files. A digest covers a whole file, as that of `sha256sum` does. Each
-name has a list of acceptable states, because a file and the manifest are replaced by two renames: shortly before a
-commit the manifest has the old and the new state, and after it the new one only. Names are compared and never opened.
+`stio.storage.checkpoint.integrity` compares them with the files. A digest covers a whole file, as that of `sha256sum`
+does. Each name has a list of acceptable states, because a file and the manifest are replaced by two renames: shortly
+before a commit the manifest has the old and the new state, and after it the new one only. Names are compared and never
+opened.
 
 SHA-256 comes from the standard library. XXH3 comes from the package xxhash (extra `hash`), imported at its first use.
 """

@@ -1,8 +1,8 @@
 """Loading: from files to tensors, on the CPU or on accelerators, into dictionaries, streams and modules.
 
 Life of a load. `api.py` checks the keywords once (`LoadOptions`) and starts an operation, whose body (`body.py`) runs
-on a thread of stio's own. A load is four values, each made from the one before: `open.py` opens every shard and checks
-its header (`OpenCheckpoint`); `select.py` selects the tensors of each device, their slices and casts
+on a thread of stio's own. A load is four values, each made from the one before: `stio.storage.checkpoint` opens every
+shard and checks its header (`OpenCheckpoint`); `select.py` selects the tensors of each device, their slices and casts
 (`SelectedTensors`); `planned.py` decides how each file is read for each device, and `plan.py` puts the reads in order
 (`PlannedLoad`): groups of neighbouring tensors that are delivered together, cut into blocks of one read each;
 `scheduler.py` runs that (`LoadScheduler`). It begins groups within the budget, an executor moves their bytes, and a
@@ -20,9 +20,8 @@ touches its buffers.
 A cancel calls `LoadScheduler.stop`: the engine begins no further chunk, workers of the plain executor end after their
 piece. The first error of the executor ends the load in the same manner, and `run` raises it.
 
-`options.py` has the keywords. `Delivery` (`read_paths.py`) is how a consumer gets its tensors.
-`latest.py` finds the newest checkpoint of a training. `integrity.py` compares files with a manifest. Loads know caches
-by `caches.py`. Start with `body.py`, then read `planned.py` and `scheduler.py`.
+`options.py` has the keywords. `Delivery` (`read_paths.py`) is how a consumer gets its tensors. Start with `body.py`,
+then read `planned.py` and `scheduler.py`.
 
 Rules that are easy to miss:
 

@@ -9,42 +9,62 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
+from typing import Self
 
 import torch
 from torch import nn
 
 from stio.device.casts import Lost
 from stio.device.cuda import TorchEvent
-from stio.errors import ClosedError, printable
+from stio.errors import ClosedError
+from stio.errors import printable
 from stio.format.header import TensorInfo
 from stio.limits import Limits
-from stio.loading.body import FillSome, collect, fill, open_with_options, reading_operation, scheduled, verify
+from stio.loading.body import FillSome
+from stio.loading.body import collect
+from stio.loading.body import fill
+from stio.loading.body import open_with_options
+from stio.loading.body import reading_operation
+from stio.loading.body import scheduled
 from stio.loading.casts import DtypesLike
 from stio.loading.consumers import GroupQueue
 from stio.loading.module import ModuleTarget
-from stio.loading.open import OpenCheckpoint
-from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.options import DevicesLike
+from stio.loading.options import LoadOptions
+from stio.loading.options import Memory
 from stio.loading.plan import Names
 from stio.loading.read_paths import Delivery
-from stio.loading.select import (
-    PlacementsLike,
-    checked_placements,
-    plain_names,
-    reusable_names,
-    select_tensors,
-    shards_of,
-)
-from stio.loading.target import LoadReport, LoadTarget
-from stio.runtime.notifier import AsyncOnly, runs_blocking
-from stio.runtime.operation import Operation, close_all
+from stio.loading.select import PlacementsLike
+from stio.loading.select import checked_placements
+from stio.loading.select import plain_names
+from stio.loading.select import reusable_names
+from stio.loading.select import select_tensors
+from stio.loading.select import shards_of
+from stio.loading.target import LoadReport
+from stio.loading.target import LoadTarget
+from stio.runtime.notifier import AsyncOnly
+from stio.runtime.notifier import runs_blocking
+from stio.runtime.operation import Operation
+from stio.runtime.operation import close_all
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace, shown
-from stio.text import counted, described_by, keywords_for, show_bytes
+from stio.runtime.reports.trace import Trace
+from stio.runtime.reports.trace import shown
+from stio.storage.checkpoint.caches import CacheLike
+from stio.storage.checkpoint.open import SourceLike
+from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.text import counted
+from stio.text import described_by
+from stio.text import keywords_for
+from stio.text import show_bytes
 
 
 async def load(
@@ -129,7 +149,7 @@ async def load(
         source,
         options,
         lambda operation, opened: collect(
-            operation, select_tensors(opened, chosen, options, slices=slices, placements=placements), options
+            operation, select_tensors(opened, chosen, options, slices=slices, placements=placements)
         ),
         shards_of=partial(shards_of, names=chosen, slices=slices, strict=strict),
     ).wait()
@@ -361,11 +381,6 @@ class Checkpoint(AsyncOnly):
         def body(operation: Operation[Any]) -> OpenCheckpoint:
             opened = open_with_options(operation, source, options)
             operation.set_log_detail(lambda: f"{len(opened.files):,} files")
-            try:
-                verify(operation, opened, options)
-            except BaseException:
-                opened.close()
-                raise
             return opened
 
         operation = Operation(body, name="open", about=shown(source), discard=OpenCheckpoint.close)
@@ -451,7 +466,7 @@ class Checkpoint(AsyncOnly):
         def body(operation: Operation[None], queue: GroupQueue) -> None:
             with shortened(options.switch_interval):
                 selected = select_tensors(opened, names, options, slices=slices, placements=placed)
-                scheduler = scheduled(selected, options, Delivery(deliver=queue.put, hold=True, keeps=False))
+                scheduler = scheduled(selected, Delivery(deliver=queue.put, hold=True, keeps=False))
                 queue.attach(scheduler, opened.aliases)
                 scheduler.run_for(operation)  # the consumer releases the budget, so reading waits for it
 
@@ -487,7 +502,7 @@ class Checkpoint(AsyncOnly):
         def body(operation: Operation[Any]) -> Callable[[], dict[str, torch.Tensor]]:
             with shortened(options.switch_interval):
                 selected = select_tensors(opened, names, options, slices=slices, placements=placements)
-                return collect(operation, selected, options)
+                return collect(operation, selected)
 
         return self._own(Operation(body, name="load", kind="load", about=opened.path))
 

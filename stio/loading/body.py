@@ -5,35 +5,52 @@ A load from a path costs two thread switches, to its thread and back: opening, r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
+from typing import TypeAlias
+from typing import TypeVar
 
 import torch
 
 from stio import native
-from stio.device.base import DeviceMap, LoadedGroup
-from stio.errors import FormatError, IntegrityError, LimitError
+from stio.device.base import DeviceMap
+from stio.device.base import LoadedGroup
+from stio.errors import FormatError
+from stio.errors import IntegrityError
+from stio.errors import LimitError
 from stio.format.index import ShardIndex
 from stio.limits import DEFAULT_BUDGET_BYTES
-from stio.loading.caches import ObjectCache
 from stio.loading.consumers import GroupQueue
-from stio.loading.integrity import verify_files
 from stio.loading.module import ModuleTarget
-from stio.loading.open import OpenCheckpoint, open_checkpoint
-from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.options import LoadOptions
 from stio.loading.planned import plan_load
+from stio.loading.planned import plan_prefetch
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
-from stio.loading.select import SelectedTensors, select_tensors
+from stio.loading.select import SelectedTensors
+from stio.loading.select import select_tensors
 from stio.loading.target import LoadTarget
+from stio.runtime.limits import Limits
 from stio.runtime.operation import Operation
-from stio.runtime.process import collection_paused, contextmanager
+from stio.runtime.process import collection_paused
 from stio.runtime.process import switch_interval as shortened
-from stio.runtime.reports.trace import shown, traced
+from stio.runtime.reports.trace import shown
+from stio.runtime.reports.trace import traced
+from stio.storage.checkpoint.caches import CachedFile
+from stio.storage.checkpoint.integrity import verify_files
+from stio.storage.checkpoint.open import SourceLike
+from stio.storage.checkpoint.open import open_checkpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.storage.checkpoint.shards import OpenOptions
 
 T = TypeVar("T")
+
+_DEFAULT_LIMITS = Limits()
 
 FillSome: TypeAlias = Callable[[Operation[Any], OpenCheckpoint, LoadTarget, list[str]], list[str]]
 """Fills some of a target's tensors by other means than a load of their own. Called on the operation's thread with the
@@ -47,86 +64,73 @@ def open_with_options(
     *,
     strict: bool | None = None,
     shards_of: Callable[[ShardIndex], Collection[str] | None] = lambda index: None,
+    compare: Callable[[OpenCheckpoint], object] | None = None,
 ) -> OpenCheckpoint:
-    """Open a checkpoint with these options; `strict` replaces their value unless it is None."""
+    """Open a checkpoint with these options; with `verify=True`, compare its files with their manifest.
+
+    Args:
+        operation: A cancel of it ends the call.
+        source: The checkpoint.
+        options: Options of the load.
+        strict: Replaces the value of the options unless it is None.
+        shards_of: Returns the shards of an index that are needed; None: all.
+        compare: Called before anything is hashed; it raises if the checkpoint is not what is expected.
+    """
     cache = options.disk_cache
-    with traced(options.trace, "open", detail=shown(source)), discarding_damage(cache):
-        opened = open_checkpoint(
-            source,
-            limits=options.limits,
-            strict=options.strict if strict is None else strict,
-            follow_symlinks=options.follow_symlinks,
-            with_manifest=options.verify,
-            shards_of=shards_of,
-            replacement=(lambda file: file) if cache is None else cache.replacement,
-            check=operation.check,
-        )
-        opened.require_plain()
-        if cache is not None and options.verify and not opened.openers:
-            fetch_all(opened, cache, options)  # otherwise verification and load would each read the store
-        return opened
-
-
-def discarding_damage(cache: ObjectCache | None) -> AbstractContextManager[None]:
-    """Remove a cached file that turns out to be damaged inside the block: otherwise each later load would fail too."""
-    return nullcontext() if cache is None else _discarding_damage(cache)
-
-
-@contextmanager
-def _discarding_damage(cache: ObjectCache) -> Iterator[None]:
+    how = OpenOptions(
+        limits=options.limits or _DEFAULT_LIMITS,
+        strict=options.strict if strict is None else strict,
+        follow_symlinks=options.follow_symlinks,
+        with_manifest=options.verify,
+        shards_of=shards_of,
+        replacement=(lambda file: file) if cache is None else cache.replacement,
+        check=operation.check,
+    )
+    opened: OpenCheckpoint | None = None
     try:
-        yield
-    except (FormatError, IntegrityError) as error:
-        if not isinstance(error, LimitError):  # a limit may be the caller's own
+        with traced(options.trace, "open", detail="" if options.trace is None else shown(source)):
+            opened = open_checkpoint(source, how)
+            opened.require_plain()
+        if compare is not None:
+            compare(opened)
+        if options.verify:
+            budget_bytes = options.budget or DEFAULT_BUDGET_BYTES
+            if cache is not None and not opened.openers:  # otherwise verification and load would each read the store
+                opened.fetch(cache, budget_bytes=budget_bytes)
+            with traced(options.trace, "verify"):
+                verify_files(opened, check=operation.check, budget_bytes=budget_bytes)
+    except BaseException as error:
+        if opened is not None:
+            opened.close()
+        # A limit may be the caller's own. A file that is damaged in a cache would make each later load fail too.
+        if cache is not None and isinstance(error, FormatError | IntegrityError) and not isinstance(error, LimitError):
             cache.discard(error)
         raise
+    return opened
 
 
-def fetch_all(opened: OpenCheckpoint, cache: ObjectCache, options: LoadOptions) -> None:
-    """Replace all files of a checkpoint by files of a cache on disk."""
-    before, nbytes = opened.files, [file.identity.nbytes for file in opened.files]
-    with ExitStack() as undo:
-        undo.callback(opened.close)
-        opened.files = cache.fetch(before, nbytes, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES, owned=undo)
-        undo.pop_all()
-    for old, new in zip(before, opened.files, strict=True):
-        if new is not old:
-            old.close()
-
-
-def verify(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOptions) -> None:
-    """With `verify=True`, compare the files with their manifest, before any tensor is read."""
-    if options.verify:
-        with traced(options.trace, "verify"), discarding_damage(options.disk_cache):
-            verify_files(opened, check=operation.check, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES)
-
-
-def scheduled(
-    selected: SelectedTensors, options: LoadOptions, delivery: Delivery, *, max_workers: int | None = None
-) -> LoadScheduler:
+def scheduled(selected: SelectedTensors, delivery: Delivery, *, max_workers: int | None = None) -> LoadScheduler:
     """Return a load that is ready to run; see `plan_load`."""
-    with traced(options.trace, "plan", detail=selected.opened.path):
-        return LoadScheduler(plan_load(selected, options, delivery, max_workers=max_workers), options, delivery)
+    with traced(selected.options.trace, "plan", detail=selected.opened.path):
+        return LoadScheduler(plan_load(selected, delivery, max_workers=max_workers), selected.options, delivery)
 
 
 def gather(
-    operation: Operation[Any], selected: SelectedTensors, options: LoadOptions, *, max_workers: int | None = None
+    operation: Operation[Any], selected: SelectedTensors, *, max_workers: int | None = None
 ) -> list[LoadedGroup]:
-    """Load to the end; return the groups. The consumer's thread calls `LoadedGroup.take` of each."""
+    """Load to the end; return the groups."""
     groups: list[LoadedGroup] = []
     delivery = Delivery(deliver=lambda _, loaded: groups.append(loaded))
-    scheduled(selected, options, delivery, max_workers=max_workers).run_for(operation)
+    scheduled(selected, delivery, max_workers=max_workers).run_for(operation)
     return groups
 
 
-def collect(
-    operation: Operation[Any], selected: SelectedTensors, options: LoadOptions
-) -> Callable[[], dict[str, torch.Tensor]]:
+def collect(operation: Operation[Any], selected: SelectedTensors) -> Callable[[], dict[str, torch.Tensor]]:
     """Load to the end; return a function that returns all tensors. The consumer's thread calls it once.
 
     The tensors are in the order of the checkpoint's data, aliases last.
     """
-    groups, opened = gather(operation, selected, options), selected.opened
+    groups, opened = gather(operation, selected), selected.opened
     headers, aliases = opened.headers, opened.aliases
 
     def take() -> dict[str, torch.Tensor]:
@@ -136,9 +140,17 @@ def collect(
         while groups:
             tensors |= groups.pop(0).take()
         ordered = {name: tensors[name] for header in headers for name in header.names if name in tensors}
-        return ordered | {name: tensors[name] for name in aliases if name in tensors}
+        return ordered | {name: tensors[name] for name in aliases if name in tensors} if aliases else ordered
 
     return take
+
+
+def prefetch(
+    operation: Operation[Any], opened: OpenCheckpoint, cached: Sequence[CachedFile], options: LoadOptions
+) -> None:
+    """Read all files of a checkpoint into their images in a cache, which are released at the end."""
+    planned = plan_prefetch(opened, cached, options)
+    LoadScheduler(planned, options, Delivery(), doing="prefetching").run_for(operation)
 
 
 def fill(
@@ -151,20 +163,24 @@ def fill(
 ) -> None:
     """Load into a target; groups that the consumer's thread must copy are put in the queue."""
     with shortened(options.switch_interval), ExitStack() as closing_all:
+        names: list[str] = []
+
+        def compare(opened: OpenCheckpoint) -> None:
+            names[:] = target.select(opened, options, operation.check)
+
         if isinstance(source, OpenCheckpoint):  # it was verified when it was opened
-            opened, options = source, replace(options, verify=False)
+            opened = source
+            compare(opened)
         else:  # the names that the target needs are compared, and not those of the index
-            opened = open_with_options(operation, source, options, strict=False)
+            opened = open_with_options(operation, source, options, strict=False, compare=compare)
             closing_all.callback(opened.close)
-        names = target.select(opened, options, operation.check)
-        verify(operation, opened, options)
         if fill_first is not None:
             names = fill_first(operation, opened, target, names)
         if isinstance(target, ModuleTarget) and target.keeps:
             if not target.assigns:  # a second copy of the module might not fit on its device
                 options = replace(options, device="cpu")
             delivery = Delivery(deliver=lambda _, loaded: target.keep(loaded))
-            scheduler = scheduled(select_tensors(opened, names, options), options, delivery)
+            scheduler = scheduled(select_tensors(opened, names, options), delivery)
             queue.attach(scheduler)
             scheduler.run_for(operation)
             with collection_paused(len(names)):
@@ -183,7 +199,7 @@ def fill(
             # An event loop's thread must not wait for the engine.
             copied=target.copied_names(by_engine=direct and native.available()),
         )
-        scheduler = scheduled(select_tensors(opened, names, options, slices=target.slices), options, delivery)
+        scheduler = scheduled(select_tensors(opened, names, options, slices=target.slices), delivery)
         queue.attach(scheduler)
         scheduler.run_for(operation)
 
@@ -204,7 +220,6 @@ def reading_operation(
         with shortened(options.switch_interval):
             DeviceMap.of(options.device)  # a missing device is an error before any file is opened
             with closing(open_with_options(operation, source, options, shards_of=shards_of)) as opened:
-                verify(operation, opened, options)
                 return read(operation, opened)
 
     return Operation(body, name="load", kind="load", about=shown(source))

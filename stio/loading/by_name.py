@@ -19,7 +19,6 @@ import torch
 from stio.device.base import LoadedGroup
 from stio.errors import ClosedError
 from stio.loading.body import gather, scheduled
-from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.plan import Group
 from stio.loading.read_paths import Delivery
@@ -27,6 +26,7 @@ from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import select_tensors
 from stio.runtime.notifier import Notifier, run_blocking
 from stio.runtime.operation import Operation, close_all
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 
 class LoadByName:
@@ -148,7 +148,7 @@ class LoadByName:
                 deliver=self._put, hold=True, keeps=False, prompt=True, on_blocked=self._notifier.notify
             )
             selected = select_tensors(self._opened, self.names, self._options, slices=self._slices)
-            scheduler = scheduled(selected, self._options, delivery, max_workers=self._max_workers)
+            scheduler = scheduled(selected, delivery, max_workers=self._max_workers)
             for group in scheduler.plan.groups:
                 self._left[group.index] = set(group.names)
                 self._group_of.update(dict.fromkeys(group.names, group))
@@ -206,7 +206,7 @@ class LoadByName:
 
         def body(operation: Operation[torch.Tensor]) -> torch.Tensor:
             selected = select_tensors(self._opened, [name], self._options, slices=slices)
-            (group,) = gather(operation, selected, self._options, max_workers=self._max_workers)
+            (group,) = gather(operation, selected, max_workers=self._max_workers)
             return group.tensors[name]
 
         operation = Operation(body, name="load", kind="load", about=self._opened.path)

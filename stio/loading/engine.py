@@ -7,16 +7,17 @@ reading into the cache is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence
 from time import perf_counter
 
 from stio import native
 from stio.errors import StorageError
-from stio.loading.caches import FileImage
 from stio.loading.plan import Group
 from stio.loading.read_paths import ReadPath
 from stio.runtime.memory.control_groups import num_processors
 from stio.runtime.reports.trace import Trace
+from stio.storage.checkpoint.caches import FileImage
 
 _MAX_CHUNKS = 1 << 20  # as good as no limit, and an int of C
 

@@ -7,23 +7,33 @@ thread ("cuda" is its current device) is fixed at the call.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+from typing import Literal
+from typing import TypeAlias
+from typing import get_args
 
 import torch
 
-from stio.device.base import Accelerator, with_current_index
+from stio.device.base import Accelerator
+from stio.device.base import with_current_index
 from stio.device.casts import Lost
 from stio.device.cuda import TorchAccelerator
-from stio.limits import Limits, checked_size
-from stio.loading.caches import FileCache, ObjectCache
-from stio.loading.casts import DtypeOf, DtypesLike, checked_casts
+from stio.limits import Limits
+from stio.limits import checked_size
+from stio.loading.casts import DtypeOf
+from stio.loading.casts import DtypesLike
+from stio.loading.casts import checked_casts
 from stio.runtime.process import check_switch_interval
-from stio.runtime.reports.progress import Progress, progress_callback
+from stio.runtime.reports.progress import Progress
+from stio.runtime.reports.progress import progress_callback
 from stio.runtime.reports.trace import Trace
-from stio.storage.base import Root
+from stio.storage.checkpoint.caches import CacheLike
+from stio.storage.checkpoint.caches import FileCache
+from stio.storage.checkpoint.caches import ObjectCache
 
 DeviceLike: TypeAlias = str | int | torch.device | Accelerator
 """An argument of `torch.device`, `"auto"`, or a device object of your own. A name without a number is
@@ -32,12 +42,6 @@ the calling thread's current device of that kind (`torch.cuda.set_device`)."""
 DevicesLike: TypeAlias = DeviceLike | Mapping[str, DeviceLike] | Callable[[str], DeviceLike]
 """One device; or one for each tensor: a mapping from names, and prefixes of names that end at a dot, of which the
 longest counts (`""` means all others), or a callable that gets a name. It is called on a thread of the load."""
-
-SourceLike: TypeAlias = str | os.PathLike[str] | Root
-"""A `.safetensors` file, an index, a directory, a URL of one of these, or a root of your own."""
-
-CacheLike: TypeAlias = FileCache | ObjectCache | tuple[FileCache | ObjectCache, ...]
-"""A `stio.HostCache` or a `stio.DiskCache`, or one of each in a tuple."""
 
 Memory = Literal["auto", "map", "lazy", "copy", "gds"]
 """How tensors on the CPU get their memory; `"gds"`: reads to an accelerator without host memory."""
@@ -94,8 +98,10 @@ class LoadOptions:
     """The cache, if it keeps objects of URLs on disk."""
 
     def __post_init__(self) -> None:
-        progress_callback(self.progress)  # raises for a wrong value, before the load starts
-        check_switch_interval(self.switch_interval)
+        if self.progress is not None:
+            progress_callback(self.progress)  # raises for a wrong value, before the load starts
+        if self.switch_interval is not None:
+            check_switch_interval(self.switch_interval)
         if self.memory not in get_args(Memory):
             raise ValueError(f"memory= takes one of {', '.join(map(repr, get_args(Memory)))}, not {self.memory!r}")
         for name in ("strict", "verify", "follow_symlinks"):
@@ -106,11 +112,16 @@ class LoadOptions:
         if self.trace is not None and not isinstance(self.trace, Trace):
             raise TypeError(f"trace= takes a stio.Trace, not {self.trace!r}")
         dtype = dict(self.dtype) if isinstance(self.dtype, Mapping) else self.dtype  # the caller may change a mapping
-        host_cache, disk_cache = self._caches()
+        casts = None if dtype is None else checked_casts(dtype)
+        host_cache, disk_cache = (None, None) if self.cache is None else self._caches()
+        current = current_device()
+        streams = self.streams
+        if streams is None:
+            streams = {} if current is None else current_streams()
         derived = {
             "device": with_current_index(self.device),
-            "streams": TorchAccelerator.current_streams() if self.streams is None else self.streams,
-            "casts": (casts := checked_casts(dtype)),
+            "streams": streams,
+            "casts": casts,
             "dtype": casts if isinstance(casts, torch.dtype) else dtype,
             "budget": None if self.budget_bytes is None else checked_size(self.budget_bytes),
             "host_cache": host_cache,
@@ -121,8 +132,6 @@ class LoadOptions:
 
     def _caches(self) -> tuple[FileCache | None, ObjectCache | None]:
         caches: tuple[object, ...] = self.cache if isinstance(self.cache, tuple) else (self.cache,)
-        if self.cache is None:
-            caches = ()
         files: FileCache | None = None
         objects: ObjectCache | None = None
         for cache in caches:

@@ -10,14 +10,25 @@ from __future__ import annotations
 
 import difflib
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from functools import partial
 
-from stio.errors import FormatError, SliceError, TensorNotFoundError, printable
+from stio.errors import FormatError
+from stio.errors import SliceError
+from stio.errors import TensorNotFoundError
+from stio.errors import printable
 from stio.format.dtypes import bits
 from stio.format.header import Header
-from stio.format.slicing import Selection, select
+from stio.format.slicing import Selection
+from stio.format.slicing import select
 from stio.limits import PAGE_BYTES
 
 GAP_BYTES = 256 << 10
@@ -56,7 +67,7 @@ class FileSelection:
     @property
     def is_whole(self) -> bool:
         """Whether all tensors of the file are selected. There are no gaps then."""
-        return len(self.positions) == len(self.header) and not self.header.has_holes
+        return len(self.positions) == len(self.header.names) and not self.header.has_holes
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +140,7 @@ def select_names(headers: Sequence[Header], names: Names | None, *, path: str) -
         TensorNotFoundError: No shard has a name; the message proposes similar names.
     """
     if names is None:
-        return [range(len(header)) for header in headers]
+        return [range(len(header.names)) for header in headers]
     if callable(names):
         return [[k for k, name in enumerate(header.names) if names(name)] for header in headers]
     shards = [(header.positions, set[int]()) for header in headers]
@@ -169,6 +180,7 @@ def plan_reads(selections: Sequence[FileSelection], slices: Mapping[str, object]
         SliceError: An index does not fit its tensor.
     """
     groups: list[Group] = []
+    total_bytes = num_tensors = 0
     for number, selection in enumerate(selections):
         names, chosen = selection.header.names, selection.positions
         sliced = [k for k in chosen if names[k] in slices] if slices else []
@@ -177,9 +189,10 @@ def plan_reads(selections: Sequence[FileSelection], slices: Mapping[str, object]
             groups.append(_whole_group(len(groups), number, run, selection))
         for k in sliced:
             groups.append(_sliced_group(len(groups), number, k, slices[names[k]], selection))
-    return ReadPlan(
-        tuple(groups), sum(group.payload_bytes for group in groups), sum(len(group.names) for group in groups)
-    )
+    for group in groups:
+        total_bytes += group.payload_bytes
+        num_tensors += len(group.names)
+    return ReadPlan(tuple(groups), total_bytes, num_tensors)
 
 
 def _neighbours(selection: FileSelection) -> Iterator[Sequence[int]]:

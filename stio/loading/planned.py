@@ -4,7 +4,7 @@ A `DeviceLoad` has the tensors of one device. It decides the size of its blocks,
 by the kind of memory, the filesystem, and the fraction of the file in the page cache. The
 engine carries a load out if it can do so for all of its files, otherwise the plain executor.
 
-A file is cold if less than half of it is in the page cache (`is_cold`). The disk limits the rate of a cold file: it is
+A file is cold if less than half of it is in the page cache. The disk limits the rate of a cold file: it is
 read past the page cache (`read_past_cache`), or, mapped, each page is touched after its read. A file that is not cold
 is read through the page cache. If the kernel does not report it, a file is neither cold nor resident (`UNKNOWN`). If
 several ranks load on one host, no file is read past the cache: the first rank fills it for the others.
@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
+from operator import attrgetter
 from typing import TypeAlias
 
 import torch
@@ -28,21 +31,40 @@ from stio.device.cuda import TorchAccelerator
 from stio.device.tensors import TORCH_DTYPES
 from stio.errors import DeviceError
 from stio.format.header import Header
-from stio.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
-from stio.loading.caches import CachedFile, FileCache
+from stio.limits import DEFAULT_BUDGET_BYTES
+from stio.limits import PAGE_BYTES
 from stio.loading.engine import EngineExecutor
-from stio.loading.gds_path import GdsDevice, GdsPath
-from stio.loading.open import OpenCheckpoint
+from stio.loading.gds_path import GdsDevice
+from stio.loading.gds_path import GdsPath
 from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
-from stio.loading.plan import GAP_BYTES, FileSelection, ReadPlan, plan_reads
-from stio.loading.read_paths import CacheFillPath, CopiedPath, Delivery, DevicePath, MappedPath, ReadPath, StagingSlots
-from stio.loading.scheduler import FIRST_BYTES, PlannedLoad
-from stio.loading.select import DeviceSelection, SelectedTensors, selected_bytes
+from stio.loading.plan import GAP_BYTES
+from stio.loading.plan import FileSelection
+from stio.loading.plan import ReadPlan
+from stio.loading.plan import plan_reads
+from stio.loading.read_paths import CacheFillPath
+from stio.loading.read_paths import CopiedPath
+from stio.loading.read_paths import Delivery
+from stio.loading.read_paths import DevicePath
+from stio.loading.read_paths import MappedPath
+from stio.loading.read_paths import ReadPath
+from stio.loading.read_paths import StagingSlots
+from stio.loading.scheduler import FIRST_BYTES
+from stio.loading.scheduler import PlannedLoad
+from stio.loading.select import DeviceSelection
+from stio.loading.select import SelectedTensors
+from stio.loading.select import selected_bytes
 from stio.runtime import memory
 from stio.runtime.reports.trace import traced
-from stio.storage.base import RequestedSource, Requests, Source
-from stio.storage.local import LocalFile, MappedFile, map_if_possible
+from stio.storage.base import RequestedSource
+from stio.storage.base import Requests
+from stio.storage.base import Source
+from stio.storage.checkpoint.caches import CachedFile
+from stio.storage.checkpoint.caches import FileCache
+from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.storage.local import LocalFile
+from stio.storage.local import MappedFile
+from stio.storage.local import map_if_possible
 
 GROUP_BYTES = 64 << 20
 """Size of groups: memory is allocated, and tensors are made, for one at a time."""
@@ -51,20 +73,18 @@ NUM_WORKERS = 4
 ACCELERATOR_BUDGET_BYTES = 256 << 20
 """Default budget of a load to an accelerator: for groups that a stream, or a load into a module, has under way. What is
 on its way to the device is in the engine's ring."""
+_is_native = attrgetter("is_native")
 _SLOT_BYTES = 8 << 20
 _MIN_SLOT_BYTES = 4096
 _SMALLEST_PARTS = 64
 """With `Delivery.prompt`, a group is at most this part of all."""
 
 
-def plan_load(
-    selected: SelectedTensors, options: LoadOptions, delivery: Delivery, *, max_workers: int | None = None
-) -> PlannedLoad:
+def plan_load(selected: SelectedTensors, delivery: Delivery, *, max_workers: int | None = None) -> PlannedLoad:
     """Plan a load, and choose the read path of each of its files.
 
     Args:
         selected: What is read.
-        options: Options of the load.
         delivery: How the consumer gets the tensors.
         max_workers: Most threads that read; None: as many as the devices and the processors make worthwhile.
 
@@ -73,14 +93,15 @@ def plan_load(
         SliceError: A slice does not fit its tensor.
         UnsupportedDtypeError: torch does not have the dtype of a tensor.
     """
-    opened = selected.opened
+    opened, options = selected.opened, selected.options
     with ExitStack() as undo:
         owned = undo.enter_context(ExitStack())
-        files = _open_files(selected, options, owned)
+        shards = selected.shards
+        files = _open_files(selected, shards, owned)
         lost = Lost() if options.lost is None else options.lost
         copied = frozenset() if selected.casts else delivery.copied
         delivery = replace(delivery, casts=selected.casts, copied=copied, lost=lost)
-        loads = _device_loads(files, selected, options, delivery)
+        loads = _device_loads([files[shard] for shard in shards], selected, delivery)
         for load in loads:
             undo.callback(load.close)
         reads = _reads(opened, files, loads)
@@ -90,7 +111,8 @@ def plan_load(
             owned.callback(image.release)
         paths = [load.read_path(file, cached.get(id(file))) for file, load, _ in reads]
         budget_bytes = _budget_bytes(plan, paths, loads, keeps=delivery.keeps, path=opened.path)
-        num_workers = min(max((load.num_workers for load in loads), default=1), max_workers or sys.maxsize)
+        num_workers = min(loads[0].num_workers if loads else 1, max_workers or sys.maxsize)
+        must_grow = plan.total_bytes > FIRST_BYTES and any(load.must_grow for load in loads)
         planned = PlannedLoad(
             opened.path,
             plan,
@@ -99,8 +121,8 @@ def plan_load(
             budget_bytes,
             names=[load.selected.names for _, load, _ in reads],
             make_results=None if selected.placed is None else selected.placed.made,
-            first_bytes=FIRST_BYTES if any(load.must_grow for load in loads) else sys.maxsize,
-            files=list({id(file): file for file, _, _ in reads}.values()),
+            first_bytes=FIRST_BYTES if must_grow else sys.maxsize,
+            files=list(dict.fromkeys([file for file, _, _ in reads])),
             owned=owned,
             lost=lost,
         )
@@ -108,10 +130,10 @@ def plan_load(
         return planned
 
 
-def _open_files(selected: SelectedTensors, options: LoadOptions, owned: ExitStack) -> Sequence[Source]:
+def _open_files(selected: SelectedTensors, shards: Sequence[int], owned: ExitStack) -> Sequence[Source]:
     """Return the files of all shards; those that are read are open, and, with a cache on disk, fetched."""
-    opened = selected.opened
-    files = opened.open_files(selected.shards, owned)
+    opened, options = selected.opened, selected.options
+    files = opened.open_files(shards, owned)
     if options.disk_cache is None:
         return files
     nbytes = [
@@ -137,7 +159,8 @@ def plan_prefetch(opened: OpenCheckpoint, cached: Sequence[CachedFile], options:
     with ExitStack() as owned:
         files = opened.open_files(range(len(opened.files)), owned)
         for file in files:
-            read_past_cache(file, resident_fraction(file))
+            if isinstance(file, LocalFile):
+                read_past_cache(file, resident_fraction(file))
         for image in cached:
             owned.callback(image.release)
         paths = [CacheFillPath(file, image) for file, image in zip(files, cached, strict=True)]
@@ -234,9 +257,9 @@ class DeviceLoad:
             mapped = self._mapping(file)
             del self._mapped[file]  # the read path refers to it as long as it needs it
             if mapped is not None:
-                cold = self._populates and is_cold(fraction)
+                cold = self._populates and fraction < UNKNOWN
                 return MappedPath(mapped, delivery, populates=self._populates, cold=cold)
-        read_past_cache(file, fraction)
+            read_past_cache(file, fraction)
         if self._slots is None:
             return CopiedPath(file, delivery, cached)
         # If the kernel does not report the resident fraction, memory="gds" decides.
@@ -263,14 +286,10 @@ class DeviceLoad:
         return self.selected.total_bytes <= SMALL_LOAD_BYTES or memory.fits(self.selected.total_bytes)
 
 
-def _device_loads(
-    opened_files: Sequence[Source], selected: SelectedTensors, options: LoadOptions, delivery: Delivery
-) -> list[DeviceLoad]:
+def _device_loads(files: Sequence[Source], selected: SelectedTensors, delivery: Delivery) -> list[DeviceLoad]:
     """Return the load of each device; all share one budget."""
-    devices = selected.devices
-    total_bytes = sum(device.total_bytes for device in devices)
-    files = [opened_files[shard] for shard in selected.shards]
-    num_accelerators = sum(not _is_cpu(one.device) for one in devices)
+    devices, options, total_bytes = selected.devices, selected.options, selected.total_bytes
+    num_accelerators = sum([not _is_cpu(device.device) for device in devices])
     if options.memory == "gds" and devices and not num_accelerators:
         raise DeviceError("memory='gds' reads to an accelerator", requested="cpu", expected="an accelerator")
     max_bytes = ACCELERATOR_BUDGET_BYTES if num_accelerators else DEFAULT_BUDGET_BYTES
@@ -329,7 +348,7 @@ def _executor(
     plan: ReadPlan, paths: Sequence[ReadPath], budget_bytes: int, options: LoadOptions, num_workers: int
 ) -> EngineExecutor | PlainExecutor:
     """Return the engine if it can move the bytes of all files, otherwise the plain executor."""
-    if paths and all(path.is_native for path in paths):
+    if paths and all(map(_is_native, paths)):
         try:
             return EngineExecutor(paths, len(plan.groups), budget_bytes=budget_bytes, trace=options.trace)
         except OSError:
@@ -356,7 +375,7 @@ def _budget_bytes(
         HostMemoryError: The tensors that the consumer keeps do not fit into memory.
     """
     budget_bytes = loads[0].budget_bytes if loads else DEFAULT_BUDGET_BYTES
-    if not all(path.is_native for path in paths):
+    if not all(map(_is_native, paths)):
         budget_bytes = max(1, budget_bytes - sum(load.staging_bytes for load in loads))
     held = [paths[group.selection].held_bytes(group) for group in plan.groups] if keeps else []
     total_bytes = sum(held)
@@ -370,8 +389,8 @@ def _budget_bytes(
 
 def _requests(files: Sequence[Source]) -> Requests | None:
     """Return how files behind a network are read; None if there are none."""
-    found = [file.requests for file in files if isinstance(file, RequestedSource)]
-    return min(found, key=lambda requests: requests.nbytes, default=None)
+    remote = [file.requests for file in files if not isinstance(file, LocalFile) and isinstance(file, RequestedSource)]
+    return min(remote, key=lambda requests: requests.nbytes, default=None)
 
 
 def _is_cpu(device: torch.device | Accelerator) -> bool:
@@ -400,20 +419,15 @@ SMALL_LOAD_BYTES = 16 << 20
 """Up to this size a query to the kernel costs more than a read by the slower read path."""
 
 
-def resident_fraction(file: Source) -> float:
+def resident_fraction(file: LocalFile) -> float:
     """Return the fraction of a file in the page cache, from 0 to 1; `UNKNOWN` if the kernel does not report it."""
-    fraction = file.resident_fraction() if isinstance(file, LocalFile) else None
+    fraction = file.resident_fraction()
     return UNKNOWN if fraction is None else fraction
 
 
-def is_cold(fraction: float) -> bool:
-    """Return whether a file counts as cold, of which this fraction is in the page cache."""
-    return fraction < UNKNOWN
-
-
-def read_past_cache(file: Source, fraction: float) -> None:
+def read_past_cache(file: LocalFile, fraction: float) -> None:
     """Read a cold file past the page cache, unless ranks share the host: the first one fills the cache for all."""
-    if isinstance(file, LocalFile) and is_cold(fraction) and not host_is_shared():
+    if fraction < UNKNOWN and not host_is_shared():
         file.use_direct()
 
 

@@ -11,11 +11,17 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field
 from itertools import accumulate
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -25,15 +31,21 @@ from stio.limits import checked_size
 from stio.loading.engine import EngineExecutor
 from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
-from stio.loading.plan import Group, ReadPlan
-from stio.loading.read_paths import Delivery, ReadPath
-from stio.runtime.operation import Cancelled, Operation
+from stio.loading.plan import Group
+from stio.loading.plan import ReadPlan
+from stio.loading.read_paths import Delivery
+from stio.loading.read_paths import ReadPath
+
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import Operation
 from stio.runtime.process import be_nice
 from stio.runtime.reports import counters
-from stio.runtime.reports.progress import ProgressReporter, close_bar, progress_callback
+from stio.runtime.reports.progress import ProgressReporter
+from stio.runtime.reports.progress import close_bar
+from stio.runtime.reports.progress import progress_callback
 from stio.runtime.reports.trace import traced
 from stio.runtime.workers import WorkerPool
-from stio.storage.base import RequestedSource, Source
+from stio.storage.base import Source
 from stio.storage.local import LocalFile
 
 FIRST_BYTES = 512 << 20
@@ -91,14 +103,16 @@ class LoadScheduler:
         self._delivery = delivery
         self.budget = Budget(planned.budget_bytes)
         """Used by the thread of `run`, except `release`."""
-        self._progress_callback = progress_callback(options.progress, doing)
+        callback = self._progress_callback = (
+            None if options.progress is None else progress_callback(options.progress, doing)
+        )
         self._progress = ProgressReporter(
-            self._progress_callback, total_bytes=self.plan.total_bytes, total_tensors=self.plan.num_tensors
+            callback, total_bytes=self.plan.total_bytes, total_tensors=self.plan.num_tensors
         )
         self._trace = options.trace
         self._reports_lost = options.lost is None
         self._waiting: deque[Group] = deque(self.plan.groups)
-        self._num_left = Counter(group.selection for group in self.plan.groups)  # groups of each read path
+        self._num_left = Counter([group.selection for group in self.plan.groups])  # groups of each read path
         self._hold = delivery.hold
         self._delivered_groups: set[int] = set()
         self._consumed_groups: set[int] = set()  # that the consumer has released
@@ -134,7 +148,6 @@ class LoadScheduler:
         """
         with ExitStack() as closing:
             closing.push(self._ended)
-            closing.callback(close_bar, self._progress_callback)
             closing.push(self._planned.owned)
             for path in self._paths:  # closed before the files in a cache are released: copies read those
                 closing.callback(path.close)
@@ -146,7 +159,9 @@ class LoadScheduler:
             self._require_unchanged()
 
     def _ended(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind in (None, Cancelled) and self._reports_lost:
+        if self._progress_callback is not None:
+            close_bar(self._progress_callback)
+        if kind in (None, Cancelled) and self._reports_lost and self._planned.lost:
             self._planned.lost.report(self._planned.path)
 
     def run_for(self, operation: Operation[Any]) -> None:
@@ -167,13 +182,14 @@ class LoadScheduler:
                 continue
             if not num_under_way and not self._waiting:
                 return
-            waits_for_budget = self._blocked and not num_under_way
-            with traced(self._trace if waits_for_budget else None, "wait", detail="for budget"):
-                complete = self._executor.take()
+            start, waits_for_budget = perf_counter(), self._blocked and not num_under_way
+            complete = self._executor.take()
+            if waits_for_budget and self._trace is not None:
+                self._trace.add("wait", start, perf_counter(), detail="for budget")
             for group in complete:
                 self._complete(group)
                 num_under_way -= 1
-                if self.is_stopped():
+                if self._stopped:
                     break
         raise Cancelled
 
@@ -193,36 +209,42 @@ class LoadScheduler:
             begun.append(self._waiting.popleft())
             nbytes += group.nbytes
         if begun:
-            with traced(self._trace, "begin", num_bytes=nbytes):
-                self._add(begun)
+            start = perf_counter()
+            self._add(begun, nbytes)
+            if self._trace is not None:
+                self._trace.add("begin", start, perf_counter(), num_bytes=nbytes)
         if self._blocked:
             self._delivery.on_blocked()
         return len(begun)
 
-    def _add(self, groups: Sequence[Group]) -> None:
+    def _add(self, groups: Sequence[Group], nbytes: int) -> None:
         """Allocate the memory of groups, and add them to the executor: first those that move while it adds the rest."""
         together: dict[object, list[Group]] = {}
         for group in groups:
             together.setdefault(self._paths[group.selection].memory, []).append(group)
         for of_one_memory in together.values():
             self._paths[of_one_memory[0].selection].begin(of_one_memory)
-        num_first = bisect_left(list(accumulate(group.nbytes for group in groups)), FIRST_BYTES) + 1
-        for part in (groups[:num_first], groups[num_first:]):
-            if part:
-                self._executor.add(part)
+        num_first = len(groups)
+        if nbytes > FIRST_BYTES:
+            num_first = bisect_left(list(accumulate(group.nbytes for group in groups)), FIRST_BYTES) + 1
+        self._executor.add(groups[:num_first])
+        if num_first < len(groups):
+            self._executor.add(groups[num_first:])
 
     def _complete(self, group: Group) -> None:
         """Make the tensors of a group, and deliver them."""
         path = self._paths[group.selection]
         if path.label != "map":
-            self.read_bytes += sum(block.nbytes for block in group.blocks)
-        with traced(self._trace, "tensors", num_bytes=group.payload_bytes):
-            loaded = path.make_tensors(group)
-            if self._planned.names:
-                loaded.rename(self._planned.names[group.selection])
-            if self._planned.make_results is not None:  # on this thread: torch imports its compiler for the first one
-                loaded.results = self._planned.make_results(loaded.tensors)
-            self._count_down(group)
+            self.read_bytes += sum([block.nbytes for block in group.blocks])
+        start = perf_counter()
+        loaded = path.make_tensors(group)
+        if self._planned.names and (names := self._planned.names[group.selection]):
+            loaded.rename(names)
+        if self._planned.make_results is not None:  # on this thread: torch imports its compiler for the first one
+            loaded.results = self._planned.make_results(loaded.tensors)
+        self._count_down(group)
+        if self._trace is not None:
+            self._trace.add("tensors", start, perf_counter(), num_bytes=group.payload_bytes)
         self._delivery.deliver(group, loaded)
         del loaded
         self._delivered_groups.add(group.index)
@@ -236,19 +258,21 @@ class LoadScheduler:
 
     def _require_unchanged(self) -> None:
         """Require that all files are unchanged; those behind a network are looked at together."""
-        others = [
-            file for file in self._planned.files if not isinstance(file, LocalFile)
-        ]  # a check by protocol takes 20 us
-        num_behind_networks = sum(isinstance(file, RequestedSource) for file in others)
-        left = iter(list(self._planned.files))
+        others: list[Source] = []
+        for file in self._planned.files:
+            if isinstance(file, LocalFile):
+                file.check_unchanged()
+            else:
+                others.append(file)
+        left = iter(others)
 
         def work() -> None:
             while (file := next(left, None)) is not None:  # one step: several workers call it
                 file.check_unchanged()
 
-        if num_behind_networks > 1:
-            WorkerPool("check").run(work, min(_MAX_CHECKS, num_behind_networks))
-        else:
+        if len(others) > 1:
+            WorkerPool("check").run(work, min(_MAX_CHECKS, len(others)))
+        elif others:
             work()
 
     def stop(self) -> None:
@@ -322,7 +346,9 @@ class Budget:
     """
 
     def __init__(self, total_bytes: int) -> None:
-        self.total_bytes = checked_size(total_bytes)
+        if total_bytes <= 0:
+            raise ValueError(f"a budget must be positive, not {total_bytes}")
+        self.total_bytes = total_bytes
         """The budget."""
         self._held: dict[int, int] = {}  # bytes by key
         self._held_bytes = 0

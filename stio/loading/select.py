@@ -10,24 +10,38 @@ how the result is made from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
 from functools import cache
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
+from typing import Protocol
+from typing import cast
+from typing import runtime_checkable
 
 import torch
 
-from stio.device.base import Accelerator, DeviceMap
+from stio.device.base import Accelerator
+from stio.device.base import DeviceMap
 from stio.device.casts import Casts
 from stio.device.tensors import TORCH_DTYPES
-from stio.errors import MismatchError, TensorNotFoundError, listed, printable
+from stio.errors import MismatchError
+from stio.errors import TensorNotFoundError
+from stio.errors import listed
+from stio.errors import printable
 from stio.format.header import Header
 from stio.format.index import ShardIndex
 from stio.format.shared import ALIASES_KEY
 from stio.loading.casts import planned_casts
-from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
-from stio.loading.plan import Names, select_names, similar_names
+from stio.loading.plan import Names
+from stio.loading.plan import select_names
+from stio.loading.plan import similar_names
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +64,8 @@ class SelectedTensors:
 
     opened: OpenCheckpoint
     """The checkpoint."""
+    options: LoadOptions
+    """Options of the load."""
     devices: Sequence[DeviceSelection]
     """The tensors of each device. A `DeviceMap` gives only devices that have a tensor."""
     slices: Mapping[str, object]
@@ -62,8 +78,13 @@ class SelectedTensors:
     @property
     def shards(self) -> list[int]:
         """Shards that have a selected tensor."""
-        shards = range(len(self.opened.headers))
-        return [shard for shard in shards if any(device.positions[shard] for device in self.devices)]
+        positions = zip(*[device.positions for device in self.devices], strict=True)
+        return [shard for shard, of_devices in enumerate(positions) if any(of_devices)]
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the tensors, once for each device."""
+        return sum([device.total_bytes for device in self.devices])
 
 
 def select_tensors(
@@ -99,7 +120,7 @@ def select_tensors(
     if placements is not None:
         placed = placed_parts(opened, names, slices, placements, device, strict=options.strict)
         slices = placed.slices
-    stored_slices = _by_stored_name(slices, opened)
+    stored_slices = _by_stored_name(slices, opened) if slices else {}
     devices = select_by_device(opened, names, device)
     if casts is None and options.casts is not None:
         dtypes = {
@@ -112,7 +133,7 @@ def select_tensors(
             for k in positions
         ]
         casts = planned_casts(dtypes, options.casts, path=opened.path, selected=selected, further=opened.index_names)
-    return SelectedTensors(opened, devices, stored_slices, casts or Casts(), placed)
+    return SelectedTensors(opened, options, devices, stored_slices, casts or Casts(), placed)
 
 
 def _by_stored_name(slices: Mapping[str, object], opened: OpenCheckpoint) -> dict[str, object]:
@@ -142,7 +163,7 @@ def _is_same_index(one: object, other: object) -> bool:
 
 def selected_bytes(header: Header, positions: Sequence[int], without: Collection[str] = ()) -> int:
     """Return the bytes of the tensors at these positions, without those of some names."""
-    if len(positions) == len(header) and not without:
+    if len(positions) == len(header.names) and not without:
         return header.data_bytes
     return sum(header.ends[k] - header.begins[k] for k in positions if header.names[k] not in without)
 

@@ -278,7 +278,8 @@ class Ranges:
 
     def buffer(self) -> tuple[int, int]:
         """Return address and number of the ranges."""
-        return self._fields.buffer_info()[0], len(self)
+        address, count = self._fields.buffer_info()
+        return address, count // 7
 
 
 class Driver(NamedTuple):
@@ -420,7 +421,8 @@ class Transfer:
         Raises:
             MemoryError: There is no memory for them.
         """
-        if len(ranges) and self._library.transfer_add(self._pointer, *ranges.buffer()):
+        address, count = ranges.buffer()
+        if count and self._library.transfer_add(self._pointer, address, count):
             raise MemoryError("no memory for ranges")
 
     def arrange(self, groups: Iterable[int]) -> None:

@@ -35,27 +35,16 @@ _blocking_task: ContextVar[object] = ContextVar("stio_blocking_task", default=_N
 
 def current_task() -> object | None:
     """Return the task of asyncio or trio that runs in this thread; None if there is none."""
-    task = _asyncio_task()
-    lowlevel = _trio_lowlevel()
-    return lowlevel.current_task() if task is None and lowlevel is not None and lowlevel.in_trio_task() else task
-
-
-def _asyncio_task() -> object | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no asyncio loop runs in this thread
-        return None
+    if asyncio._get_running_loop() is not None and (task := asyncio.current_task()) is not None:
+        return task
+    lowlevel = getattr(sys.modules.get("trio"), "lowlevel", None)  # another thread may be importing trio now
+    return lowlevel.current_task() if lowlevel is not None and lowlevel.in_trio_task() else None
 
 
 def in_event_loop() -> bool:
     """Return whether an event loop of asyncio or trio runs in this thread, in a task or in a callback."""
-    lowlevel = _trio_lowlevel()
+    lowlevel = getattr(sys.modules.get("trio"), "lowlevel", None)
     return asyncio._get_running_loop() is not None or (lowlevel is not None and lowlevel.in_trio_run())
-
-
-def _trio_lowlevel() -> Any:
-    """Return `trio.lowlevel` if it is imported; another thread may be importing trio at this moment."""
-    return getattr(sys.modules.get("trio"), "lowlevel", None)
 
 
 def runs_blocking() -> bool:
@@ -139,21 +128,22 @@ class Notifier:
     def block_until(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait in the current thread until `ready()`; False if the timeout (seconds) came first."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not ready():
-            require_unlocked()
+        while True:
             lock = allocate_lock()  # not a `threading.Event`, which has a lock of its own
             lock.acquire()
             wake = partial(release_waiting, [lock])
             self._wakers.append(wake)
             try:
+                if ready():
+                    return True
+                require_unlocked()
                 left = _CHECK_SECONDS
                 if deadline is not None:
                     left = min(left, max(0.0, deadline - time.monotonic()))
-                if not (ready() or lock.acquire(True, left)) and deadline is not None and time.monotonic() >= deadline:
+                if not lock.acquire(True, left) and deadline is not None and time.monotonic() >= deadline:
                     return ready()
             finally:
                 self._wakers.remove(wake)
-        return True
 
 
 def _loop_event() -> tuple[Callable[[], Awaitable[object]], Callable[[], None]]:
@@ -164,7 +154,7 @@ def _loop_event() -> tuple[Callable[[], Awaitable[object]], Callable[[], None]]:
     """
     event: asyncio.Event | anyio.Event
     woken: list[bool] = []
-    if _asyncio_task() is not None:
+    if asyncio._get_running_loop() is not None and asyncio.current_task() is not None:
         event = asyncio.Event()
         post: Callable[..., object] = asyncio.get_running_loop().call_soon_threadsafe
     else:

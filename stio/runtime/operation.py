@@ -25,16 +25,28 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any
+from typing import Generic
+from typing import TypeVar
 
 import anyio
 
 from stio import clock
-from stio.errors import ClosedError, StioError, StorageError, printable
-from stio.runtime.notifier import Notifier, run_blocking, runs_blocking
-from stio.runtime.process import after_fork_in_child, contextmanager, this_thread
+from stio.errors import ClosedError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import printable
+from stio.runtime.notifier import Notifier
+from stio.runtime.notifier import run_blocking
+from stio.runtime.notifier import runs_blocking
+from stio.runtime.process import after_fork_in_child
+from stio.runtime.process import contextmanager
+from stio.runtime.process import this_thread
+from stio.runtime.process import thread_name
 from stio.runtime.reports import counters
 from stio.text import log
 
@@ -284,7 +296,7 @@ class Operation(Generic[T]):
         """Whether the operation was started and its body has not ended."""
         return self._started and not self._done
 
-    async def wait_until(self, ready: Callable[[], bool]) -> None:
+    async def wait_until(self, ready: Callable[[], bool] | None = None) -> None:
         """Wait until `ready()` or until the body has ended: in a task of any loop, or in a thread (`run_blocking`).
 
         Starts the operation if it was not: between a start and the wait for it an interruption would leave it running.
@@ -294,17 +306,18 @@ class Operation(Generic[T]):
         (GeneratorExit) must not wait again: it only cancels the operation.
 
         Args:
-            ready: Reads state that is set before the operation's notifier is called.
+            ready: Reads state that is set before the operation's notifier is called. None: wait for the end.
 
         Raises:
             StioError: This is a thread of the operation itself.
         """
-        if current_operation() is self and not (self._done or ready()):
+        is_ready: Callable[[], bool] = (lambda: self._done) if ready is None else (lambda: self._done or ready())
+        if current_operation() is self and not is_ready():
             raise StioError(f"the {self._name} cannot wait for its own end on its own thread; wait in another thread")
         try:
             if not self._started:
                 self.start()
-            await self._notifier.wait_for(lambda: self._done or ready())
+            await self._notifier.wait_for(is_ready)
         except GeneratorExit:
             self.cancel()
             raise
@@ -316,7 +329,7 @@ class Operation(Generic[T]):
 
     async def wait(self) -> T:
         """Wait for the result. For interruptions see `wait_until`, for errors see `outcome`."""
-        await self.wait_until(lambda: False)
+        await self.wait_until()
         return self.outcome()
 
     async def aclose(self) -> None:
@@ -342,6 +355,14 @@ class Operation(Generic[T]):
     def result(self) -> T:
         """Wait for the result in this thread; see `wait`."""
         return run_blocking(self.wait())
+
+    @staticmethod
+    def result_of(work: Callable[[], T], *, name: str) -> T:
+        """Call a function that takes locks on a thread of stio's, and wait for it; see `stio.runtime.locks`."""
+        if not thread_name():
+            with suppress(StorageError):  # no more threads
+                return Operation[T](lambda _: work(), name=name).result()
+        return work()
 
     def close(self, timeout: float | None = None) -> None:
         """Cancel, and wait in this thread until the body has ended."""
@@ -389,7 +410,8 @@ class Operation(Generic[T]):
         del self  # as in `_run`
 
     def _run(self) -> None:
-        self._log("begins")
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log("begins")
         try:
             self.check()
             self._value = self._body(self)
@@ -415,13 +437,13 @@ class Operation(Generic[T]):
         if self in counters.running:  # else it was started in the parent of this process
             counters.count_end(self.kind, outcome, seconds)
             counters.running.discard(self)
-        text = f"failed by {type(self._error).__name__}" if outcome == "failed" else outcome
-        self._log("%s after %.3f s%s", text, seconds, "" if outcome == "cancelled" else self._log_detail)
+        if logger.isEnabledFor(logging.DEBUG):
+            text = f"failed by {type(self._error).__name__}" if outcome == "failed" else outcome
+            self._log("%s after %.3f s%s", text, seconds, "" if outcome == "cancelled" else self._log_detail)
 
     def _log(self, message: str, *values: object) -> None:
         """Log one line at debug level."""
-        if logger.isEnabledFor(logging.DEBUG):
-            log(logging.DEBUG, f"%s: {message}", f"{self._name} {printable(self.about)}".rstrip(), *values)
+        log(logging.DEBUG, f"%s: {message}", f"{self._name} {printable(self.about)}".rstrip(), *values)
 
     def _discard_value(self) -> None:
         """Pass a value that came after the cancel to `discard`, once, unless a caller has taken it."""

@@ -3,7 +3,7 @@
 `host_cache.py` has `HostCache`: prefetch, evict, close, `hold` for loads with `cache=`, and the entries that decide
 which files it holds, under one lock and one budget. `pool/` has `ModelPool`, which loads a model when it is needed and
 evicts another one for it. `warm_start/` loads a module while its forward runs. All three are built on `stio.loading`,
-which imports none of them: loads know caches by the interfaces of `stio.loading.caches`.
+which imports none of them: loads know caches by the interfaces of `stio.storage.checkpoint.caches`.
 
 Invariants of the cache: an entry is one state of one file, including its times of change; what a load uses is not
 removed and not changed; loads that run together read each byte once. Tensors on the CPU are copies, so none depends on

@@ -16,37 +16,53 @@ import logging
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+from typing import Self
 
 import torch
 
 from stio import clock
-from stio.device.base import resolve_device, with_current_index
+from stio.device.base import resolve_device
+from stio.device.base import with_current_index
 from stio.device.cuda import TorchAccelerator
-from stio.errors import ClosedError, NoSpaceError, StorageError
+from stio.errors import ClosedError
+from stio.errors import NoSpaceError
+from stio.errors import StorageError
 from stio.format.naming import is_index
-from stio.limits import Limits, checked_size
+from stio.limits import Limits
+from stio.limits import checked_size
 from stio.loading.api import load
-from stio.loading.body import fetch_all, open_with_options
-from stio.loading.caches import SEGMENT_BYTES, CachedFile, CacheStats, FileImage, counted, on_own_thread
-from stio.loading.options import LoadOptions, SourceLike
-from stio.loading.planned import plan_prefetch
-from stio.loading.read_paths import Delivery
-from stio.loading.scheduler import LoadScheduler
+from stio.loading.body import open_with_options
+from stio.loading.body import prefetch
+from stio.loading.caches import counted
+from stio.loading.options import LoadOptions
+
 from stio.runtime import memory
+from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.memory.control_groups import room_in_memory
-from stio.runtime.operation import Operation, start_thread
+from stio.runtime.operation import Operation
+from stio.runtime.operation import start_thread
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.reports.progress import Progress
 from stio.runtime.reports.trace import Trace
-from stio.storage.base import Root, Source
+from stio.storage.base import Root
+from stio.storage.base import Source
+from stio.storage.checkpoint.caches import CachedFile
+from stio.storage.checkpoint.caches import CacheStats
+from stio.storage.checkpoint.caches import FileImage
+from stio.storage.checkpoint.open import SourceLike
 from stio.storage.open import place_of_url
-from stio.text import described_by, is_url, keywords_for
+from stio.text import described_by
+from stio.text import is_url
+from stio.text import keywords_for
 
 logger = logging.getLogger("stio")
 
@@ -321,7 +337,7 @@ class CacheEntries:
             del self._labels[entry.label]
 
     def _count(self, **more: int) -> None:
-        self._counts = counted(self._counts, **more)
+        self._counts = self._counts.plus(**more)
 
     # Called by holds.
 
@@ -387,7 +403,7 @@ class _Memory:
     def keep(self, regions: list[Region]) -> None:
         """Use pinned memory again: to pin it anew would take longer than to read into it."""
         self._kept += [
-            region for region in regions if region.nbytes == SEGMENT_BYTES and TorchAccelerator.has_pinned(region)
+            region for region in regions if region.nbytes == FileImage.SEGMENT_BYTES and TorchAccelerator.has_pinned(region)
         ]
 
     def clear(self) -> None:
@@ -461,13 +477,12 @@ class HostCache:
         """
 
         def body(operation: Operation[list[str]]) -> list[str]:
-            with closing(open_with_options(operation, source, options)) as opened:
+            with closing(open_with_options(operation, source, replace(options, verify=False))) as opened:
                 if options.disk_cache is not None:
-                    fetch_all(opened, options.disk_cache, options)
+                    opened.fetch(options.disk_cache, budget_bytes=options.budget or DEFAULT_BUDGET_BYTES)
                 requested = self._requested([(file, file.identity.nbytes) for file in opened.files])
                 held = [one for one in self._entries.hold(requested, every=opened.path) if one is not None]
-                planned = plan_prefetch(opened, held, options)
-                LoadScheduler(planned, options, Delivery(), doing="prefetching").run_for(operation)
+                prefetch(operation, opened, held, options)
                 return [file.path for file in opened.files]
 
         self._entries.require_open()
@@ -493,8 +508,9 @@ class HostCache:
             Size of the evicted files, in bytes.
         """
         place = None if source is None else _place_of(source)
-        return on_own_thread(
-            lambda: self._free(self._entries.evict(lambda label: place is None or _is_below(label, place)))
+        return Operation.result_of(
+            lambda: self._free(self._entries.evict(lambda label: place is None or _is_below(label, place))),
+            name="evict",
         )
 
     def close(self) -> None:
@@ -502,7 +518,7 @@ class HostCache:
 
         Loads under way continue; the memory that they use is freed when they have ended.
         """
-        on_own_thread(lambda: self._free(self._entries.close()))
+        Operation.result_of(lambda: self._free(self._entries.close()), name="evict")
         for known in self._operations.valuerefs():
             operation = known()
             if operation is not None:

@@ -9,6 +9,9 @@ and opens files for NVIDIA's cuFile; `async_files.py` reads through aiofiles whe
 decides which file may be opened (regular, inside the root), by which links, and what counts as the same file.
 `stio.schemes` knows which modules open URLs.
 
+`checkpoint/` opens the files of a checkpoint together and checks their headers, finds the newest one, and compares
+files with their manifest.
+
 For saves: `commit/`, the transaction of a save to a local filesystem, its journal, and recovery after a crash; a
 transaction in a store is in `stio.remote.save`.
 

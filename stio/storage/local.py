@@ -21,41 +21,45 @@ import os
 import stat
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, cached_property
+from functools import cache
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from struct import unpack_from
-from typing import Any, Self
+from typing import Any
+from typing import Self
 
 from stio import native
-from stio.errors import (
-    HostMemoryError,
-    StioError,
-    StorageError,
-    TruncatedError,
-    install_command,
-    printable,
-    without_path,
-)
+from stio.errors import HostMemoryError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import TruncatedError
+from stio.errors import install_command
+from stio.errors import printable
+from stio.errors import without_path
 from stio.runtime import memory
 from stio.runtime.locks import new_lock
-from stio.runtime.memory import SYSTEM_PAGE_BYTES, Region, libc, quick_libc
-from stio.storage.base import Identity, Source
-from stio.storage.checks import (
-    OPEN_FLAGS,
-    UNSUPPORTED,
-    cut_short,
-    identity_of,
-    raise_opening_error,
-    refusals,
-    refused,
-    require_inside,
-    require_regular,
-    stat_of,
-)
-from stio.text import RareWarnings, log
+from stio.runtime.memory import SYSTEM_PAGE_BYTES
+from stio.runtime.memory import Region
+from stio.runtime.memory import libc
+from stio.runtime.memory import quick_libc
+from stio.storage.base import Identity
+from stio.storage.base import Source
+from stio.storage.checks import OPEN_FLAGS
+from stio.storage.checks import UNSUPPORTED
+from stio.storage.checks import cut_short
+from stio.storage.checks import identity_of
+from stio.storage.checks import raise_opening_error
+from stio.storage.checks import refused
+from stio.storage.checks import require_inside
+from stio.storage.checks import require_regular
+from stio.storage.checks import stat_of
+from stio.text import RareWarnings
+from stio.text import log
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_PATH = getattr(os, "O_PATH", 0)
@@ -126,10 +130,9 @@ def _identity_at_once(fd: int) -> tuple[Identity, int] | None:
     if _statx is None or _statx(fd, b"", _EMPTY_PATH, _BASIC_STATS, found) != 0:
         return None
     (links,), (inode, nbytes) = unpack_from("=I", found, 16), unpack_from("=QQ", found, 32)
-    changed, modified = (unpack_from("=qI", found, at) for at in (96, 112))
+    changed_s, changed_ns, modified_s, modified_ns = unpack_from("=qI4xqI", found, 96)
     device = os.makedev(*unpack_from("=II", found, 136))
-    times = [seconds * 1_000_000_000 + nanoseconds for seconds, nanoseconds in (modified, changed)]
-    return Identity(device, inode, nbytes, *times), links
+    return Identity(device, inode, nbytes, modified_s * 10**9 + modified_ns, changed_s * 10**9 + changed_ns), links
 
 
 def is_local(fd: int) -> bool:
@@ -295,7 +298,7 @@ class LocalFile:
     @cached_property
     def on_local_filesystem(self) -> bool:
         """Whether only the page cache is between this file and its disk: no network, no other machine."""
-        return is_local(self.fd)
+        return _filesystem(self.fd) is not None
 
     def nbytes_now(self) -> int:
         """Return the size of the file at this moment; keeps the GIL on a local filesystem, where the call is short.
@@ -345,12 +348,13 @@ class LocalFile:
 
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the regions, one after the other, with the bytes from `offset` on; see `Source.read_into`."""
-        end = offset + sum(region.nbytes for region in regions)
+        begin = offset
         for region in regions:
             done = 0
             while done < region.nbytes:
                 count = _read_at(self.fd, region.address + done, min(region.nbytes - done, _READ_MAX_BYTES), offset)
                 if count == 0:
+                    end = begin + sum(region.nbytes for region in regions)
                     raise cut_short(self.path, offset, end - offset)
                 if count > 0:
                     done += count
@@ -434,8 +438,13 @@ class MappedFile:
         """The file."""
         self.path = file.path
         """Path of the file."""
-        with refusals("mapping", file.path), memory.reporting_shortage(file.path):
+        try:
             self.region: Region = memory.map_file(file.fd, file.identity.nbytes, huge_pages=not lazy)
+        except HostMemoryError as error:
+            error.path = file.path
+            raise
+        except OSError as error:
+            raise refused("mapping", file.path, error) from error
 
     def populate(self, offset: int, nbytes: int) -> None:
         """Read `[offset, offset + nbytes)` into the page cache and map it. Blocks, without the GIL.

@@ -299,7 +299,7 @@ program.main()
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("module", ["click", "tqdm", "stio.loading.open"])
+@pytest.mark.parametrize("module", ["click", "tqdm", "stio.storage.checkpoint.open"])
 def test_ctrl_c_while_the_program_starts(module: str) -> None:
     code = f"""
 import os, signal, sys

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import large_imports, refused, run, write_model, write_sharded
+from commands import large_imports
+from commands import refused
+from commands import run
+from commands import write_model
+from commands import write_sharded
 from crash.zygote import Zygote
 from safetensors.torch import save_file
 from support import run_python
@@ -225,7 +229,7 @@ def test_an_interrupt_ends_a_verification(tmp_path: Path, program_zygote: Zygote
     """The threads that hash are gone before the process is."""
     code = """
 import itertools, os, signal, sys
-from stio.loading import integrity
+from stio.storage.checkpoint import integrity
 from stio.cli.main import main
 turns = itertools.count()
 class Hasher:

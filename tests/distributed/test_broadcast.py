@@ -38,11 +38,11 @@ from stio.device.base import resolve_device
 from stio.distributed import ranks
 from stio.errors import RankError
 from stio.loading.module import ModuleTarget
-from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.runtime import calls
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
+from stio.storage.checkpoint.open import open_checkpoint
 from stio.storage.open import open_directory
 
 pytestmark = pytest.mark.slow  # its ranks do all that it looks at for any of its tests

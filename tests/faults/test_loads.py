@@ -1331,7 +1331,7 @@ def test_c214_a_load_opens_the_shards_that_hold_its_names(keywords: dict[str, An
 @pytest.mark.parametrize("few", [True, False], ids=["in turns", "kept open"])
 def test_c214_aliases(names: Any, few: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if few:
-        monkeypatch.setattr("stio.loading.open.max_open_files", lambda: 1)
+        monkeypatch.setattr("stio.storage.checkpoint.shards.max_open_files", lambda: 1)
     shared = torch.ones(2000)
     sync.save({"a": torch.zeros(2000), "b": shared, "tied": shared}, tmp_path / "m", max_shard_size=8000)
     expected = {"a": torch.zeros(2000), "b": shared, "tied": shared}
@@ -1352,7 +1352,7 @@ def test_c214_a_predicate_is_called_once_for_each_name(tmp_path: Path) -> None:
 @pytest.fixture
 def in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of three shards where one file may stay open."""
-    monkeypatch.setattr("stio.loading.open.max_open_files", lambda: 1)
+    monkeypatch.setattr("stio.storage.checkpoint.shards.max_open_files", lambda: 1)
     return write_checkpoint(tmp_path / "m", TIED, 3)
 
 

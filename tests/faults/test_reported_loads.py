@@ -15,10 +15,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from counts import count
-from fakes import checkpoint_bytes, write_checkpoint
+from fakes import checkpoint_bytes
+from fakes import write_checkpoint
 from faults.load_helpers import in_a_child
 from integrations import published_vllm
-from support import nothing_left, require_equal, save_file
+from support import nothing_left
+from support import require_equal
+from support import save_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,10 +33,14 @@ from stio.cli.verify import examine
 from stio.compat import huggingface_hub as hub
 from stio.compat.safetensors import numpy as safetensors_numpy
 from stio.compat.safetensors import torch as safetensors_torch
-from stio.distributed import StioStorageReader, StioStorageWriter
+from stio.distributed import StioStorageReader
+from stio.distributed import StioStorageWriter
 from stio.format.directory import choose
-from stio.format.naming import names_checkpoint, shard_number, whole_name
-from stio.integrations import iterators, vllm
+from stio.format.naming import names_checkpoint
+from stio.format.naming import shard_number
+from stio.format.naming import whole_name
+from stio.integrations import iterators
+from stio.integrations import vllm
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -1212,7 +1219,7 @@ def test_c340_all_of_many_shards(use: str, zygote: Any, many: Path) -> None:
 
 
 def test_c340_a_file_that_changes_is_noticed(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stio.loading.open.max_open_files", lambda: 1)
+    monkeypatch.setattr("stio.storage.checkpoint.shards.max_open_files", lambda: 1)
     write_checkpoint(tmp_path / "m", OLD, 2)
     with nothing_left(), sync.open(tmp_path / "m") as checkpoint:
         require_equal(checkpoint.load(), OLD)

@@ -241,7 +241,9 @@ def test_a_missing_package_is_named():
 
 @pytest.mark.slow
 def test_no_torch():
-    code = "import sys, stio.loading.integrity; print(sorted({'torch', 'numpy', 'xxhash'} & set(sys.modules)))"
+    code = (
+        "import sys, stio.storage.checkpoint.integrity; print(sorted({'torch', 'numpy', 'xxhash'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

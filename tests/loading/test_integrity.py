@@ -12,11 +12,12 @@ from support import HookedRoot, nothing_left, ramp, save_sharded
 
 from stio.errors import ChangedDuringReadError, IntegrityError, StorageError
 from stio.format.manifest import FileState, Manifest
-from stio.loading import integrity
-from stio.loading.integrity import judge_files, read_manifest, verify_files
-from stio.loading.open import open_checkpoint
 from stio.runtime import workers
 from stio.runtime.operation import Cancelled
+from stio.storage.checkpoint import integrity
+from stio.storage.checkpoint.integrity import judge_files, read_manifest, verify_files
+from stio.storage.checkpoint.open import open_checkpoint
+from stio.storage.checkpoint.shards import OpenOptions
 
 KIB = 1 << 10
 NAMES = [f"model-{k + 1:05}-of-00004.safetensors" for k in range(4)]
@@ -44,7 +45,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def opened(root):
-    opened = open_checkpoint(root, with_manifest=True)
+    opened = open_checkpoint(root, OpenOptions(with_manifest=True))
     yield opened
     opened.close()
 
@@ -80,7 +81,7 @@ def test_all_is_well(opened):
 @pytest.mark.parametrize("cores", [1, 2, 64])
 @pytest.mark.parametrize("budget_bytes", [1, 5000, 64 * KIB, 3 << 20, 1 << 40])
 def test_any_budget_and_any_number_of_cores(opened, root, cores, budget_bytes, monkeypatch):
-    monkeypatch.setattr("stio.loading.integrity.num_processors", lambda: cores)
+    monkeypatch.setattr("stio.storage.checkpoint.integrity.num_processors", lambda: cores)
     lengths = []
     root.hook = lambda name, offset, nbytes: lengths.append(nbytes)
     verify_files(opened, budget_bytes=budget_bytes)

@@ -13,10 +13,10 @@ from stio import sync
 from stio.device.base import resolve_device
 from stio.loading.api import fill_from
 from stio.loading.nested import StateTarget
-from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.loading.target import LocalPart
 from stio.runtime.notifier import run_blocking
+from stio.storage.checkpoint.open import open_checkpoint
 
 
 @gpu

@@ -15,11 +15,11 @@ import stio.sync
 from stio import native
 from stio.format.header import build_header
 from stio.loading.body import scheduled
-from stio.loading.open import open_checkpoint
 from stio.loading.options import LoadOptions
 from stio.loading.planned import ACCELERATOR_BUDGET_BYTES
 from stio.loading.read_paths import Delivery
 from stio.loading.select import select_tensors
+from stio.storage.checkpoint.open import open_checkpoint
 from stio.storage.local import LocalFile, LocalRoot
 
 pytestmark = pytest.mark.usefixtures("plain_workers")
@@ -47,7 +47,7 @@ def made(monkeypatch):
             opened = open_checkpoint(source)
             closing_all.callback(opened.close)
             options = LoadOptions(**options)
-            scheduler = scheduled(select_tensors(opened, None, options), options, Delivery(prompt=prompt))
+            scheduler = scheduled(select_tensors(opened, None, options), Delivery(prompt=prompt))
             for path in scheduler._paths:
                 closing_all.callback(path.close)
             closing_all.callback(scheduler._executor.close)
@@ -171,7 +171,7 @@ def test_the_memory_that_tensors_hold_is_known_before_the_read(tmp_path, memory,
     safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
     with closing(open_checkpoint(tmp_path / "x.safetensors")) as opened:
         options = LoadOptions(memory=memory, dtype=dtype)
-        scheduler = scheduled(select_tensors(opened, None, options, slices=slices), options, Delivery())
+        scheduler = scheduled(select_tensors(opened, None, options, slices=slices), Delivery())
         held = sum(scheduler._paths[group.selection].held_bytes(group) for group in scheduler.plan.groups)
         loaded = stio.sync.load(tmp_path / "x.safetensors", memory=memory, dtype=dtype, slices=slices)
     own = {name for name, tensor in loaded.items() if memory == "copy" or tensor.dtype != tensors[name].dtype}

@@ -7,7 +7,9 @@ import signal
 import textwrap
 
 import pytest
-from support import eventually, ramp, save_sharded
+from support import eventually
+from support import ramp
+from support import save_sharded
 
 PRELUDE = """
 import asyncio, errno, gc, os, resource, signal, sys, threading, time, warnings
@@ -15,7 +17,13 @@ import torch
 torch.set_num_threads(1)
 import stio
 from stio import sync
-from support import Gate, HookedRoot, descriptors, eventually, num_threads, oracle, require_equal
+from support import Gate
+from support import HookedRoot
+from support import descriptors
+from support import eventually
+from support import num_threads
+from support import oracle
+from support import require_equal
 from pathlib import Path
 directory = Path(sys.argv[1])
 """
@@ -169,11 +177,12 @@ def test_exit_does_not_hang(zygote, directory, what):
             threading.Thread(target=body, daemon=True).start()
 
         if what == "load":
-            from stio.loading.body import collect, reading_operation
+            from stio.loading.body import collect
+            from stio.loading.body import reading_operation
             from stio.loading.select import select_tensors
             from stio.loading.options import LoadOptions
             options = LoadOptions(memory="copy")
-            operation = reading_operation(root, options, lambda operation, opened: collect(operation, select_tensors(opened, None, options), options)).start()
+            operation = reading_operation(root, options, lambda operation, opened: collect(operation, select_tensors(opened, None, options))).start()
         elif what == "stream":
             checkpoint = sync.open(root, memory="copy", budget_bytes=100_000)
             checkpoint.__enter__()
@@ -303,7 +312,8 @@ def test_import_starts_nothing(torch_zygote):
         sys.modules["torch"] = torch
         import stio.sync
         from support import num_threads
-        from stio.runtime import calls as loop, operation as runtime
+        from stio.runtime import calls as loop
+        from stio.runtime import operation as runtime
         assert loop._loop is None
         print(len(runtime.reports.counters.running))
         """

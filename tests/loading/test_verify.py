@@ -548,8 +548,8 @@ async def test_c90_a_file_that_shrinks_meanwhile(root, directory):
 
 async def test_the_first_error_ends_the_others(root, directory, monkeypatch):
     """Hashing ends where it stands once a file is known to be wrong."""
-    monkeypatch.setattr("stio.loading.integrity.num_processors", lambda: 2)
-    monkeypatch.setattr("stio.loading.integrity.PIECE_BYTES", 4 * KIB)
+    monkeypatch.setattr("stio.storage.checkpoint.integrity.num_processors", lambda: 2)
+    monkeypatch.setattr("stio.storage.checkpoint.integrity.PIECE_BYTES", 4 * KIB)
     damage(directory / "model-00001-of-00003.safetensors")
     seen = threading.Event()
     made = []
@@ -571,7 +571,7 @@ async def test_the_first_error_ends_the_others(root, directory, monkeypatch):
 
 
 async def test_memory_stays_within_the_budget(root, directory, monkeypatch):
-    monkeypatch.setattr("stio.loading.integrity.num_processors", lambda: 64)
+    monkeypatch.setattr("stio.storage.checkpoint.integrity.num_processors", lambda: 64)
     budget = 64 * KIB
     lengths = []
     root.hook = lambda name, offset, nbytes: lengths.append(nbytes)
@@ -589,7 +589,7 @@ async def test_without_threads_to_spare(directory, tensors, monkeypatch):
 
 
 async def test_files_are_hashed_side_by_side(root, tensors, monkeypatch):
-    monkeypatch.setattr("stio.loading.integrity.num_processors", lambda: 3)
+    monkeypatch.setattr("stio.storage.checkpoint.integrity.num_processors", lambda: 3)
     together = threading.Barrier(3, timeout=5)
     waited = set()
 
@@ -638,7 +638,7 @@ async def test_native_cancel_at_every_await(make):
 @pytest.mark.matrix
 @pytest.mark.parametrize("way", [by_load, by_open, by_load_into], ids=lambda way: way.__name__)
 async def test_a_cancelled_verification_waits_for_reads_under_way(root, way, monkeypatch):
-    monkeypatch.setattr("stio.loading.integrity.num_processors", lambda: 3)
+    monkeypatch.setattr("stio.storage.checkpoint.integrity.num_processors", lambda: 3)
     root.hook = gate = Gate(after=1)
     over = []
 
@@ -662,8 +662,8 @@ async def test_a_cancelled_verification_waits_for_reads_under_way(root, way, mon
 
 
 async def test_a_cancel_ends_the_hashing_soon(root, monkeypatch):
-    monkeypatch.setattr("stio.loading.integrity.num_processors", lambda: 2)
-    monkeypatch.setattr("stio.loading.integrity.PIECE_BYTES", 4 * KIB)
+    monkeypatch.setattr("stio.storage.checkpoint.integrity.num_processors", lambda: 2)
+    monkeypatch.setattr("stio.storage.checkpoint.integrity.PIECE_BYTES", 4 * KIB)
     root.hook = gate = Gate()
     async with anyio.create_task_group() as group:
         group.start_soon(lambda: by_load(root, verify=True))

@@ -212,7 +212,7 @@ def test_c340_a_cache_on_disk_warns_once(
 ) -> None:
     tensors = {f"w{k}": torch.full((2000,), float(k)) for k in range(9)}
     Bucket(s3).put(checkpoint_files(tensors, 9))
-    for module in ("stio.loading.open", "stio.remote.disk_cache"):
+    for module in ("stio.storage.checkpoint.shards", "stio.remote.disk_cache"):
         monkeypatch.setattr(f"{module}.max_open_files", lambda: most)
     cache = stio.DiskCache(tmp_path / "disk", max_bytes=1 << 20)
     for _ in range(2):

@@ -10,9 +10,9 @@ from fakes import write_checkpoint
 
 import stio.sync
 from stio.errors import CheckpointNotFoundError, UnsafePathError
-from stio.loading.open import open_checkpoint
 from stio.storage import local
 from stio.storage.async_files import AsyncFile
+from stio.storage.checkpoint.open import open_checkpoint
 
 TENSORS = {f"t{k}": torch.arange(1000) + k for k in range(5)}
 

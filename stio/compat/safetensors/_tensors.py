@@ -20,38 +20,45 @@ not taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
+from typing import Self
 
 import torch
 
-from stio.compat.safetensors._file import (
-    DropInFile,
-    Framework,
-    SafetensorError,
-    UnsupportedDtypeError,
-    checked,
-    offsets_in,
-    reading,
-    wrong_type,
-)
+from stio.compat.safetensors._file import DropInFile
+from stio.compat.safetensors._file import Framework
+from stio.compat.safetensors._file import SafetensorError
+from stio.compat.safetensors._file import UnsupportedDtypeError
+from stio.compat.safetensors._file import checked
+from stio.compat.safetensors._file import offsets_in
+from stio.compat.safetensors._file import reading
+from stio.compat.safetensors._file import wrong_type
 from stio.device.base import resolve_device
-from stio.device.casts import Casts, select_and_cast
+from stio.device.casts import Casts
+from stio.device.casts import select_and_cast
 from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES, tensors_in, typed
+from stio.device.tensors import TORCH_DTYPES
+from stio.device.tensors import tensors_in
+from stio.device.tensors import typed
 from stio.device.torch_private import moved
-from stio.errors import DeviceError, DeviceMemoryError
+from stio.errors import DeviceError
+from stio.errors import DeviceMemoryError
 from stio.format.header import Header
-from stio.format.slicing import WORTHWHILE_STRIDE_BYTES, select
+from stio.format.slicing import WORTHWHILE_STRIDE_BYTES
+from stio.format.slicing import select
 from stio.loading.body import collect
 from stio.loading.by_name import LoadByName
-from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation
 from stio.runtime.process import contextmanager
+from stio.storage.checkpoint.shards import OpenCheckpoint
 from stio.storage.local import LocalFile
 
 Shape = tuple[int, ...]
@@ -108,9 +115,7 @@ class Tensors(Framework):
             return super().make_all(file)
         require_torch_dtypes(file.header.dtypes, file.header.shapes)
         opened, options = _opened(file, file.source), LoadOptions(device=target)
-        operation = Operation(
-            lambda operation: collect(operation, select_tensors(opened, None, options), options), name="load"
-        )
+        operation = Operation(lambda operation: collect(operation, select_tensors(opened, None, options)), name="load")
         with loading(file.path):
             return operation.result()()
 

@@ -19,15 +19,20 @@ import re
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from typing import NoReturn
 
 from stio.errors import HostMemoryError
-from stio.limits import DEFAULT_BUDGET_BYTES, HUGE_PAGE_BYTES
-from stio.runtime.memory.control_groups import address_space_left, available_bytes, room_in_memory
+from stio.limits import DEFAULT_BUDGET_BYTES
+from stio.limits import HUGE_PAGE_BYTES
+from stio.runtime.memory.control_groups import address_space_left
+from stio.runtime.memory.control_groups import available_bytes
+from stio.runtime.memory.control_groups import room_in_memory
 from stio.runtime.process import contextmanager
 
 _SHORT_BYTES = 1 << 20
@@ -136,15 +141,21 @@ _num_kept = 1000
 _free = operator.methodcaller("free")
 
 
-def _pages(address: int, nbytes: int) -> _Pages:
-    """Return the owner of pages that were mapped."""
+def _map(nbytes: int, flags: int, fd: int) -> tuple[int, _Pages]:
+    """Map pages; return their address and their owner."""
+    address = quick_libc.mmap(None, nbytes, _PROT_READ_WRITE, flags, fd, 0)
+    if address in (None, _MAP_FAILED):
+        number = ctypes.get_errno()
+        if number == errno.ENOMEM:
+            raise memory_error(nbytes, "the system refused to map memory")
+        raise OSError(number, f"mmap of {nbytes:,} bytes failed: {os.strerror(number)}")
     unmap = partial((quick_libc if nbytes <= 2 * HUGE_PAGE_BYTES else libc).munmap, address, nbytes)
     # To unmap 1.7 GB of small pages takes 50 to 100 ms. The thread that releases the last tensor of a model may run an
     # event loop, and must not block for so long.
     if nbytes <= _UNMAP_HERE_BYTES:
-        return _owner(unmap, [])
+        return address, _owner(unmap, [])
     once: list[Callable[[], object]] = [unmap]
-    return _owner(partial(_thread.start_new_thread, _unmap_once, (once,)), once)
+    return address, _owner(partial(_thread.start_new_thread, _unmap_once, (once,)), once)
 
 
 def _owner(free: Callable[[], object], unmap: list[Callable[[], object]]) -> _Pages:
@@ -178,16 +189,6 @@ def _unmap_without_threads() -> None:
     for mapping in list(_mappings.values()):
         if mapping.unmap:
             mapping.free = partial(_unmap_once, mapping.unmap)
-
-
-def _map(nbytes: int, flags: int, fd: int) -> tuple[int, _Pages]:
-    address = quick_libc.mmap(None, nbytes, _PROT_READ_WRITE, flags, fd, 0)
-    if address in (None, _MAP_FAILED):
-        number = ctypes.get_errno()
-        if number == errno.ENOMEM:
-            raise memory_error(nbytes, "the system refused to map memory")
-        raise OSError(number, f"mmap of {nbytes:,} bytes failed: {os.strerror(number)}")
-    return address, _pages(address, nbytes)
 
 
 def _region(address: int, nbytes: int, pages: _Pages) -> Region:
@@ -342,22 +343,28 @@ def memory_error(
     )
 
 
-@contextmanager
-def reporting_shortage(path: str | None = None) -> Iterator[None]:
-    """Return a context in which a failed allocation, also of numpy or torch, is raised as `HostMemoryError`.
+def raise_shortage(error: MemoryError | RuntimeError, path: str | None) -> NoReturn:
+    """Raise a failed allocation, also of numpy or torch, as `HostMemoryError`; any other error as it is.
 
     Args:
+        error: The error, which is handled.
         path: The file whose bytes the memory is for.
     """
+    if isinstance(error, HostMemoryError):
+        error.path = error.path or path
+        raise error
+    if isinstance(error, MemoryError):
+        raise memory_error(None, str(error) or "the host has too little memory", path=path) from error
+    shortage = _TORCH_SHORTAGE.search(str(error))
+    if shortage is None:
+        raise error
+    raise memory_error(int(shortage[1]), "torch cannot allocate host memory", path=path) from error
+
+
+@contextmanager
+def reporting_shortage(path: str | None = None) -> Iterator[None]:
+    """Return a context in which a failed allocation is raised as by `raise_shortage`."""
     try:
         yield
-    except HostMemoryError as error:
-        error.path = error.path or path
-        raise
-    except MemoryError as error:
-        raise memory_error(None, str(error) or "the host has too little memory", path=path) from error
-    except RuntimeError as error:
-        shortage = _TORCH_SHORTAGE.search(str(error))
-        if shortage is None:
-            raise
-        raise memory_error(int(shortage[1]), "torch cannot allocate host memory", path=path) from error
+    except (MemoryError, RuntimeError) as error:
+        raise_shortage(error, path)

@@ -165,9 +165,10 @@ def remove_run(run: RunningScheduler) -> None:
     process = _process
     with process.lock:
         sums = process.sums
-        runs = tuple(other for other in sums.runs if other is not run)
-        if len(runs) == len(sums.runs):
+        if run not in sums.runs:
             return  # already counted, or started in the parent of this process
+        at = sums.runs.index(run)
+        runs = sums.runs[:at] + sums.runs[at + 1 :]
         read_bytes, written_bytes = sums.read_bytes + run.read_bytes, sums.written_bytes + run.written_bytes
         process.sums = _Sums(sums.ended, sums.seconds, read_bytes, written_bytes, runs)
 

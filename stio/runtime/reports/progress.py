@@ -47,6 +47,8 @@ class ProgressReporter:
         self, callback: Callable[[ProgressEvent], object] | None, *, total_bytes: int, total_tensors: int
     ) -> None:
         self._callback = callback
+        if callback is None:
+            return
         self._total_bytes, self._total_tensors = total_bytes, total_tensors
         self._done_bytes = self._done_tensors = 0
         self._started = perf_counter()

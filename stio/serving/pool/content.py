@@ -7,9 +7,17 @@ Memory counts as free when no storage of the model is referenced any more, by wh
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextlib import ExitStack
+from contextlib import closing
+from contextlib import nullcontext
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import replace
 from operator import sub
 from typing import Any
 
@@ -22,21 +30,24 @@ from stio.device.base import resolve_device
 from stio.device.casts import Lost
 from stio.device.cuda import TorchAccelerator
 from stio.device.tensors import TORCH_DTYPES
-from stio.errors import listed, with_article
+from stio.errors import listed
+from stio.errors import with_article
 from stio.format.state_tree import STATE_KEY
 from stio.loading.api import fill_from
-from stio.loading.body import collect, open_with_options, verify
+from stio.loading.body import collect
+from stio.loading.body import open_with_options
 from stio.loading.casts import planned_casts
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import ModuleTree
 from stio.loading.nested import StateTarget
-from stio.loading.open import OpenCheckpoint
-from stio.loading.options import LoadOptions, SourceLike
+from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
 from stio.loading.target import LoadTarget
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.runtime.reports.progress import ProgressEvent
+from stio.storage.checkpoint.open import SourceLike
+from stio.storage.checkpoint.shards import OpenCheckpoint
 
 _UPDATE_BYTES = 64 << 20
 """Budget of an update in place. A larger tensor is on the way alone."""
@@ -182,9 +193,8 @@ class Content:
             self.progress = 0.0
             if not is_measured and (found := self._contents_of(opened)) != expected:
                 return found
-            verify(operation, opened, options)
             if self._module is None:
-                self._tensors = collect(operation, select_tensors(opened, None, options), options)()
+                self._tensors = collect(operation, select_tensors(opened, None, options))()
                 return found
             target = ModuleTarget(self._module, assign=True)
             _fill(operation, opened, target, options)
@@ -204,7 +214,6 @@ class Content:
         options = replace(self.options, device="cpu", budget_bytes=_UPDATE_BYTES)
         opened, _ = self._open(operation, source)
         with closing(opened), _own_stream(resolve_device(self.options.device)):
-            verify(operation, opened, options)
             _fill(operation, opened, target, options)
 
     def drop(self) -> Leftover | None:

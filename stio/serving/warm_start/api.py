@@ -16,11 +16,17 @@ to their class. A hook is removed when the submodule's last parameter is filled,
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import nullcontext
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+from typing import Self
 
 import torch
 from torch import nn
@@ -28,34 +34,55 @@ from torch.jit._trace import is_tracing
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from stio.device.base import DeviceMap, LoadedGroup
-from stio.device.casts import Casts, Lost
+from stio.device.base import DeviceMap
+from stio.device.casts import Casts
+from stio.device.casts import Lost
 from stio.device.copy_in import TargetMemory
 from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES, typed
-from stio.device.torch_private import copy_of, moved
-from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
+from stio.device.tensors import TORCH_DTYPES
+from stio.device.tensors import typed
+from stio.device.torch_private import copy_of
+from stio.device.torch_private import moved
+from stio.errors import ClosedError
+from stio.errors import MismatchError
+from stio.errors import TensorNotFoundError
+from stio.errors import WarmStartError
+from stio.errors import listed
+from stio.errors import printable
 from stio.limits import Limits
 from stio.loading.api import load
-from stio.loading.body import gather, open_with_options, scheduled, verify
-from stio.loading.casts import DtypesLike, planned_casts
+from stio.loading.body import collect
+from stio.loading.body import open_with_options
+from stio.loading.body import scheduled
+from stio.loading.casts import DtypesLike
+from stio.loading.casts import planned_casts
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint
-from stio.loading.options import CacheLike, DevicesLike, LoadOptions, Memory, SourceLike
+from stio.loading.options import DevicesLike
+from stio.loading.options import LoadOptions
+from stio.loading.options import Memory
 from stio.loading.plan import Group
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import select_tensors
 from stio.loading.target import LoadReport
 from stio.runtime.locks import new_lock
-from stio.runtime.notifier import AsyncOnly, Notifier, runs_blocking
-from stio.runtime.operation import Operation, close_all
+from stio.runtime.notifier import AsyncOnly
+from stio.runtime.notifier import Notifier
+from stio.runtime.notifier import runs_blocking
+from stio.runtime.operation import Operation
+from stio.runtime.operation import close_all
 from stio.runtime.process import collection_paused
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace, shown
-from stio.serving.warm_start.parameter import MatchedParameter, Placeholder, PlaceholderParameter, placeholder_of
-from stio.text import described_by, keywords_for
+from stio.runtime.reports.trace import Trace
+from stio.runtime.reports.trace import shown
+from stio.serving.warm_start.parameter import MatchedParameter
+from stio.serving.warm_start.parameter import Placeholder
+from stio.serving.warm_start.parameter import PlaceholderParameter
+from stio.serving.warm_start.parameter import placeholder_of
+from stio.text import described_by
+from stio.text import keywords_for
 
 _is_tracing: Callable[[], bool] = is_tracing  # torch leaves it untyped
 
@@ -216,17 +243,16 @@ class WarmStart(AsyncOnly):
         opened = open_with_options(operation, self._source, settings, strict=False)
         try:
             match = Match.of(module, into, names, opened, settings)
-            verify(operation, opened, settings)
             # `casts` has the dtype of each tensor that is cast.
             options = replace(settings, dtype=None, streams="copy", lost=Lost())
-            buffers: list[LoadedGroup] = []
+            take_buffers: Callable[[], dict[str, torch.Tensor]] = dict
             if match.buffers:  # on the copy stream the load ends when all casts have: a forward may run on any stream
                 stored = list(dict.fromkeys(match.buffers.values()))
-                selected = select_tensors(opened, stored, options, casts=Casts(by_name=match.casts))
-                buffers = gather(operation, selected, replace(options, progress=None))
+                quiet = replace(options, progress=None)
+                take_buffers = collect(operation, select_tensors(opened, stored, quiet, casts=Casts(by_name=match.casts)))
             operation.check()
             device = where if isinstance(where, torch.device) else where.device
-            load = WarmStartLoad(opened, options, match, buffers, device)
+            load = WarmStartLoad(opened, options, match, take_buffers, device)
             with collection_paused(len(match.parameters)):
                 load.make_placeholders(module, match.parameters)
         except BaseException:
@@ -323,7 +349,7 @@ class WarmStartLoad:
         opened: The checkpoint; closed when the load has ended.
         options: Options of the load.
         match: What module and checkpoint have in common; its `casts` are used instead of `options.dtype`.
-        buffers: Loaded buffers, not yet passed to the stream of the caller's thread.
+        take_buffers: Returns the loaded buffers, which are not yet passed to the stream of the caller's thread.
         device: Device of the parameters and buffers.
     """
 
@@ -332,7 +358,7 @@ class WarmStartLoad:
         opened: OpenCheckpoint,
         options: LoadOptions,
         match: Match,
-        buffers: Sequence[LoadedGroup],
+        take_buffers: Callable[[], dict[str, torch.Tensor]],
         device: torch.device,
     ) -> None:
         self._opened = opened
@@ -342,7 +368,7 @@ class WarmStartLoad:
         """Names that only the module or only the checkpoint has."""
         self._casts = Casts(by_name=match.casts)
         self._names_of_buffers = match.buffers
-        self._buffers = buffers
+        self._take_buffers = take_buffers
         self._device = device
         self._placeholders: list[Placeholder] = []
         self._by_source: dict[str, list[Placeholder]] = {}
@@ -439,11 +465,9 @@ class WarmStartLoad:
     def start(self, module: nn.Module) -> None:
         """Place the buffers, and start the load. Called on the caller's thread, whose current stream will use both."""
         self._stream = TorchAccelerator.current_streams().get(self._device)
-        buffers, self._buffers = self._buffers, ()
+        take_buffers, self._take_buffers = self._take_buffers, dict
         try:
-            tensors: dict[str, torch.Tensor] = {}
-            for group in buffers:
-                tensors |= group.take()
+            tensors = take_buffers()
             record(tensors.values(), self._device, self._stream)
             place_buffers(module, self._names_of_buffers, tensors, self._device, self._path)
             self.operation.start()
@@ -456,7 +480,7 @@ class WarmStartLoad:
             with shortened(self._options.switch_interval):
                 names = list(self._by_source)
                 selected = select_tensors(self._opened, names, self._options, casts=self._casts)
-                scheduler = scheduled(selected, self._options, Delivery(deliver=self._deliver, prompt=True))
+                scheduler = scheduled(selected, Delivery(deliver=self._deliver, prompt=True))
                 self._group_of = {name: group.index for group in scheduler.plan.groups for name in group.names}
                 self._groups = list(dict.fromkeys(self._group_of[name] for name in names))
                 scheduler.arrange(self._groups)

@@ -13,14 +13,20 @@ from support import eventually
 from stio.errors import StorageError
 from stio.limits import PAGE_BYTES
 from stio.loading import read_paths
-from stio.loading.caches import SEGMENT_BYTES, CachedFile, FileImage
-from stio.loading.plan import GAP, Block, Group
-from stio.loading.read_paths import CopiedPath, contiguous, fill_image, image_regions
+from stio.loading.plan import GAP
+from stio.loading.plan import Block
+from stio.loading.plan import Group
+from stio.loading.read_paths import CopiedPath
+from stio.loading.read_paths import contiguous
+from stio.loading.read_paths import fill_image
+from stio.loading.read_paths import image_regions
 from stio.native import CHUNK_BYTES
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 from stio.storage.base import Identity
+from stio.storage.checkpoint.caches import CachedFile
+from stio.storage.checkpoint.caches import FileImage
 
 pytestmark = pytest.mark.usefixtures("plain_workers")
 
@@ -89,7 +95,17 @@ def bytes_of(image: FileImage, begin: int, nbytes: int) -> bytes:
 
 @pytest.mark.parametrize(
     "nbytes",
-    [1, 100, PAGE_BYTES, PAGE_BYTES + 1, MIB - 1, 47 * MIB + 5, SEGMENT_BYTES, SEGMENT_BYTES + 1, 200 * MIB + 12345],
+    [
+        1,
+        100,
+        PAGE_BYTES,
+        PAGE_BYTES + 1,
+        MIB - 1,
+        47 * MIB + 5,
+        FileImage.SEGMENT_BYTES,
+        FileImage.SEGMENT_BYTES + 1,
+        200 * MIB + 12345,
+    ],
 )
 def test_segments_are_of_one_size_but_the_last_and_waste_less_than_a_page(nbytes: int) -> None:
     sizes: list[int] = []
@@ -102,8 +118,8 @@ def test_segments_are_of_one_size_but_the_last_and_waste_less_than_a_page(nbytes
     assert image.allocated_bytes == 0
     regions = image.regions(0, nbytes)
     assert sum(region.nbytes for region in regions) == nbytes
-    assert sizes[:-1] == [SEGMENT_BYTES] * (len(sizes) - 1)
-    assert PAGE_BYTES <= sizes[-1] <= SEGMENT_BYTES and sizes[-1] % PAGE_BYTES == 0
+    assert sizes[:-1] == [FileImage.SEGMENT_BYTES] * (len(sizes) - 1)
+    assert PAGE_BYTES <= sizes[-1] <= FileImage.SEGMENT_BYTES and sizes[-1] % PAGE_BYTES == 0
     assert 0 <= sum(sizes) - nbytes < PAGE_BYTES
     assert image.allocated_bytes == sum(sizes)
     image.take_memory()
@@ -270,13 +286,13 @@ def test_scattered_blocks_are_gathered() -> None:
 
 
 def test_a_dense_block_lies_in_the_image_piece_by_piece() -> None:
-    data = random.Random(8).randbytes(PAGE_BYTES) * (SEGMENT_BYTES // PAGE_BYTES + 3)
+    data = random.Random(8).randbytes(PAGE_BYTES) * (FileImage.SEGMENT_BYTES // PAGE_BYTES + 3)
     source, image = CountingSource(data), FileImage(len(data), memory.allocate)
-    block = Block(0, SEGMENT_BYTES - 10, 2 * PAGE_BYTES, 4096)
+    block = Block(0, FileImage.SEGMENT_BYTES - 10, 2 * PAGE_BYTES, 4096)
     assert fill_image(source, image, block, never)
     lent = list(image_regions(image, block))
     assert [(at, region.nbytes) for at, region in lent][:2] == [(4096, 10), (4106, 2 * PAGE_BYTES - 10)]
-    assert b"".join(region.tobytes() for _, region in lent) == data[SEGMENT_BYTES - 10 :][: 2 * PAGE_BYTES]
+    assert b"".join(region.tobytes() for _, region in lent) == data[FileImage.SEGMENT_BYTES - 10 :][: 2 * PAGE_BYTES]
 
 
 def test_a_hold_is_released_once_and_by_being_dropped() -> None:

@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import closing
+from contextlib import suppress
 from functools import cache
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any
+from typing import TypeAlias
+from typing import TypeVar
+from typing import overload
 
-from stio.errors import (
-    AmbiguousCheckpointError,
-    CheckpointNotFoundError,
-    FormatError,
-    IndexFormatError,
-    StioError,
-    listed,
-)
-from stio.format.directory import of_index, require_complete, without_index
-from stio.format.naming import (
-    FILE_SUFFIXES,
-    INDEX_SUFFIX,
-    is_hidden,
-    is_index,
-    is_unfinished,
-    names_checkpoint,
-    shard_number,
-)
+from stio.errors import AmbiguousCheckpointError
+from stio.errors import CheckpointNotFoundError
+from stio.errors import FormatError
+from stio.errors import IndexFormatError
+from stio.errors import StioError
+from stio.errors import listed
+from stio.format.directory import of_index
+from stio.format.directory import require_complete
+from stio.format.directory import without_index
+from stio.format.naming import FILE_SUFFIXES
+from stio.format.naming import INDEX_SUFFIX
+from stio.format.naming import is_hidden
+from stio.format.naming import is_index
+from stio.format.naming import is_unfinished
+from stio.format.naming import names_checkpoint
+from stio.format.naming import shard_number
 from stio.format.other_sources import is_pickle_of_weights
-from stio.loading.open import open_checkpoint
-from stio.storage.checks import CHECKPOINT_SUFFIXES, local_directory, refused, steps_in
+from stio.storage.checkpoint.open import open_checkpoint
+from stio.storage.checkpoint.shards import OpenOptions
+from stio.storage.checks import CHECKPOINT_SUFFIXES
+from stio.storage.checks import local_directory
+from stio.storage.checks import refused
+from stio.storage.checks import steps_in
 from stio.text import log
 
 _DATED = "its name has a date, whose numbers are no step; load it by its path, or name it such as step-100"
@@ -178,7 +186,7 @@ def _checkpoints_in(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> 
     checkpoints: dict[str, str | None] = {}
     pickled = ""
     try:
-        with closing(open_checkpoint(path, follow_symlinks=follow_symlinks, warn=lambda _: None)) as opened:
+        with closing(open_checkpoint(path, _quiet(follow_symlinks))) as opened:
             used = {opened.index, *(header.shard for header in opened.headers)} - {None}
         checkpoints[path] = None
     except (FormatError, IndexFormatError) as error:
@@ -204,12 +212,16 @@ def _checkpoints_in(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> 
     return checkpoints | others or ({path: pickled} if pickled else {})
 
 
+def _quiet(follow_symlinks: bool) -> OpenOptions:
+    return OpenOptions(follow_symlinks=follow_symlinks, warn=lambda _: None)
+
+
 def _why_incomplete(paths: Sequence[str], follow_symlinks: bool, shards: Sequence[str] = ()) -> str | None:
     """Return why a checkpoint is not complete, of these files or with this index; None: it is complete."""
     try:
         require_complete(shards, path=os.path.dirname(paths[0]))
         for path in paths:
-            open_checkpoint(path, follow_symlinks=follow_symlinks, warn=lambda _: None).close()
+            open_checkpoint(path, _quiet(follow_symlinks)).close()
     except (FormatError, IndexFormatError, CheckpointNotFoundError) as error:
         return str(error)
     return None

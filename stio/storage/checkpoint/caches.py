@@ -11,20 +11,26 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import ClassVar
+from typing import Protocol
+from typing import TypeAlias
+from typing import runtime_checkable
 
-from stio.errors import StioError, StorageError
+from stio.errors import StioError
 from stio.limits import PAGE_BYTES
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled, Operation, start_thread
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import start_thread
 from stio.runtime.process import thread_name
 from stio.storage.base import Source
 
-T = TypeVar("T")
 logger = logging.getLogger("stio")
 
 
@@ -43,26 +49,13 @@ class CacheStats:
     evictions: int = 0
     """Files that were evicted: to hold others, by `evict`, or because they had changed."""
 
-
-def counted(counts: CacheStats, **more: int) -> CacheStats:
-    """Return counters with these added."""
-    return replace(counts, **{name: getattr(counts, name) + number for name, number in more.items()})
-
-
-def on_own_thread(work: Callable[[], T]) -> T:
-    """Call a function that takes locks on a thread of stio's, and wait for it; see `stio.runtime.locks`."""
-    if not thread_name():
-        with suppress(StorageError):  # no more threads
-            return Operation(lambda _: work(), name="evict").result()
-    return work()
+    def plus(self, **more: int) -> CacheStats:
+        """Return the counters with these added."""
+        return replace(self, **{name: getattr(self, name) + number for name, number in more.items()})
 
 
 CHUNK_BYTES = 2 << 20
 """Unit of a claim. Neighbouring blocks share one chunk at most, and the second reader waits for it."""
-
-SEGMENT_BYTES = 64 << 20
-"""Memory is allocated in pieces of this size: reads go on while the next piece is pinned, and a cancel cannot interrupt
-the pinning."""
 
 _MISSING, _CLAIMED, _PRESENT = 0, 1, 2
 _POLL_SECONDS = 0.05
@@ -76,13 +69,17 @@ class FileImage:
         allocate: Allocates a number of bytes; raises `MemoryError` if the host has too little memory.
     """
 
+    SEGMENT_BYTES: ClassVar = 64 << 20
+    """Memory is allocated in pieces of this size: reads go on while the next piece is pinned, and a cancel cannot
+    interrupt the pinning."""
+
     def __init__(self, nbytes: int, allocate: Callable[[int], Region]) -> None:
         self.nbytes = nbytes
         """Size of the file."""
         self.failed = False
         """Whether an allocation failed: there was no memory for the whole file."""
         self._allocate = allocate
-        self._starts = [*range(0, nbytes, SEGMENT_BYTES), -(-nbytes // PAGE_BYTES) * PAGE_BYTES]
+        self._starts = [*range(0, nbytes, self.SEGMENT_BYTES), -(-nbytes // PAGE_BYTES) * PAGE_BYTES]
         self._segments: list[Region | None] = [None] * (len(self._starts) - 1)
         self._chunks = bytearray(-(-nbytes // CHUNK_BYTES))
         self._changed = Condition()
@@ -288,3 +285,7 @@ class ObjectCache(Protocol):
 
     def discard(self, error: StioError) -> None:
         """Remove the local file that an error names, and note that in the error: the next load fetches it again."""
+
+
+CacheLike: TypeAlias = FileCache | ObjectCache | tuple[FileCache | ObjectCache, ...]
+"""A `stio.HostCache` or a `stio.DiskCache`, or one of each in a tuple."""
