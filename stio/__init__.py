@@ -16,12 +16,9 @@ from __future__ import annotations
 import sys
 import warnings
 from importlib import import_module
-from typing import TYPE_CHECKING
-from typing import Any
-from typing import get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from stio import errors
-from stio import schemes
+from stio import errors, schemes
 
 __version__ = "0.1.0.dev0"
 
@@ -115,6 +112,8 @@ _NAMES = {
     "stio.serving.pool.policy": "ModelStatus PoolStats",
     "stio.serving.warm_start.api": "WarmStart warm_start",
     "stio.state": "load_state save_state",
+    "stio.storage.checkpoint.caches": "CacheStats",
+    "stio.storage.checkpoint.latest": "latest",
     "stio.errors": " ".join(errors.__all__),
 }
 """Public names by the module that defines them."""

@@ -18,17 +18,13 @@ import inspect
 import logging
 import re
 from collections import ChainMap
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from stio import clock
-from stio.schemes import READERS
-from stio.schemes import scheme_of
+from stio.schemes import READERS, scheme_of
 
 _NUMBER = re.compile("([0-9]+)")
 

@@ -15,9 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,16 +24,18 @@ from typing import Any
 
 import click
 
-from stio.cli.output import ERROR
-from stio.cli.output import JSON_OPTION
-from stio.cli.output import NO_PROGRESS_OPTION
-from stio.cli.output import PATH
-from stio.cli.output import Bar
-from stio.cli.output import CommandError
-from stio.cli.output import joined
-from stio.cli.output import print_result
-from stio.cli.output import table
-from stio.cli.output import wrong_arguments
+from stio.cli.output import (
+    ERROR,
+    JSON_OPTION,
+    NO_PROGRESS_OPTION,
+    PATH,
+    Bar,
+    CommandError,
+    joined,
+    print_result,
+    table,
+    wrong_arguments,
+)
 from stio.errors import one_line
 from stio.format.header import build_header
 from stio.limits import parse_size
@@ -44,10 +44,7 @@ from stio.runtime.memory.control_groups import room_in_memory
 from stio.runtime.process import contextmanager
 from stio.storage.checkpoint.open import open_checkpoint
 from stio.storage.checkpoint.shards import OpenOptions
-from stio.text import counted
-from stio.text import is_url
-from stio.text import show_bytes
-from stio.text import without_secrets
+from stio.text import counted, is_url, show_bytes, without_secrets
 
 LIMIT = "limit"
 PEER = "safetensors"

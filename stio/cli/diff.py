@@ -10,50 +10,42 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import ExitStack
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib import import_module
-from math import inf
-from math import isfinite
-from math import prod
-from typing import Any
-from typing import NamedTuple
+from math import inf, isfinite, prod
+from typing import Any, NamedTuple
 
 import click
 
-from stio.cli.output import FILTER_OPTION
-from stio.cli.output import JSON_OPTION
-from stio.cli.output import NO
-from stio.cli.output import NO_PROGRESS_OPTION
-from stio.cli.output import PATH
-from stio.cli.output import ZERO_OR_MORE
-from stio.cli.output import Bar
-from stio.cli.output import joined
-from stio.cli.output import matcher
-from stio.cli.output import no_match
-from stio.cli.output import print_result
-from stio.cli.output import say
-from stio.cli.output import styled
-from stio.cli.output import table
-from stio.cli.output import width_of
+from stio.cli.output import (
+    FILTER_OPTION,
+    JSON_OPTION,
+    NO,
+    NO_PROGRESS_OPTION,
+    PATH,
+    ZERO_OR_MORE,
+    Bar,
+    joined,
+    matcher,
+    no_match,
+    print_result,
+    say,
+    styled,
+    table,
+    width_of,
+)
 from stio.errors import one_line
 from stio.format.dtypes import BITS
 from stio.format.header import TensorInfo
-from stio.runtime.memory import Region
-from stio.runtime.memory import allocate
-from stio.runtime.memory import libc
+from stio.runtime.memory import Region, allocate, libc
 from stio.runtime.operation import Operation
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
 from stio.storage.checkpoint.open import open_checkpoint
-from stio.storage.checkpoint.shards import OpenCheckpoint
-from stio.storage.checkpoint.shards import OpenOptions
-from stio.text import counted
-from stio.text import natural_key
-from stio.text import without_secrets
+from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
+from stio.text import counted, natural_key, without_secrets
 
 PIECE_BYTES = 6 << 20
 """Bytes of one side that are read at once: a whole number of values of each dtype, also of packed 6-bit values."""

@@ -16,27 +16,26 @@ from typing import Any
 
 import click
 
-from stio.cli.output import FILTER_OPTION
-from stio.cli.output import JSON_OPTION
-from stio.cli.output import PATH
-from stio.cli.output import joined
-from stio.cli.output import matcher
-from stio.cli.output import no_match
-from stio.cli.output import print_result
-from stio.cli.output import say
-from stio.cli.output import styled
-from stio.cli.output import table
-from stio.cli.output import width_of
-from stio.errors import one_line
-from stio.errors import printable
+from stio.cli.output import (
+    FILTER_OPTION,
+    JSON_OPTION,
+    PATH,
+    joined,
+    matcher,
+    no_match,
+    print_result,
+    say,
+    styled,
+    table,
+    width_of,
+)
+from stio.errors import one_line, printable
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import TensorInfo
 from stio.format.shared import ALIASES_KEY
 from stio.storage.checkpoint.open import open_checkpoint
 from stio.storage.checkpoint.shards import OpenOptions
-from stio.text import counted
-from stio.text import natural_key
-from stio.text import show_bytes
+from stio.text import counted, natural_key, show_bytes
 
 MAX_LEVELS = 32
 """Depth of the tree; further dots are part of the last name."""

@@ -17,16 +17,10 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
-from itertools import islice
-from itertools import pairwise
-from itertools import zip_longest
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise, zip_longest
 from time import perf_counter
-from typing import Annotated
-from typing import Any
-from typing import Literal
-from typing import TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import torch
@@ -38,57 +32,45 @@ from torch.distributed.fsdp import FSDPModule
 from stio.device.base import LoadedGroup
 from stio.device.tensors import TORCH_DTYPES
 from stio.distributed.parts import part_of
-from stio.distributed.ranks import RANK_TIMEOUT_SECONDS
-from stio.distributed.ranks import Ranks
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.transfer import RankTransfer
-from stio.errors import ChangedDuringReadError
-from stio.errors import FormatError
-from stio.errors import RankError
+from stio.errors import ChangedDuringReadError, FormatError, RankError
 from stio.format.gil_slices import row_slices
 from stio.format.header import Header
-from stio.format.placements import NO_ROWS
-from stio.format.placements import Chunk
-from stio.format.placements import ChunkRows
-from stio.format.placements import RowRange
-from stio.format.placements import Rows
-from stio.format.placements import SharedRows
-from stio.format.placements import common_rows
-from stio.format.placements import cut_chunks
-from stio.format.placements import needed_rows
-from stio.format.placements import rows_of
+from stio.format.placements import (
+    NO_ROWS,
+    Chunk,
+    ChunkRows,
+    RowRange,
+    Rows,
+    SharedRows,
+    common_rows,
+    cut_chunks,
+    needed_rows,
+    rows_of,
+)
 from stio.limits import Limits
-from stio.loading.api import fill_from
-from stio.loading.api import load
+from stio.loading.api import fill_from, load
 from stio.loading.body import scheduled
 from stio.loading.module import ModuleTarget
 from stio.loading.nested import StateTarget
-from stio.loading.options import LoadOptions
-from stio.loading.options import Memory
-from stio.loading.plan import Group
-from stio.loading.plan import stored_shape
+from stio.loading.options import LoadOptions, Memory
+from stio.loading.plan import Group, stored_shape
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import select_tensors
-from stio.loading.target import Casting
-from stio.loading.target import LoadReport
-from stio.loading.target import LoadTarget
-from stio.loading.target import checked_casting
+from stio.loading.target import Casting, LoadReport, LoadTarget, checked_casting
 from stio.runtime.memory import default_budget_bytes
-from stio.runtime.notifier import Notifier
-from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Cancelled
-from stio.runtime.operation import Operation
+from stio.runtime.notifier import Notifier, run_blocking
+from stio.runtime.operation import Cancelled, Operation
 from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace
-from stio.runtime.reports.trace import traced
+from stio.runtime.reports.trace import Trace, traced
 from stio.storage.base import RequestedSource
 from stio.storage.checkpoint.caches import CacheLike
 from stio.storage.checkpoint.open import SourceLike
 from stio.storage.checkpoint.shards import OpenCheckpoint
 from stio.storage.commit.directory_lock import boot_id
-from stio.text import described_by
-from stio.text import is_url
-from stio.text import keywords_for
+from stio.text import described_by, is_url, keywords_for
 
 Broadcast: TypeAlias = bool | Literal["auto"]
 """Whether ranks send each other what several of them need; `stio.distributed.load_into` describes it."""

@@ -7,25 +7,18 @@ The index is untrusted text that names files to open. `parse_index` therefore ch
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from stio.errors import IndexFormatError
-from stio.errors import printable
+from stio.errors import IndexFormatError, printable
 from stio.format.header import Header
 from stio.format.json_scanner import Scanner
-from stio.format.naming import FILE_SUFFIX
-from stio.format.naming import check_shard_name
-from stio.format.naming import rank_of_part
+from stio.format.naming import FILE_SUFFIX, check_shard_name, rank_of_part
 from stio.format.other_sources import WHOLE_BY_TORCH
-from stio.limits import Limits
-from stio.limits import advice_on_limit
+from stio.limits import Limits, advice_on_limit
 
 _SHOWN_NAMES = 3
 _LENIENT = "`stio.load(..., strict=False)`"

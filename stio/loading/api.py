@@ -9,62 +9,44 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from stio.device.casts import Lost
 from stio.device.cuda import TorchEvent
-from stio.errors import ClosedError
-from stio.errors import printable
+from stio.errors import ClosedError, printable
 from stio.format.header import TensorInfo
 from stio.limits import Limits
-from stio.loading.body import FillSome
-from stio.loading.body import collect
-from stio.loading.body import fill
-from stio.loading.body import open_with_options
-from stio.loading.body import reading_operation
-from stio.loading.body import scheduled
+from stio.loading.body import FillSome, collect, fill, open_with_options, reading_operation, scheduled
 from stio.loading.casts import DtypesLike
 from stio.loading.consumers import GroupQueue
 from stio.loading.module import ModuleTarget
-from stio.loading.options import DevicesLike
-from stio.loading.options import LoadOptions
-from stio.loading.options import Memory
+from stio.loading.options import DevicesLike, LoadOptions, Memory
 from stio.loading.plan import Names
 from stio.loading.read_paths import Delivery
-from stio.loading.select import PlacementsLike
-from stio.loading.select import checked_placements
-from stio.loading.select import plain_names
-from stio.loading.select import reusable_names
-from stio.loading.select import select_tensors
-from stio.loading.select import shards_of
-from stio.loading.target import LoadReport
-from stio.loading.target import LoadTarget
-from stio.runtime.notifier import AsyncOnly
-from stio.runtime.notifier import runs_blocking
-from stio.runtime.operation import Operation
-from stio.runtime.operation import close_all
+from stio.loading.select import (
+    PlacementsLike,
+    checked_placements,
+    plain_names,
+    reusable_names,
+    select_tensors,
+    shards_of,
+)
+from stio.loading.target import LoadReport, LoadTarget
+from stio.runtime.notifier import AsyncOnly, runs_blocking
+from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace
-from stio.runtime.reports.trace import shown
+from stio.runtime.reports.trace import Trace, shown
 from stio.storage.checkpoint.caches import CacheLike
 from stio.storage.checkpoint.open import SourceLike
 from stio.storage.checkpoint.shards import OpenCheckpoint
-from stio.text import counted
-from stio.text import described_by
-from stio.text import keywords_for
-from stio.text import show_bytes
+from stio.text import counted, described_by, keywords_for, show_bytes
 
 
 async def load(

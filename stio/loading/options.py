@@ -7,33 +7,20 @@ thread ("cuda" is its current device) is fixed at the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from typing import Any
-from typing import Literal
-from typing import TypeAlias
-from typing import get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
-from stio.device.base import Accelerator
-from stio.device.base import with_current_index
+from stio.device.base import Accelerator, with_current_index
 from stio.device.casts import Lost
-from stio.device.cuda import TorchAccelerator
-from stio.limits import Limits
-from stio.limits import checked_size
-from stio.loading.casts import DtypeOf
-from stio.loading.casts import DtypesLike
-from stio.loading.casts import checked_casts
+from stio.limits import Limits, checked_size
+from stio.loading.casts import DtypeOf, DtypesLike, checked_casts
 from stio.runtime.process import check_switch_interval
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.progress import progress_callback
+from stio.runtime.reports.progress import Progress, progress_callback
 from stio.runtime.reports.trace import Trace
-from stio.storage.checkpoint.caches import CacheLike
-from stio.storage.checkpoint.caches import FileCache
-from stio.storage.checkpoint.caches import ObjectCache
+from stio.storage.checkpoint.caches import CacheLike, FileCache, ObjectCache
 
 DeviceLike: TypeAlias = str | int | torch.device | Accelerator
 """An argument of `torch.device`, `"auto"`, or a device object of your own. A name without a number is
@@ -114,13 +101,9 @@ class LoadOptions:
         dtype = dict(self.dtype) if isinstance(self.dtype, Mapping) else self.dtype  # the caller may change a mapping
         casts = None if dtype is None else checked_casts(dtype)
         host_cache, disk_cache = (None, None) if self.cache is None else self._caches()
-        current = current_device()
-        streams = self.streams
-        if streams is None:
-            streams = {} if current is None else current_streams()
         derived = {
             "device": with_current_index(self.device),
-            "streams": streams,
+            "streams": TorchAccelerator.current_streams() if self.streams is None else self.streams,
             "casts": casts,
             "dtype": casts if isinstance(casts, torch.dtype) else dtype,
             "budget": None if self.budget_bytes is None else checked_size(self.budget_bytes),

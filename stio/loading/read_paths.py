@@ -11,15 +11,10 @@ The engine (`engine.py`) moves what `add_ranges` describes. The plain executor (
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from time import perf_counter
 from typing import TypeGuard
@@ -27,33 +22,22 @@ from typing import TypeGuard
 import torch
 
 from stio import native
-from stio.device.base import Accelerator
-from stio.device.base import LoadedGroup
-from stio.device.casts import Casts
-from stio.device.casts import Lost
-from stio.device.casts import select_and_cast
+from stio.device.base import Accelerator, LoadedGroup
+from stio.device.casts import Casts, Lost, select_and_cast
 from stio.device.cuda import DeviceRing
-from stio.device.tensors import TORCH_DTYPES
-from stio.device.tensors import GroupMemory
-from stio.device.tensors import tensors_in
+from stio.device.tensors import TORCH_DTYPES, GroupMemory, tensors_in
 from stio.errors import StioError
 from stio.format.dtypes import BITS
-from stio.limits import HUGE_PAGE_BYTES
-from stio.limits import PAGE_BYTES
-from stio.loading.plan import GAP
-from stio.loading.plan import Block
-from stio.loading.plan import Group
+from stio.limits import HUGE_PAGE_BYTES, PAGE_BYTES
+from stio.loading.plan import GAP, Block, Group
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 from stio.runtime.reports import counters
 from stio.runtime.reports.trace import Trace
-from stio.storage.base import RequestedSource
-from stio.storage.base import Source
-from stio.storage.checkpoint.caches import CachedFile
-from stio.storage.checkpoint.caches import FileImage
-from stio.storage.local import LocalFile
-from stio.storage.local import MappedFile
+from stio.storage.base import RequestedSource, Source
+from stio.storage.checkpoint.caches import CachedFile, FileImage
+from stio.storage.local import LocalFile, MappedFile
 
 _MIN_IMAGE_BYTES = 2 << 20  # of one tensor: a shorter one is copied by this thread, which costs less
 

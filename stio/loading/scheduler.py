@@ -11,15 +11,10 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections import Counter
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -27,23 +22,15 @@ from typing import Any
 import torch
 
 from stio.device.casts import Lost
-from stio.limits import checked_size
 from stio.loading.engine import EngineExecutor
 from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
-from stio.loading.plan import Group
-from stio.loading.plan import ReadPlan
-from stio.loading.read_paths import Delivery
-from stio.loading.read_paths import ReadPath
-
-from stio.runtime.operation import Cancelled
-from stio.runtime.operation import Operation
+from stio.loading.plan import Group, ReadPlan
+from stio.loading.read_paths import Delivery, ReadPath
+from stio.runtime.operation import Cancelled, Operation
 from stio.runtime.process import be_nice
 from stio.runtime.reports import counters
-from stio.runtime.reports.progress import ProgressReporter
-from stio.runtime.reports.progress import close_bar
-from stio.runtime.reports.progress import progress_callback
-from stio.runtime.reports.trace import traced
+from stio.runtime.reports.progress import ProgressReporter, close_bar, progress_callback
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
 from stio.storage.local import LocalFile

@@ -7,16 +7,11 @@ one tensor several parts may be wanted. They are read together, as one part that
 
 from __future__ import annotations
 
-from abc import ABC
-from abc import abstractmethod
-from collections.abc import Callable
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from dataclasses import field
-from typing import Literal
-from typing import NamedTuple
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -24,17 +19,10 @@ from stio.device.base import LoadedGroup
 from stio.device.casts import Lost
 from stio.device.copy_in import TargetMemory
 from stio.device.tensors import TORCH_DTYPES
-from stio.errors import MismatchError
-from stio.errors import listed
-from stio.errors import printable
+from stio.errors import MismatchError, listed, printable
 from stio.loading.casts import require_as_stored
-from stio.loading.module_tree import is_on_meta
-from stio.loading.module_tree import memory_key
-from stio.loading.module_tree import overlapping
-from stio.loading.module_tree import why_not_copied
-from stio.loading.module_tree import why_refused
-from stio.loading.options import DevicesLike
-from stio.loading.options import LoadOptions
+from stio.loading.module_tree import is_on_meta, memory_key, overlapping, why_not_copied, why_refused
+from stio.loading.options import DevicesLike, LoadOptions
 from stio.runtime.process import collection_paused
 from stio.storage.checkpoint.shards import OpenCheckpoint
 

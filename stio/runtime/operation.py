@@ -25,28 +25,16 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from typing import Any
-from typing import Generic
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 
 from stio import clock
-from stio.errors import ClosedError
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.errors import printable
-from stio.runtime.notifier import Notifier
-from stio.runtime.notifier import run_blocking
-from stio.runtime.notifier import runs_blocking
-from stio.runtime.process import after_fork_in_child
-from stio.runtime.process import contextmanager
-from stio.runtime.process import this_thread
-from stio.runtime.process import thread_name
+from stio.errors import ClosedError, StioError, StorageError, printable
+from stio.runtime.notifier import Notifier, run_blocking, runs_blocking
+from stio.runtime.process import after_fork_in_child, contextmanager, this_thread, thread_name
 from stio.runtime.reports import counters
 from stio.text import log
 

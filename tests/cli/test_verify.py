@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import large_imports
-from commands import refused
-from commands import run
-from commands import write_model
-from commands import write_sharded
+from commands import large_imports, refused, run, write_model, write_sharded
 from crash.zygote import Zygote
 from safetensors.torch import save_file
 from support import run_python

@@ -12,8 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,20 +24,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerators import gpu
 from counts import count
-from fakes import FaultyRoot
-from fakes import MemoryRoot
-from fakes import checkpoint_files
+from fakes import FaultyRoot, MemoryRoot, checkpoint_files
 from faults import guarded_memory
-from faults.guarded_memory import READ
-from faults.guarded_memory import guarded
-from faults.load_helpers import in_a_child
-from faults.load_helpers import sparse_file
+from faults.guarded_memory import READ, guarded
+from faults.load_helpers import in_a_child, sparse_file
 from support import bits_of
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import stio
 import stio.compat.safetensors.numpy as safetensors_numpy
@@ -46,10 +40,7 @@ import stio.compat.safetensors.torch as safetensors_torch
 import stio.saving.scheduler
 from stio import sync
 from stio.compat import huggingface_hub
-from stio.compat.safetensors import SafetensorError
-from stio.compat.safetensors import TensorSpec
-from stio.compat.safetensors import safe_open
-from stio.compat.safetensors import serialize
+from stio.compat.safetensors import SafetensorError, TensorSpec, safe_open, serialize
 from stio.conversion.torch_files import read_pickle
 from stio.device.base import resolve_device
 from stio.device.copy_out import Readiness

@@ -10,31 +10,35 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from support import INDEX
-from support import HookedRoot
-from support import descriptors
-from support import eventually
-from support import nothing_left
-from support import oracle
-from support import ramp
-from support import require_equal
-from support import save_file
-from support import save_raw
-from support import save_sharded
+from support import (
+    INDEX,
+    HookedRoot,
+    descriptors,
+    eventually,
+    nothing_left,
+    oracle,
+    ramp,
+    require_equal,
+    save_file,
+    save_raw,
+    save_sharded,
+)
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import stio
 from stio import sync
-from stio.errors import AmbiguousCheckpointError
-from stio.errors import CheckpointNotFoundError
-from stio.errors import FormatError
-from stio.errors import IndexFormatError
-from stio.errors import LimitError
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.errors import TensorNotFoundError
-from stio.errors import TruncatedError
-from stio.errors import UnsafePathError
+from stio.errors import (
+    AmbiguousCheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    IndexFormatError,
+    LimitError,
+    StioError,
+    StorageError,
+    TensorNotFoundError,
+    TruncatedError,
+    UnsafePathError,
+)
 from stio.format.header import build_header
 from stio.format.shared import ALIASES_KEY
 from stio.limits import Limits

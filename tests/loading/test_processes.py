@@ -7,9 +7,7 @@ import signal
 import textwrap
 
 import pytest
-from support import eventually
-from support import ramp
-from support import save_sharded
+from support import eventually, ramp, save_sharded
 
 PRELUDE = """
 import asyncio, errno, gc, os, resource, signal, sys, threading, time, warnings

@@ -19,20 +19,15 @@ import re
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from stio.errors import HostMemoryError
-from stio.limits import DEFAULT_BUDGET_BYTES
-from stio.limits import HUGE_PAGE_BYTES
-from stio.runtime.memory.control_groups import address_space_left
-from stio.runtime.memory.control_groups import available_bytes
-from stio.runtime.memory.control_groups import room_in_memory
+from stio.limits import DEFAULT_BUDGET_BYTES, HUGE_PAGE_BYTES
+from stio.runtime.memory.control_groups import address_space_left, available_bytes, room_in_memory
 from stio.runtime.process import contextmanager
 
 _SHORT_BYTES = 1 << 20

@@ -11,17 +11,13 @@ import weakref
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from stio import clock
-from stio.errors import CheckpointNotFoundError
-from stio.errors import listed
-from stio.errors import printable
-from stio.limits import Limits
-from stio.limits import checked_size
+from stio.errors import CheckpointNotFoundError, listed, printable
+from stio.limits import Limits, checked_size
 from stio.loading.api import load
 from stio.loading.casts import DtypesLike
 from stio.loading.options import LoadOptions
@@ -32,21 +28,12 @@ from stio.runtime.process import after_fork_in_child
 from stio.runtime.reports.progress import Progress
 from stio.runtime.reports.trace import Trace
 from stio.serving.host_cache import HostCache
-from stio.serving.pool.content import Content
-from stio.serving.pool.content import Make
-from stio.serving.pool.policy import ModelStatus
-from stio.serving.pool.policy import Policy
-from stio.serving.pool.policy import PoolStats
-from stio.serving.pool.policy import State
-from stio.serving.pool.policy import Tier
-from stio.serving.pool.thread import Caller
-from stio.serving.pool.thread import Change
-from stio.serving.pool.thread import PooledModel
-from stio.serving.pool.thread import PoolThread
+from stio.serving.pool.content import Content, Make
+from stio.serving.pool.policy import ModelStatus, Policy, PoolStats, State, Tier
+from stio.serving.pool.thread import Caller, Change, PooledModel, PoolThread
 from stio.storage.checkpoint.open import SourceLike
 from stio.storage.checks import broken_link
-from stio.text import described_by
-from stio.text import is_url
+from stio.text import described_by, is_url
 
 RING_BYTES = 96 << 20
 """Most staging memory of loads to a device."""

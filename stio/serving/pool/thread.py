@@ -8,44 +8,23 @@ the pool's thread, so no state is shared.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Generator
-from collections.abc import Sequence
-from contextlib import closing
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from stio import clock
 from stio.device.base import resolve_device
-from stio.device.cuda import TorchAccelerator
-from stio.device.cuda import TorchEvent
-from stio.errors import ClosedError
-from stio.errors import DeviceError
-from stio.errors import DeviceMemoryError
-from stio.errors import StioError
-from stio.errors import listed
-from stio.errors import printable
-
+from stio.device.cuda import TorchAccelerator, TorchEvent
+from stio.errors import ClosedError, DeviceError, DeviceMemoryError, StioError, listed, printable
 from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Operation
-from stio.runtime.operation import copy_of
-from stio.runtime.reports.trace import Trace
-from stio.runtime.reports.trace import traced
-from stio.serving.pool.content import Content
-from stio.serving.pool.content import Contents
-from stio.serving.pool.content import Leftover
-from stio.serving.pool.content import Make
-from stio.serving.pool.policy import Model
-from stio.serving.pool.policy import ModelRequest
-from stio.serving.pool.policy import Policy
-from stio.serving.pool.policy import PoolStats
+from stio.runtime.operation import Operation, copy_of
+from stio.runtime.reports.trace import Trace, traced
+from stio.serving.pool.content import Content, Contents, Leftover, Make
+from stio.serving.pool.policy import Model, ModelRequest, Policy, PoolStats
 from stio.storage.checkpoint.open import SourceLike
 
 Outcome: TypeAlias = tuple[Any, BaseException | None]

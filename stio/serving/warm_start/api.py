@@ -16,17 +16,11 @@ to their class. A hook is removed when the submodule's last parameter is filled,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 import os
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import nullcontext
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import replace
-from typing import Any
-from typing import Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -34,55 +28,36 @@ from torch.jit._trace import is_tracing
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from stio.device.base import DeviceMap
-from stio.device.casts import Casts
-from stio.device.casts import Lost
+from stio.device.base import DeviceMap, LoadedGroup
+from stio.device.casts import Casts, Lost
 from stio.device.copy_in import TargetMemory
 from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES
-from stio.device.tensors import typed
-from stio.device.torch_private import copy_of
-from stio.device.torch_private import moved
-from stio.errors import ClosedError
-from stio.errors import MismatchError
-from stio.errors import TensorNotFoundError
-from stio.errors import WarmStartError
-from stio.errors import listed
-from stio.errors import printable
+from stio.device.tensors import TORCH_DTYPES, typed
+from stio.device.torch_private import copy_of, moved
+from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
 from stio.limits import Limits
 from stio.loading.api import load
-from stio.loading.body import collect
-from stio.loading.body import open_with_options
-from stio.loading.body import scheduled
-from stio.loading.casts import DtypesLike
-from stio.loading.casts import planned_casts
+from stio.loading.body import collect, open_with_options, scheduled
+from stio.loading.casts import DtypesLike, planned_casts
 from stio.loading.module import ModuleTarget
-from stio.loading.open import OpenCheckpoint
-from stio.loading.options import DevicesLike
-from stio.loading.options import LoadOptions
-from stio.loading.options import Memory
+from stio.loading.options import DevicesLike, LoadOptions, Memory
 from stio.loading.plan import Group
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import select_tensors
 from stio.loading.target import LoadReport
 from stio.runtime.locks import new_lock
-from stio.runtime.notifier import AsyncOnly
-from stio.runtime.notifier import Notifier
-from stio.runtime.notifier import runs_blocking
-from stio.runtime.operation import Operation
-from stio.runtime.operation import close_all
+from stio.runtime.notifier import AsyncOnly, Notifier, runs_blocking
+from stio.runtime.operation import Operation, close_all
 from stio.runtime.process import collection_paused
 from stio.runtime.process import switch_interval as shortened
 from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace
-from stio.runtime.reports.trace import shown
-from stio.serving.warm_start.parameter import MatchedParameter
-from stio.serving.warm_start.parameter import Placeholder
-from stio.serving.warm_start.parameter import PlaceholderParameter
-from stio.serving.warm_start.parameter import placeholder_of
-from stio.text import described_by
-from stio.text import keywords_for
+from stio.runtime.reports.trace import Trace, shown
+from stio.serving.warm_start.parameter import MatchedParameter, Placeholder, PlaceholderParameter, placeholder_of
+from stio.storage.checkpoint.caches import CacheLike
+from stio.storage.checkpoint.open import SourceLike
+from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.text import described_by, keywords_for
 
 _is_tracing: Callable[[], bool] = is_tracing  # torch leaves it untyped
 
@@ -249,7 +224,9 @@ class WarmStart(AsyncOnly):
             if match.buffers:  # on the copy stream the load ends when all casts have: a forward may run on any stream
                 stored = list(dict.fromkeys(match.buffers.values()))
                 quiet = replace(options, progress=None)
-                take_buffers = collect(operation, select_tensors(opened, stored, quiet, casts=Casts(by_name=match.casts)))
+                take_buffers = collect(
+                    operation, select_tensors(opened, stored, quiet, casts=Casts(by_name=match.casts))
+                )
             operation.check()
             device = where if isinstance(where, torch.device) else where.device
             load = WarmStartLoad(opened, options, match, take_buffers, device)

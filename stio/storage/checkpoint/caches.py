@@ -11,23 +11,16 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import replace
-from typing import ClassVar
-from typing import Protocol
-from typing import TypeAlias
-from typing import runtime_checkable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from stio.errors import StioError
 from stio.limits import PAGE_BYTES
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled
-from stio.runtime.operation import start_thread
+from stio.runtime.operation import Cancelled, start_thread
 from stio.runtime.process import thread_name
 from stio.storage.base import Source
 

@@ -47,8 +47,7 @@ from stio.format.other_sources import (
     advice_for_missing,
     starts_like_safetensors,
 )
-from stio.runtime.limits import advice_on_limit
-from stio.runtime.text import is_url, without_secrets
+from stio.limits import advice_on_limit
 from stio.storage.base import ParallelRoot, Root, Source, read_bytes
 from stio.storage.checkpoint.shards import (
     ManifestText,
@@ -60,6 +59,7 @@ from stio.storage.checkpoint.shards import (
 )
 from stio.storage.checks import advice_for_hub_cache, commits_in
 from stio.storage.open import SingleFileRoot, is_hub, open_directory, open_file, open_url
+from stio.text import is_url, without_secrets
 
 _MAX_EXAMINED = 8
 """Files beside an index whose headers are read: a directory may hold thousands, such as adapters."""

@@ -37,7 +37,7 @@ from stio.format.index import (
 )
 from stio.format.other_sources import FileKind, kind_of
 from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
-from stio.runtime.limits import Limits
+from stio.limits import Limits
 from stio.runtime.operation import start_thread
 from stio.runtime.process import collection_paused
 from stio.storage.base import RequestedSource, Root, Source, read_bytes

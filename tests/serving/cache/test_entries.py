@@ -8,16 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from stio.errors import ClosedError
-from stio.errors import NoSpaceError
-from stio.errors import StorageError
+from stio.errors import ClosedError, NoSpaceError, StorageError
 from stio.runtime import memory
 from stio.runtime.memory import Region
-from stio.serving.host_cache import CacheEntries
-from stio.serving.host_cache import RequestedFile
+from stio.serving.host_cache import CacheEntries, RequestedFile
 from stio.storage.base import Identity
-from stio.storage.checkpoint.caches import CachedFile
-from stio.storage.checkpoint.caches import CacheStats
+from stio.storage.checkpoint.caches import CachedFile, CacheStats
 
 
 class File:

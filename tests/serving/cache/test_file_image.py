@@ -13,20 +13,14 @@ from support import eventually
 from stio.errors import StorageError
 from stio.limits import PAGE_BYTES
 from stio.loading import read_paths
-from stio.loading.plan import GAP
-from stio.loading.plan import Block
-from stio.loading.plan import Group
-from stio.loading.read_paths import CopiedPath
-from stio.loading.read_paths import contiguous
-from stio.loading.read_paths import fill_image
-from stio.loading.read_paths import image_regions
+from stio.loading.plan import GAP, Block, Group
+from stio.loading.read_paths import CopiedPath, contiguous, fill_image, image_regions
 from stio.native import CHUNK_BYTES
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled
 from stio.storage.base import Identity
-from stio.storage.checkpoint.caches import CachedFile
-from stio.storage.checkpoint.caches import FileImage
+from stio.storage.checkpoint.caches import CachedFile, FileImage
 
 pytestmark = pytest.mark.usefixtures("plain_workers")
 

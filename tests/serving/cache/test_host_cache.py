@@ -15,36 +15,21 @@ from typing import Any
 
 import pytest
 import torch
-from cache_support import data_reads
-from cache_support import recorded
-from cache_support import size_of
-from cache_support import watched
-from fakes import FakeDevice
-from fakes import MemoryRoot
-from fakes import checkpoint_files
-from support import eventually
-from support import needs_engine
-from support import oracle
-from support import ramp
-from support import require_equal
-from support import save_file
+from cache_support import data_reads, recorded, size_of, watched
+from fakes import FakeDevice, MemoryRoot, checkpoint_files
+from support import eventually, needs_engine, oracle, ramp, require_equal, save_file
 from torch import nn
 
 import stio
 import stio.serving.host_cache
 import stio.sync
 from stio.device.cuda import TorchAccelerator
-from stio.errors import ClosedError
-from stio.errors import DeviceError
-from stio.errors import NoSpaceError
-from stio.errors import StorageError
+from stio.errors import ClosedError, DeviceError, NoSpaceError, StorageError
 from stio.limits import PAGE_BYTES
 from stio.loading import planned
 from stio.runtime import memory
 from stio.runtime.memory import Region
-from stio.serving.host_cache import _TICK_SECONDS
-from stio.serving.host_cache import _Memory
-from stio.serving.host_cache import _wait_for_tick
+from stio.serving.host_cache import _TICK_SECONDS, _Memory, _wait_for_tick
 from stio.storage.base import Identity
 from stio.storage.checkpoint import caches
 from stio.storage.local import LocalRoot
