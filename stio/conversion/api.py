@@ -19,7 +19,7 @@ from stio.device.tensors import TORCH_DTYPES, DtypeLike, Lost, checked_dtype
 from stio.errors import ClosedError, printable
 from stio.format.manifest import HashName
 from stio.format.naming import FILE_SUFFIX
-from stio.format.sharding import TensorSource
+from stio.format.shared import TensorSource
 from stio.loading.casts import report_lost
 from stio.runtime.limits import checked_size
 from stio.runtime.memory import default_budget_bytes

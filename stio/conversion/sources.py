@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stio.conversion.safe_pickle import PickleRefused, PlainPickles, decode_name, looks_encoded, shown
 from stio.conversion.torch_files import (
     Key,
     is_safetensors,
@@ -48,8 +49,7 @@ from stio.format.header import TensorInfo
 from stio.format.index import ShardIndex, parse_index
 from stio.format.naming import FILE_SUFFIX, PICKLE_SUFFIXES, is_hidden, is_index, names_checkpoint, whole_name
 from stio.format.other_sources import is_pickle_of_weights
-from stio.format.safe_pickle import PickleRefused, PlainPickles, decode_name, looks_encoded, shown
-from stio.format.shared import UNDECLARED, TiedNames, may_be_copied, resolve_shared
+from stio.format.shared import TiedNames, may_be_copied, resolve_shared
 from stio.loading.body import collect
 from stio.loading.casts import AS_STORED, planned_casts
 from stio.loading.open import OpenCheckpoint, open_checkpoint
@@ -208,7 +208,7 @@ class OpenSource:
     """Text metadata of the source; counts of an index are numbers."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Tied names, each with the name that has the data. Only ties that shared memory does not show."""
-    tied: TiedNames = UNDECLARED
+    tied: TiedNames | None = None
     """What the module declares about tied names, if the source is a pickle of one."""
     reader: ReadAhead | None = None
     """Reads the tensors of a safetensors checkpoint."""
@@ -253,7 +253,7 @@ def open_source(
     pickles = found.paths
     tensors: dict[str, torch.Tensor] = {}
     file_of: dict[str, str] = {}
-    tied = UNDECLARED
+    tied: TiedNames | None = None
     for file in pickles:
         check()
         beside_code = partial(part_beside_code, file, key)
@@ -418,7 +418,7 @@ def _require_inside(directory: str, names: Sequence[str]) -> list[str]:
 
 
 def _cast(
-    tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, lost: Lost, tied: TiedNames, path: str
+    tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, lost: Lost, tied: TiedNames | None, path: str
 ) -> dict[str, Any]:
     """Return lazy tensors for those to be cast, and the ties that their memory does not show."""
     if dtype is None:

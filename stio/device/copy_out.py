@@ -32,7 +32,7 @@ from stio.device.tensor_memory import require_data, require_held
 from stio.device.tensors import PLAIN
 from stio.device.torch_private import INTEGERS, conj_neg_bits, copy_each, without_torch_function
 from stio.errors import DeviceError, DeviceMemoryError, StioError
-from stio.format.sharding import TensorSource
+from stio.format.shared import TensorSource
 from stio.runtime import memory
 from stio.runtime.memory import Region
 

@@ -20,7 +20,7 @@ from stio.device.tensors import FORMAT_DTYPES, PLAIN
 from stio.device.torch_private import traits_of, without_torch_function
 from stio.errors import FormatError, UnsupportedDtypeError, printable
 from stio.format.dtypes import tensor_nbytes
-from stio.format.sharding import TensorSource
+from stio.format.shared import TensorSource
 
 PACKED = (
     "torch packs the weights of a quantized module, and the format cannot hold these. Save the module as it is before "

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from stio.device.tensors import PLAIN
 from stio.device.torch_private import without_torch_function
 from stio.errors import MismatchError, printable
-from stio.format.sharding import TensorSource
+from stio.format.shared import TensorSource
 from stio.runtime.memory import WritableMemory
 
 ON_META = (

@@ -23,12 +23,7 @@ import torch.distributed as dist
 
 from stio.device.base import LoadedGroup
 from stio.device.tensors import TORCH_DTYPES, require_dtypes
-from stio.distributed.ranks import Ranks
-from stio.distributed.transfer import RankTransfer
-from stio.errors import ChangedDuringReadError, FormatError, RankError
-from stio.format.gil_slices import row_slices
-from stio.format.header import Header
-from stio.format.placements import (
+from stio.distributed.placements import (
     NO_ROWS,
     Chunk,
     ChunkRows,
@@ -40,6 +35,11 @@ from stio.format.placements import (
     needed_rows,
     rows_of,
 )
+from stio.distributed.ranks import Ranks
+from stio.distributed.transfer import RankTransfer
+from stio.errors import ChangedDuringReadError, FormatError, RankError
+from stio.format.gil_slices import row_slices
+from stio.format.header import Header
 from stio.loading.body import scheduled
 from stio.loading.module import ModuleTarget
 from stio.loading.open import OpenCheckpoint

@@ -38,13 +38,13 @@ from torch.futures import Future
 from stio.device.describe import LazyTensor, describe_tensors
 from stio.device.tensor_memory import require_values
 from stio.distributed.parts import part_of
+from stio.distributed.placements import byte_ranges
 from stio.distributed.ranks import MAX_VALUE_BYTES, RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.sharded_save import SaveToFiles
 from stio.distributed.torch_private import local_memory, state_of_save
 from stio.errors import MismatchError, SaveInProgressError, printable
 from stio.format.manifest import HashName
-from stio.format.placements import ByteRange, byte_ranges
-from stio.format.sharding import TensorSource
+from stio.format.shared import TensorSource
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, parse_tree
 from stio.loading.nested import torch_value
 from stio.runtime.limits import Limits, checked_size
@@ -66,7 +66,7 @@ from stio.saving.options import (
 )
 from stio.saving.pending import EXIT_PATIENCE_SECONDS
 from stio.saving.plan import WritePlan, plan_writes
-from stio.saving.plan_parts import WrittenPart
+from stio.saving.plan_parts import ByteRange, WrittenPart
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 _CHUNK_BYTES = MAX_VALUE_BYTES // 2

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from stio.distributed.placements import Cut, local_part
 from stio.distributed.torch_private import local_memory
 from stio.errors import DeviceError, MismatchError, printable
-from stio.format.placements import Cut, local_part
 from stio.loading.select import PlacedPart
 from stio.loading.target import LocalPart
 

@@ -25,7 +25,7 @@ from stio.distributed.sharded_save import SaveToFiles, ShardedSave
 from stio.distributed.sharded_upload import SaveToStore, is_store
 from stio.errors import RankError
 from stio.format.manifest import HashName
-from stio.format.shared import UNDECLARED, SharedPolicy
+from stio.format.shared import SharedPolicy
 from stio.runtime.progress import Progress
 from stio.runtime.text import described_by, keywords_for
 from stio.runtime.trace import Trace
@@ -241,7 +241,7 @@ async def _sharded(
         nested = not isinstance(state, nn.Module) and not _is_flat(state)
     if nested:
         tensors, with_tree = await flatten(state, options.metadata)
-        options, tied = replace(options, metadata=with_tree), UNDECLARED
+        options, tied = replace(options, metadata=with_tree), None
     else:
         assert isinstance(state, Mapping | nn.Module)
         named = tensors_of(state)

@@ -25,8 +25,7 @@ from stio.distributed.agreement import TREE, RankState, Share, difference, merge
 from stio.distributed.ranks import Ranks
 from stio.errors import LimitError, MismatchError, RankError, printable
 from stio.format.manifest import Hasher
-from stio.format.sharding import TensorSource
-from stio.format.shared import UNDECLARED, TiedNames, resolve_shared
+from stio.format.shared import TensorSource, TiedNames, resolve_shared
 from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, sorted_tree, tree_entries
 from stio.runtime.memory import Region, allocate
 from stio.runtime.notifier import run_blocking
@@ -74,10 +73,10 @@ class ShardedSave(PendingSave):
         options: SaveOptions,
         *,
         ranks: Ranks,
-        tied: TiedNames = UNDECLARED,
+        tied: TiedNames | None = None,
         **arguments: Any,
     ) -> None:
-        self._ranks, self._shares, self._tied = ranks, shares, tied
+        self._ranks, self._shares, self._tied = ranks, shares, tied or TiedNames()
         self._undo: Callable[[], None] = _nothing
         super().__init__(tensors, destination, options, **arguments)
 

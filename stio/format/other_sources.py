@@ -12,7 +12,7 @@ A name of a file shows nothing, `model.bin` has many kinds; only of a file witho
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -184,6 +184,8 @@ def starts_like_safetensors(head: bytes, nbytes: int) -> bool:
     )
 
 
+_ZIPNN = "znn_compressed_vectors"
+
 _OF_TRAININGS = re.compile(
     r"(training_args|trainer_state|optim|optimizer|lr_scheduler|scheduler|scaler|grad_scaler|sampler|dl_state_dict"
     r"|rng_state|random_states?|custom_checkpoint|.*optim_states)([-_.]?\d+)*\.(pt|pth|bin|ckpt)"
@@ -273,3 +275,13 @@ def advice_for_index(name: str) -> str:
     """Return what to do about an index that cannot be read, by its name."""
     pickled = whole_name(name).endswith(PICKLE_SUFFIXES)
     return f"; it looks like an index of files of torch.save: {CONVERT}" if pickled else ""
+
+
+def why_packed(metadata: Mapping[str, object]) -> str:
+    """Return why bytes of a checkpoint are not those of its tensors, and what to do; empty if they are."""
+    if _ZIPNN not in metadata:
+        return ""
+    return (
+        f"zipnn has compressed tensors of this file ({_ZIPNN} in its metadata), and their bytes are no weights; call "
+        "zipnn.zipnn_safetensors(), read each tensor by get_tensor of safetensors.torch.safe_open, and save them"
+    )

@@ -1,7 +1,7 @@
 """What `dtype=` casts: floating tensors, but no scales, and no quantized weights.
 
-Every cast of a checkpoint's tensors is decided here, with what tensors mean together (`stio.format.companions`). A cast
-of FP8 codes without their scales would give other values without an error, and so would a copy of plain weights into a
+Every cast of a checkpoint's tensors is decided here, with what tensors mean together (`companions.py`). A cast of FP8
+codes without their scales would give other values without an error, and so would a copy of plain weights into a
 quantized module: both are refused. A name that the caller casts by itself, by a mapping or a function, is cast.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES, Casts, DtypeOf, Lost
 from stio.errors import MismatchError, UnsupportedDtypeError, listed, printable
-from stio.format.companions import Companions, find_companions, is_quantized
+from stio.loading.companions import Companions, find_companions, is_quantized
 from stio.runtime.text import log
 
 AS_STORED = (

@@ -29,7 +29,6 @@ from stio.errors import (
     listed,
     printable,
 )
-from stio.format.companions import why_packed
 from stio.format.directory import (
     NamedCheckpoint,
     advice_for_gone_shards,
@@ -61,6 +60,7 @@ from stio.format.other_sources import (
     advice_for_missing,
     kind_of,
     starts_like_safetensors,
+    why_packed,
 )
 from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
 from stio.runtime.limits import Limits, advice_on_limit

@@ -22,7 +22,7 @@ from stio.device.tensor_memory import require_no_placeholders
 from stio.errors import SaveInProgressError, StioError, printable
 from stio.format.manifest import FileState, Hasher, manifest_change, new_hasher
 from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
-from stio.format.sharding import TensorSource
+from stio.format.shared import TensorSource
 from stio.runtime import memory
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime.notifier import Notifier

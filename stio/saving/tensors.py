@@ -29,8 +29,7 @@ from stio.device.describe import LazyTensor, describe_tensors, state_of_object
 from stio.device.names_in_files import names_in_files
 from stio.device.tensor_memory import require_own_data
 from stio.errors import listed, printable
-from stio.format.sharding import TensorSource
-from stio.format.shared import UNDECLARED, TiedNames
+from stio.format.shared import TensorSource, TiedNames
 from stio.runtime.calls import LoopTask
 from stio.runtime.locks import require_unlocked
 from stio.runtime.memory import Region
@@ -51,7 +50,7 @@ class NamedTensors:
 
     by_name: dict[str, torch.Tensor | LazyTensor]
     """The tensors, in the caller's order; a new dict."""
-    tied: TiedNames = UNDECLARED
+    tied: TiedNames | None = None
     """What the module declares, if they are those of a module."""
 
 

@@ -13,12 +13,11 @@ from support import eventually
 from stio.distributed.ranks import Ranks
 from stio.distributed.sharded_upload import _NUM_IMAGES, Exchange, SendPlan, cut_windows
 from stio.errors import MismatchError
-from stio.format.placements import ByteRange
-from stio.format.sharding import TensorSource
+from stio.format.shared import TensorSource
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, Operation
 from stio.saving.plan import plan_writes
-from stio.saving.plan_parts import WrittenPart, plan_stream
+from stio.saving.plan_parts import ByteRange, WrittenPart, plan_stream
 
 WINDOW_BYTES = 8192
 HEADER = 1000

@@ -12,7 +12,7 @@ from stio.device.describe import describe_tensors
 from stio.device.torch_private import copy_of
 from stio.format.header import build_header
 from stio.format.naming import shard_name
-from stio.format.sharding import build_index
+from stio.saving.plan import build_index
 
 
 def checkpoint_bytes(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:

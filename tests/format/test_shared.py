@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from stio.errors import FormatError, LimitError, SharedTensorsError
 from stio.format import json_scanner
-from stio.format.sharding import TensorSource
-from stio.format.shared import aliases_json, overlap_groups, parse_aliases, resolve_shared
+from stio.format.shared import TensorSource, overlap_groups, parse_aliases, resolve_shared
+from stio.saving.plan import aliases_json
 
 
 def source(name: str, key: object = None, span: tuple[int, int] = (0, 4), **fields: object) -> TensorSource:

@@ -16,13 +16,13 @@ from typing import Any
 
 import fuzz_header
 
+from stio.conversion.safe_pickle import PickleRefused, PlainPickles
 from stio.errors import FormatError, IndexFormatError, UnsafePathError
 from stio.format.index import parse_index
 from stio.format.manifest import ALGORITHMS, FileState, Manifest, build_manifest, parse_manifest
-from stio.format.safe_pickle import PickleRefused, PlainPickles
-from stio.format.sharding import build_index
 from stio.format.state_tree import encode_tree, parse_tree
 from stio.runtime.limits import Limits
+from stio.saving.plan import build_index
 
 LIMITS = Limits(max_state_nodes=100_000)
 

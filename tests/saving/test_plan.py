@@ -11,16 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stio.distributed.placements import Cut, byte_ranges, local_part
 from stio.errors import LimitError, SharedTensorsError, UnsupportedDtypeError
 from stio.format.dtypes import BITS, tensor_nbytes
 from stio.format.header import Header, parse_header
 from stio.format.index import check_against_shards, parse_index
-from stio.format.placements import ByteRange, Cut, byte_ranges, local_part
-from stio.format.sharding import TensorSource
-from stio.format.shared import ALIASES_KEY
+from stio.format.shared import ALIASES_KEY, TensorSource
 from stio.runtime.limits import PAGE_BYTES
 from stio.saving.plan import WritePlan, plan_writes
-from stio.saving.plan_parts import _ALIGNED_BYTES, Window, WrittenPart, plan_parts, plan_stream
+from stio.saving.plan_parts import _ALIGNED_BYTES, ByteRange, Window, WrittenPart, plan_parts, plan_stream
 
 Layout = list[tuple[str, str, tuple[int, ...]]]
 

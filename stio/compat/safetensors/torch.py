@@ -41,8 +41,7 @@ from stio.device.tensor_memory import require_data_of, require_no_placeholders
 from stio.device.tensors import FORMAT_DTYPES, tensors_in
 from stio.device.torch_private import conj_neg_bits, copy_of
 from stio.errors import SharedTensorsError, printable
-from stio.format.sharding import TensorSource
-from stio.format.shared import overlap_groups
+from stio.format.shared import TensorSource, overlap_groups
 from stio.loading.module_tree import require_memory_of
 from stio.runtime.memory import Region
 from stio.runtime.notifier import run_blocking
