@@ -15,9 +15,9 @@ from torch import nn
 from stio.device.base import LoadedGroup
 from stio.device.tensors import DtypesLike
 from stio.errors import FormatError, printable
-from stio.format.manifest import HashName
+from stio.format.files.manifest import HashName
 from stio.format.shared import SharedPolicy
-from stio.format.state_tree import HOST_KINDS, Reference, Tree
+from stio.format.state.tree import HOST_KINDS, Reference, Tree
 from stio.loading.api import load
 from stio.loading.body import gather, reading_operation
 from stio.loading.nested import read_nested

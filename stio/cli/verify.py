@@ -25,8 +25,8 @@ from stio.errors import (
     printable,
     without_path,
 )
+from stio.format.files.names import FILE_SUFFIXES, INDEX_SUFFIX, FileName
 from stio.format.header import Header
-from stio.format.naming import FILE_SUFFIXES, INDEX_SUFFIX, is_step_directory
 from stio.loading.integrity import judge_files, no_manifest, read_manifest
 from stio.loading.open import open_checkpoint
 from stio.runtime.memory import allocate
@@ -172,7 +172,7 @@ def examine(
 def _steps_below(path: str) -> list[str]:
     try:
         with os.scandir(path) as entries:
-            return sorted(one.name for one in entries if is_step_directory(one.name) and one.is_dir())
+            return sorted(one.name for one in entries if FileName(one.name).is_step and one.is_dir())
     except OSError:  # no directory of this machine
         return []
 

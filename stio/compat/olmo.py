@@ -38,8 +38,8 @@ from stio.conversion.torch_files import read_pickle
 from stio.device.base import resolve_device
 from stio.device.describe import describe_tensors
 from stio.errors import CheckpointNotFoundError, FormatError, listed, printable
-from stio.format.naming import FILE_SUFFIX
-from stio.format.state_tree import STATE_KEY
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.state.tree import STATE_KEY
 from stio.loading.body import collect, reading_operation
 from stio.loading.open import OpenCheckpoint
 from stio.loading.options import LoadOptions

@@ -17,8 +17,8 @@ from stio.conversion.sources import OpenSource, open_source
 from stio.conversion.torch_files import Key, check_key
 from stio.device.tensors import TORCH_DTYPES, DtypeLike, Lost, checked_dtype
 from stio.errors import ClosedError, printable
-from stio.format.manifest import HashName
-from stio.format.naming import FILE_SUFFIX
+from stio.format.files.manifest import HashName
+from stio.format.files.names import FILE_SUFFIX
 from stio.format.shared import TensorSource
 from stio.loading.casts import report_lost
 from stio.runtime.limits import checked_size

@@ -44,11 +44,10 @@ from stio.errors import (
     listed,
     printable,
 )
-from stio.format.directory import beside, require_complete, warning_of_gone_shards, warning_of_others, without_index
+from stio.format.files.directory import NamedCheckpoint
+from stio.format.files.index import ShardIndex, parse_index
+from stio.format.files.names import FILE_SUFFIX, PICKLE_SUFFIXES, FileName
 from stio.format.header import TensorInfo
-from stio.format.index import ShardIndex, parse_index
-from stio.format.naming import FILE_SUFFIX, PICKLE_SUFFIXES, is_hidden, is_index, names_checkpoint, whole_name
-from stio.format.other_sources import is_pickle_of_weights
 from stio.format.shared import TiedNames, may_be_copied, resolve_shared
 from stio.loading.body import collect
 from stio.loading.casts import AS_STORED, planned_casts
@@ -323,24 +322,25 @@ def pickle_files(path: str) -> _Pickles | None:
         return _pickles_in(path)
     if not os.path.lexists(path):  # opening it raises the clearest error
         return None
-    if is_index(path):
+    if FileName(path).is_index:
         return _named_pickles(path, _parsed(path))
-    if kind_of_file(path) is not None or (path.endswith(PICKLE_SUFFIXES) and not is_safetensors(path)):
+    kind = kind_of_file(path)
+    if path.endswith(PICKLE_SUFFIXES) if kind is None else not kind.is_safetensors:
         return _Pickles([path])  # `read_pickle` refuses what torch.save did not write
     return None
 
 
 def _pickles_in(directory: str) -> _Pickles | None:
     with refusals("listing the directory", directory):
-        names = sorted(name for name in os.listdir(directory) if not is_hidden(name))
-    if any(map(names_checkpoint, names)):
+        names = sorted(name for name in map(FileName, os.listdir(directory)) if not name.is_hidden)
+    if any(name.is_checkpoint for name in names):
         return None
-    indices = [name for name in names if is_index(name) and whole_name(name).endswith(PICKLE_SUFFIXES)]
-    files = without_index([name for name in names if is_pickle_of_weights(name)], PICKLE_SUFFIXES)
+    indices = [name for name in names if name.is_index and name.whole.endswith(PICKLE_SUFFIXES)]
+    files = NamedCheckpoint.without_index((name for name in names if name.is_pickle), PICKLE_SUFFIXES)
     if len(indices) == 1:
         return _indexed_pickles_in(directory, indices[0], names)
     if not indices and len(files) == 1:
-        require_complete(files[0].files, path=directory)
+        files[0].require_complete(path=directory)
         paths = _require_inside(directory, files[0].files)
         # Safetensors under other names: opening the directory as safetensors raises the clearest error.
         return None if all(map(is_safetensors, paths)) else _Pickles(paths)
@@ -355,29 +355,28 @@ def _indexed_pickles_in(directory: str, index: str, names: Sequence[str]) -> _Pi
     _require_inside(directory, [index])
     path = os.path.join(directory, index)
     named = _parsed(path)
-    files = files_of_index(directory, index, whole_name(index), named.shards, names, PICKLE_SUFFIXES)
+    files = files_of_index(directory, NamedCheckpoint.of_index(index), named.shards, names, PICKLE_SUFFIXES)
     return _named_pickles(path, named) if files == named.shards else _Pickles(_require_inside(directory, files))
 
 
 def files_of_index(
-    directory: str, index: str, whole: str, shards: tuple[str, ...], names: Sequence[str], suffixes: tuple[str, ...]
+    directory: str, named: NamedCheckpoint, shards: tuple[str, ...], names: Sequence[str], suffixes: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Return the shards of an index; the whole file beside it if they are all gone. Warns of such files.
 
     Args:
         directory: The directory of the index.
-        index: Name of the index.
-        whole: Name of the whole file.
+        named: The checkpoint of the index.
         shards: The files that the index names.
         names: Names of the files in the directory.
         suffixes: Ends of the names that count.
     """
-    others = beside(index, shards, names, suffixes)[0]
-    if whole in others and not any(os.path.lexists(os.path.join(directory, shard)) for shard in shards):
-        log(logging.WARNING, "%s", warning_of_gone_shards(directory, index, whole))
-        return (whole,)
+    others = named.beside(shards, names, suffixes)[0]
+    if named.whole in others and not any(os.path.lexists(os.path.join(directory, shard)) for shard in shards):
+        log(logging.WARNING, "%s", named.warning_of_gone_shards(directory, named.whole))
+        return (named.whole,)
     if others:
-        log(logging.WARNING, "%s", warning_of_others(directory, index, others))
+        log(logging.WARNING, "%s", named.warning_of_others(directory, others))
     return shards
 
 

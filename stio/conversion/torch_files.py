@@ -33,8 +33,8 @@ from stio.errors import (
     listed,
     printable,
 )
-from stio.format.naming import FILE_SUFFIX
-from stio.format.other_sources import HEAD_BYTES, TORCH_SAVE, FileKind, kind_of, starts_like_safetensors
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.other_kinds import FileKind, kind_of
 from stio.runtime.memory import reporting_shortage
 from stio.runtime.process import contextmanager
 from stio.runtime.text import counted
@@ -63,14 +63,15 @@ def read_start(path: str, nbytes: int) -> bytes:
 
 
 def kind_of_file(path: str) -> FileKind | None:
-    """Return the kind of a file that is not safetensors; None: it may be safetensors, or is of no known kind."""
+    """Return the kind of a file; None: it is of no known kind."""
     with _opened(path) as (file, nbytes):
         return kind_of(lambda begin, end: os.pread(file.fileno(), end - begin, begin), nbytes, path)
 
 
 def is_safetensors(path: str) -> bool:
     """Return whether a file starts like one of safetensors."""
-    return starts_like_safetensors(read_start(path, HEAD_BYTES), os.stat(path).st_size)
+    kind = kind_of_file(path)
+    return kind is not None and kind.is_safetensors
 
 
 def read_pickle(
@@ -100,9 +101,9 @@ def read_pickle(
         StorageError: The operating system reported an error.
     """
     kind = kind_of_file(path)
-    if kind is None:
+    if kind is None or kind.is_safetensors:
         raise FormatError("not a file of torch.save, by its first bytes; fetch it again", path=path)
-    if kind != TORCH_SAVE:
+    if not kind.is_torch_save:
         raise FormatError(kind.refusal(path), path=path)
     in_zip = read_start(path, len(_ZIP_START)) == _ZIP_START
     if trust_pickle:

@@ -2,7 +2,8 @@
 
 It is built on torch.distributed, which the caller has initialised, and on its `DTensor`s; start ranks by torchrun. The
 engine below gets slices, ranges and parts of files, and does not import torch.distributed. Start with `parts.py`: which
-part of the checkpoint's tensor a `DTensor` is, by the pure rules of `placements.py`. It has `Placements` too, for loads without a module.
+part of the checkpoint's tensor a `DTensor` is, by the pure rules of `placements.py`. It has `Placements` too, for loads
+without a module.
 
 - `ranks.py`: failures of other ranks, and small values that ranks exchange. A rank that fails, is cancelled or killed
   is an error on all, within a bounded time. `transfer.py`: how ranks send each other many bytes.

@@ -37,7 +37,7 @@ from stio.distributed.load import describe_opened, require_same
 from stio.distributed.parts import part_of
 from stio.distributed.torch_private import NamePath, flat_state, tree_leaves
 from stio.errors import ClosedError, MismatchError, StioError, printable
-from stio.format.state_tree import HOST_KINDS, STATE_KEY, Reference
+from stio.format.state.tree import HOST_KINDS, STATE_KEY, Reference
 from stio.loading.api import fill_from, load
 from stio.loading.body import open_with_options, verify
 from stio.loading.casts import require_as_stored

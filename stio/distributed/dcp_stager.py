@@ -20,7 +20,7 @@ from stio.device.tensor_memory import require_no_placeholders
 from stio.device.tensors import tensors_in
 from stio.distributed.torch_private import local_memory, with_local
 from stio.format.shared import TensorSource
-from stio.format.state_tree import python_path
+from stio.format.state.tree import python_path
 from stio.native import PINNED_BYTES
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation

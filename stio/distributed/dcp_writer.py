@@ -43,9 +43,9 @@ from stio.distributed.ranks import MAX_VALUE_BYTES, RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.sharded_save import SaveToFiles
 from stio.distributed.torch_private import local_memory, state_of_save
 from stio.errors import MismatchError, SaveInProgressError, printable
-from stio.format.manifest import HashName
+from stio.format.files.manifest import HashName
 from stio.format.shared import TensorSource
-from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, parse_tree
+from stio.format.state.tree import POINTER, STATE_KEY, TREE_TENSOR, parse_tree
 from stio.loading.nested import torch_value
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.notifier import run_blocking

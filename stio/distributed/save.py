@@ -24,7 +24,7 @@ from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.sharded_save import SaveToFiles, ShardedSave
 from stio.distributed.sharded_upload import SaveToStore, is_store
 from stio.errors import RankError
-from stio.format.manifest import HashName
+from stio.format.files.manifest import HashName
 from stio.format.shared import SharedPolicy
 from stio.runtime.progress import Progress
 from stio.runtime.text import described_by, keywords_for

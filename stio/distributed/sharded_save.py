@@ -24,9 +24,9 @@ from stio.device.describe import LazyTensor
 from stio.distributed.agreement import TREE, RankState, Share, difference, merged
 from stio.distributed.ranks import Ranks
 from stio.errors import LimitError, MismatchError, RankError, printable
-from stio.format.manifest import Hasher
+from stio.format.files.manifest import Hasher
 from stio.format.shared import TensorSource, TiedNames, resolve_shared
-from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, sorted_tree, tree_entries
+from stio.format.state.tree import POINTER, STATE_KEY, TREE_TENSOR, sorted_tree, tree_entries
 from stio.runtime.memory import Region, allocate
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation

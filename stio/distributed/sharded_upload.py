@@ -32,7 +32,7 @@ from stio.distributed.ranks import Ranks
 from stio.distributed.sharded_save import RankTransaction, ShardedSave
 from stio.distributed.transfer import RankTransfer
 from stio.errors import MismatchError, RankError
-from stio.format.manifest import Hasher
+from stio.format.files.manifest import Hasher
 from stio.remote.save import RemoteDestination, RemoteTransaction, Uploads
 from stio.runtime.calls import LOOK_SECONDS
 from stio.runtime.limits import PAGE_BYTES

@@ -45,7 +45,7 @@ from torch import nn
 from stio import PendingSave, sync
 from stio.device.names_in_files import names_in_files
 from stio.errors import CheckpointNotFoundError, MismatchError, install_command, listed
-from stio.format.manifest import HashName
+from stio.format.files.manifest import HashName
 from stio.integrations._hub_pushes import HubPushes
 from stio.integrations._processes import exchange, on_all, random_states, set_random_states
 from stio.integrations._step_dirs import (

@@ -30,8 +30,8 @@ from torch import nn
 
 from stio import sync
 from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, MismatchError, StioError, listed, printable
-from stio.format.directory import INDEX_NAME, require_complete, why_none, without_index
-from stio.format.naming import FILE_SUFFIX, is_hidden, is_index
+from stio.format.files.directory import NamedCheckpoint, choose
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FileName
 from stio.loading.options import LoadOptions, SourceLike
 from stio.remote.disk_cache import DiskCache
 from stio.runtime.limits import Limits
@@ -47,7 +47,7 @@ LOAD_FORMAT = "stio"
 
 _LOADERS = "vllm.model_executor.model_loader"
 _ALL = f"*{FILE_SUFFIX}"
-_DOWNLOADS = (_ALL, f"*{INDEX_NAME.removeprefix('model')}")
+_DOWNLOADS = (_ALL, f"*{FILE_SUFFIX}{INDEX_SUFFIX}")
 
 
 def register() -> None:
@@ -299,21 +299,22 @@ def _sources(root: Root, patterns: Sequence[str]) -> Sequence[Root]:
     """
     directory = Path(root.path)
     for pattern in patterns:
-        if pattern == _ALL and os.path.lexists(directory / INDEX_NAME):
+        if pattern == _ALL and os.path.lexists(directory / f"model{FILE_SUFFIX}{INDEX_SUFFIX}"):
             return [root]  # other files beside the indexed shards may hold the same tensors again
         if not pattern.endswith(FILE_SUFFIX):
             continue
-        names = [
-            str(path.relative_to(directory)) for path in sorted(directory.glob(pattern)) if not is_hidden(path.name)
-        ]
+        names = [str(path.relative_to(directory)) for path in sorted(directory.glob(pattern)) if path.name[:1] != "."]
         listing = root.listdir()
-        complete = without_index([*names, *filter(is_hidden, listing)])
+        hidden = [name for name in listing if FileName(name).is_hidden]
+        complete = NamedCheckpoint.without_index([*names, *hidden])
         for one in complete:
-            require_complete(one.files, path=root.path)
-        if names and not any(map(is_index, listing)):  # shards that only an index names are of no checkpoint
+            one.require_complete(path=root.path)
+        if names and not any(
+            FileName(name).is_index for name in listing
+        ):  # shards that only an index names are of no checkpoint
             names = [name for one in complete for name in one.files]
             if not names:
-                raise CheckpointNotFoundError(why_none(listing), path=root.path, found=listed(listing))
+                choose(listing, path=root.path)  # raises
         if names:
             return [SingleFileRoot(root, name) for name in names]
     raise CheckpointNotFoundError("there are no safetensors files", path=root.path, expected=" or ".join(patterns))
@@ -328,7 +329,7 @@ def _is_on_local_disk(source: Root) -> bool:
     """
     try:
         for name in source.listdir():
-            if name.endswith(FILE_SUFFIX) and not is_hidden(name):
+            if name.endswith(FILE_SUFFIX) and not FileName(name).is_hidden:
                 with closing(source.open(name)) as file:
                     if not getattr(file, "on_local_filesystem", False):  # only files of this machine have it
                         return False

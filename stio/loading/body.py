@@ -15,7 +15,7 @@ import torch
 from stio import native
 from stio.device.base import LoadedGroup, resolve_devices
 from stio.errors import FormatError, IntegrityError, LimitError
-from stio.format.index import ShardIndex
+from stio.format.files.index import ShardIndex
 from stio.loading.caches import ObjectCache
 from stio.loading.consumers import GroupQueue
 from stio.loading.integrity import verify_files

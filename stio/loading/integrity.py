@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from stio.errors import IntegrityError, StioError
-from stio.format.manifest import FileState, Manifest, merge_states, new_hasher, parse_manifest
+from stio.format.files.manifest import FileState, Manifest, new_hasher
 from stio.loading.open import OpenCheckpoint
 from stio.runtime.control_groups import num_processors
 from stio.runtime.limits import PAGE_BYTES
@@ -59,10 +59,9 @@ def read_manifest(opened: OpenCheckpoint, *, in_part: bool = False) -> Manifest 
         states = [(FileState(file.identity.nbytes, one),) for file, one in zip(opened.files, digests, strict=True)]
         files = dict(zip(text.names, states, strict=True))
         return Manifest("sha256", files, in_names=True) if (any if in_part else all)(digests or [""]) else None
-    manifest, *earlier = [parse_manifest(raw, path=text.path) for raw in reversed(text.texts)]
+    manifest, *earlier = [Manifest.parse(raw, path=text.path) for raw in reversed(text.texts)]
     for one in earlier:
-        if one.algorithm == manifest.algorithm:
-            manifest = Manifest(manifest.algorithm, merge_states(one.files, manifest.files))
+        manifest = one.merged(manifest)
     return manifest
 
 

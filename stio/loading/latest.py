@@ -17,17 +17,8 @@ from stio.errors import (
     StioError,
     listed,
 )
-from stio.format.directory import of_index, require_complete, without_index
-from stio.format.naming import (
-    FILE_SUFFIXES,
-    INDEX_SUFFIX,
-    is_hidden,
-    is_index,
-    is_unfinished,
-    names_checkpoint,
-    shard_number,
-)
-from stio.format.other_sources import is_pickle_of_weights
+from stio.format.files.directory import NamedCheckpoint
+from stio.format.files.names import FILE_SUFFIXES, INDEX_SUFFIX, FileName
 from stio.loading.open import open_checkpoint
 from stio.runtime.text import log
 from stio.storage.checks import CHECKPOINT_SUFFIXES, local_directory, refused, steps_in
@@ -149,7 +140,7 @@ def _examine(entries: Sequence[str], follow_symlinks: bool) -> _Examined:
     incomplete: list[str] = []
     all_of: list[str] = []
     for entry in entries:
-        if is_unfinished(os.path.basename(entry)):
+        if FileName(os.path.basename(entry)).is_unfinished:
             incomplete.append(f"{entry}: {_UNFINISHED}")
             continue
         found = _checkpoints_in(entry, follow_symlinks)
@@ -172,7 +163,7 @@ def _checkpoints_in(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> 
     """
     if not os.path.isdir(path):
         return {path: _why_incomplete([path], follow_symlinks)} if os.path.lexists(path) else {}
-    names = [name for name in _listed(path, os.listdir) if not is_hidden(name)]
+    names = [name for name in map(FileName, _listed(path, os.listdir)) if not name.is_hidden]
     folders = {name for name in names if os.path.isdir(os.path.join(path, name))}
     used: set[str | None] = set()
     checkpoints: dict[str, str | None] = {}
@@ -186,17 +177,17 @@ def _checkpoints_in(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> 
     except AmbiguousCheckpointError:
         pass
     except CheckpointNotFoundError as error:
-        if any(name.endswith(INDEX_SUFFIX) or (name.endswith(FILE_SUFFIXES) and shard_number(name)) for name in names):
+        if any(name.endswith(INDEX_SUFFIX) or (name.endswith(FILE_SUFFIXES) and name.shard) for name in names):
             return {path: str(error)}
-        pickled = str(error) if any(map(is_pickle_of_weights, names)) else ""
-    named = without_index((name for name in names if name not in folders), CHECKPOINT_SUFFIXES)
+        pickled = str(error) if any(name.is_pickle for name in names) else ""
+    named = NamedCheckpoint.without_index((name for name in names if name not in folders), CHECKPOINT_SUFFIXES)
     # Behind the files: their set of shards is that of the index.
-    named += [of_index(name) for name in names if is_index(name) and names_checkpoint(name)]
+    named += [NamedCheckpoint.of_index(name) for name in names if name.is_index and name.is_checkpoint]
     others: dict[str, str | None] = {}
     for one in {one.stem: one for one in named}.values():
         files = [os.path.join(path, name) for name in one.files or [one.index or ""]]
         if used.isdisjoint([one.index, *one.files]):
-            others[files[0]] = _why_incomplete(files, follow_symlinks, one.files)
+            others[files[0]] = _why_incomplete(files, follow_symlinks, one)
     for name in sorted(folders if depth else ()):
         others |= _checkpoints_in(os.path.join(path, name), follow_symlinks, depth - 1)
     if checkpoints:  # beside it, what is not complete does not count
@@ -204,10 +195,11 @@ def _checkpoints_in(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> 
     return checkpoints | others or ({path: pickled} if pickled else {})
 
 
-def _why_incomplete(paths: Sequence[str], follow_symlinks: bool, shards: Sequence[str] = ()) -> str | None:
+def _why_incomplete(paths: Sequence[str], follow_symlinks: bool, named: NamedCheckpoint | None = None) -> str | None:
     """Return why a checkpoint is not complete, of these files or with this index; None: it is complete."""
     try:
-        require_complete(shards, path=os.path.dirname(paths[0]))
+        if named is not None:
+            named.require_complete(path=os.path.dirname(paths[0]))
         for path in paths:
             open_checkpoint(path, follow_symlinks=follow_symlinks, warn=lambda _: None).close()
     except (FormatError, IndexFormatError, CheckpointNotFoundError) as error:

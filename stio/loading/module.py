@@ -27,7 +27,7 @@ from stio.device.names_in_files import names_in_files, unnumbered
 from stio.device.tensor_memory import has_memory, require_memory
 from stio.device.tensors import TORCH_DTYPES, as_scalar, cast, fits_shape, loses_values, may_lose_range
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
-from stio.format.state_tree import STATE_KEY, TREE_TENSOR
+from stio.format.state.tree import STATE_KEY, TREE_TENSOR
 from stio.loading.casts import require_together
 from stio.loading.module_tree import (
     ModuleTree,

@@ -23,7 +23,7 @@ import torch
 from stio.errors import FormatError, MismatchError, listed, printable
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import TensorInfo
-from stio.format.state_tree import (
+from stio.format.state.tree import (
     HOST_KINDS,
     POINTER,
     STATE_KEY,

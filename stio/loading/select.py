@@ -20,8 +20,8 @@ import torch
 from stio.device.base import AnyDevice, DeviceMap, resolve_devices
 from stio.device.tensors import Casts, torch_shape
 from stio.errors import MismatchError, TensorNotFoundError, listed, printable
+from stio.format.files.index import ShardIndex
 from stio.format.header import Header
-from stio.format.index import ShardIndex
 from stio.format.shared import ALIASES_KEY
 from stio.loading.casts import planned_casts
 from stio.loading.open import OpenCheckpoint

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from stio.errors import ChangedDuringReadError, StioError, StorageError
-from stio.format.naming import FILE_SUFFIX
+from stio.format.files.names import FILE_SUFFIX
 from stio.loading.caches import CacheStats, counted, on_own_thread
 from stio.remote.download import (
     LOCK_SUFFIX,

@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from stio.errors import CheckpointNotFoundError, FormatError, StioError, StorageError, install_command, one_line
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, PICKLE_SUFFIXES, names_checkpoint, whole_name
-from stio.format.other_sources import CONVERT
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, PICKLE_SUFFIXES, FileName
 from stio.runtime.calls import Call
 from stio.runtime.text import log, without_secrets
 from stio.runtime.workers import WorkerPool
@@ -107,7 +106,7 @@ def locate(url: str) -> tuple[HubLocation, str]:
             path=path,
         )
     folder, name = key, ""
-    if names_checkpoint(key):
+    if FileName(key).is_checkpoint:
         folder, _, name = key.rpartition("/")
     revision = unquote(found["revision"]) if found["revision"] else None
     return HubLocation(found["repository"], revision, folder), name
@@ -120,9 +119,11 @@ def open_url(url: str, *, is_file: bool | None = None) -> tuple[HubRoot, str]:
         FormatError: It names a file of torch.save, which would be downloaded in full to be refused.
     """
     location, name = locate(url)
-    if whole_name(location.folder).endswith(PICKLE_SUFFIXES) and not url.endswith("/"):
+    if FileName(location.folder).whole.endswith(PICKLE_SUFFIXES) and not url.endswith("/"):
         path = without_secrets(url)
-        raise FormatError(f"files of torch.save are not read from the hub; download it, then {CONVERT}", path=path)
+        raise FormatError(
+            "files of torch.save are not read from the hub; download and convert it (stio.convert)", path=path
+        )
     return HubRoot(location), name
 
 

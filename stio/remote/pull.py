@@ -19,14 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stio.errors import StioError, StorageError, UnsafePathError
-from stio.format.naming import (
-    FILE_SUFFIX,
-    FILE_SUFFIXES,
-    PICKLE_SUFFIXES,
-    is_index,
-    names_checkpoint,
-    shard_number,
-)
+from stio.format.files.names import FILE_SUFFIX, FILE_SUFFIXES, PICKLE_SUFFIXES, FileName
 from stio.loading.integrity import judge_files, read_manifest
 from stio.loading.open import OpenCheckpoint, open_checkpoint
 from stio.remote import hub
@@ -172,7 +165,7 @@ def _sources(opened: OpenCheckpoint, also: Sequence[str], owned: ExitStack) -> d
         others.append(os.path.basename(opened.manifest.path))
     if opened.path == root.path and not root.path.startswith("http"):  # a directory; a server of http lists none
         names = root.list_all() if isinstance(root, hub.HubRoot) else root.listdir()
-        others += [one for one in names if not (one.endswith(_OTHER_WEIGHTS) or is_index(one) or _is_own(one))]
+        others += [one for one in names if not (one.endswith(_OTHER_WEIGHTS) or FileName(one).is_index or _is_own(one))]
     for one in others:
         if one in ("", ".", "..") or _is_own(one) or {*one} & {"/", os.sep, "\0"}:
             message = "this name of a file is not allowed: it is no plain name, or one of stio's own"
@@ -194,10 +187,10 @@ def _is_own(name: str) -> bool:
 
 def _loadable(name: str) -> str:
     """Return the name of the copy of a file, by which a load of its directory finds it."""
-    if names_checkpoint(name):
+    if FileName(name).is_checkpoint:
         return name
     stem = next((name.removesuffix(end) for end in PICKLE_SUFFIXES if name.endswith(end)), name)
-    is_plain = re.fullmatch(r"\w[\w.-]*", stem, re.ASCII) and shard_number(stem) is None
+    is_plain = re.fullmatch(r"\w[\w.-]*", stem, re.ASCII) and FileName(stem).shard is None
     return f"{stem if is_plain else 'model'}{FILE_SUFFIX}"
 
 

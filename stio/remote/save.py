@@ -37,16 +37,8 @@ from stio.errors import (
     StorageError,
     printable,
 )
-from stio.format.index import parse_index
-from stio.format.naming import (
-    FILE_SUFFIX,
-    INDEX_SUFFIX,
-    advice_for_destination,
-    index_name,
-    is_checkpoint_file,
-    is_of_save,
-    shard_name,
-)
+from stio.format.files.index import parse_index
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FileName, FilePattern
 from stio.remote.folder import DEFAULT_BYTES, MIN_PART_BYTES, Folder, PartMemory, State, Upload
 from stio.remote.requests import Attempts, RateWatch, RequestError, RequestFailure, failure_of, summary_of
 from stio.remote.source import RemoteRoot
@@ -127,10 +119,12 @@ class RemoteDestination:
         ages = {
             key: now - meta["last_modified"].timestamp()
             for key, meta in objects.items()
-            if is_of_save(key) and key not in used
+            if FileName(key).is_of_save and key not in used
         }
         old = sorted(key for key, age in ages.items() if age >= max_age_seconds)
-        uploads = [upload for upload in _uploads(folder) if is_of_save(upload.name) or (name and upload.name == name)]
+        uploads = [
+            upload for upload in _uploads(folder) if FileName(upload.name).is_of_save or (name and upload.name == name)
+        ]
         ended = [upload for upload in uploads if now - upload.began >= max_age_seconds]
         if not dry_run:
             folder.delete(old)
@@ -157,7 +151,7 @@ def open_destination(url: str | Root) -> RemoteDestination:
         raise TypeError(f"a destination is a path, a URL or a RemoteRoot, not {type(url).__name__}")
     location = locate(url)
     folder, _, name = location.key.rpartition("/")
-    advice = "" if url.endswith("/") else advice_for_destination(name)
+    advice = "" if url.endswith("/") else FileName(name).advice_for_destination
     if advice:
         raise ValueError(f"the destination {printable(without_secrets(url))!r} {advice}")
     if not location.key.endswith(FILE_SUFFIX) or url.endswith("/"):
@@ -364,14 +358,14 @@ class _Directory(RemoteTransaction):
     takes_index = True
 
     def __init__(self, folder: Folder, buffer_bytes: int, num_shards: int, pattern: str) -> None:
-        super().__init__(folder, buffer_bytes, index_name(pattern))
+        super().__init__(folder, buffer_bytes, FilePattern(pattern).index)
         # After the index was read: shards of a save that commits in between would not be deleted otherwise. Those of
         # one that commits later are in it too; it cannot commit any more once this one has.
-        objects = folder.list(lambda: {*self._indexed(), shard_name(pattern, 0, 1)})
+        objects = folder.list(lambda: {*self._indexed(), FilePattern(pattern).whole})
         self._old = {
-            name: meta for name, meta in objects.items() if name != self._last and is_checkpoint_file(name, pattern)
+            name: meta for name, meta in objects.items() if name != self._last and FilePattern(pattern).matches(name)
         }
-        self.shard_names = tuple(shard_name(pattern, k, num_shards, save_id=self._id) for k in range(num_shards))
+        self.shard_names = tuple(FilePattern(pattern).shard(k, num_shards, save_id=self._id) for k in range(num_shards))
 
     def _indexed(self) -> set[str]:
         with suppress(IndexFormatError):  # it is replaced

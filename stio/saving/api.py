@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, Self, TypeAlias
 from weakref import WeakSet
 
 from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StorageError, printable
-from stio.format.manifest import HashName
+from stio.format.files.manifest import HashName
 from stio.format.shared import SharedPolicy
 from stio.runtime import memory
 from stio.runtime.locks import new_lock

@@ -21,7 +21,7 @@ from stio.device.tensors import PLAIN
 from stio.errors import LimitError, printable, with_article
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import MAX_HEADER_BYTES
-from stio.format.state_tree import (
+from stio.format.state.tree import (
     MAPPING_TAGS,
     MAX_DEPTH,
     POINTER,

@@ -20,8 +20,8 @@ from stio.device.copy_out import Readiness
 from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import require_no_placeholders
 from stio.errors import SaveInProgressError, StioError, printable
-from stio.format.manifest import FileState, Hasher, manifest_change, new_hasher
-from stio.format.naming import MANIFEST_SUFFIX, index_name, manifest_name
+from stio.format.files.manifest import FileState, Hasher, manifest_change, new_hasher
+from stio.format.files.names import MANIFEST_SUFFIX, FilePattern
 from stio.format.shared import TensorSource
 from stio.runtime import memory
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
@@ -310,7 +310,7 @@ class PendingSave:
             if self._retention is not None:
                 self._retention.add(transaction.path, self._own_pattern(), published)
         pattern = self._own_pattern()
-        index = index_name(self._options.filename_pattern) if transaction.takes_index else None
+        index = FilePattern(self._options.filename_pattern).index if transaction.takes_index else None
         saved = Saved(index, transaction.shard_names, [name for shard in plan.shards for name in shard.names])
         if isinstance(store := getattr(self._absolute_destination, "root", None), Root):
             warn_of_surroundings(store, transaction.path, saved, pattern)
@@ -330,7 +330,7 @@ class PendingSave:
     def _manifest_name(self, names: tuple[str, ...]) -> str:
         if self._max_shard_bytes is None:
             return f"{names[0]}{MANIFEST_SUFFIX}"
-        return manifest_name(self._options.filename_pattern)
+        return FilePattern(self._options.filename_pattern).manifest
 
     # The caller's interface, from any thread.
 

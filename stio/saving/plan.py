@@ -15,9 +15,9 @@ from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any, NamedTuple
 
 from stio.errors import IndexFormatError, LimitError
+from stio.format.files.index import parse_index
 from stio.format.gil_slices import row_slices, sort_in_slices
 from stio.format.header import MAX_HEADER_BYTES, build_header, check_name, require_text
-from stio.format.index import parse_index
 from stio.format.shared import ALIASES_KEY, SharedPolicy, TensorSource, TiedNames, resolve_shared
 from stio.runtime.limits import PAGE_BYTES
 

@@ -25,7 +25,7 @@ from stio import native
 from stio.device.copy_out import Copy, Readiness, copy_out, copy_pieces
 from stio.device.describe import LazyTensor
 from stio.device.tensor_memory import require_data
-from stio.format.manifest import Hasher
+from stio.format.files.manifest import Hasher
 from stio.runtime import memory, stats
 from stio.runtime.control_groups import num_processors
 from stio.runtime.memory import Region

@@ -19,7 +19,7 @@ import torch
 from stio.device.base import current_device, resolve_device, with_current_index
 from stio.device.cuda import TorchAccelerator, has_streams
 from stio.device.pinned import is_pinned
-from stio.format.naming import is_index
+from stio.format.files.names import FileName
 from stio.loading.api import load
 from stio.loading.body import fetch_all, open_with_options
 from stio.loading.caches import SEGMENT_BYTES, CachedFile, CacheStats, FileImage, on_own_thread
@@ -260,8 +260,8 @@ def _place_of(source: SourceLike) -> str:
     path = source.path if isinstance(source, Root) else os.fsdecode(source)
     if is_url(path):
         path = place_of_url(path)
-        return path.rpartition("/")[0] if is_index(path) else path
-    if is_index(path):
+        return path.rpartition("/")[0] if FileName(path).is_index else path
+    if FileName(path).is_index:
         path = os.path.dirname(path) or "."
     return os.path.realpath(path) if os.path.isdir(path) else _label(path)
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 from fakes.gate import Gated
 from stio.errors import CommitUncertainError, ConcurrentSaveError
-from stio.format.naming import index_name, is_checkpoint_file
+from stio.format.files.names import FilePattern
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.storage.base import Ending, Identity, Note, Transaction
@@ -119,8 +119,8 @@ class MemoryDestination(Gated):
         """
         self.step("begin")
         with self._changed:
-            index = index_name(filename_pattern)
-            old = {name for name in self.files if name != index and is_checkpoint_file(name, filename_pattern)}
+            index = FilePattern(filename_pattern).index
+            old = {name for name in self.files if name != index and FilePattern(filename_pattern).matches(name)}
             names = choose_names(
                 LocalDestination(self.path, "update" if self.files else "fresh", self.path, ""),
                 ExistingCheckpoint(index, digest_of(self.files.get(index)), dict.fromkeys(old, Identity(0, 0, 0, 0))),

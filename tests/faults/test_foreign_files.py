@@ -40,7 +40,7 @@ import stio
 from stio import sync
 from stio.compat.safetensors.numpy import save_file as save_arrays
 from stio.conversion.torch_files import kind_of_file
-from stio.format.other_sources import _KINDS, TORCH_SAVE
+from stio.format.files.other_kinds import _KINDS, _TORCH_SAVE
 
 # 435: a pickle that needs code beside its tensors.
 
@@ -196,7 +196,7 @@ def _scripted(path: Path, disguised: bool) -> None:
         archive.writestr(f"{archive.namelist()[0].partition('/')[0]}/constants.pkl", b"")
         if disguised:  # what looks like the start of an entry, which goes on into the next one, of constants.pkl
             archive.filelist[-2].comment = b"PK\x01\x02".ljust(36, b"\0")
-    assert (kind_of_file(str(path)) == TORCH_SAVE) == disguised
+    assert (kind_of_file(str(path)) == _TORCH_SAVE) == disguised
 
 
 @pytest.mark.parametrize("other", ["jit", "jit in disguise", "tar", "jit in place"])

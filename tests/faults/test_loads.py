@@ -33,7 +33,7 @@ from torch import nn
 import stio
 from benchmarks import cgroups
 from stio import sync
-from stio.format.manifest import FileState, Manifest, build_manifest
+from stio.format.files.manifest import FileState, Manifest
 from stio.storage.open import open_directory
 
 MIB = 1 << 20
@@ -1178,7 +1178,7 @@ def many_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in directory.glob("*.safetensors"):
         data = path.read_bytes()
         states[path.name] = (FileState(len(data), hashlib.sha256(data).hexdigest()),)
-    manifest = build_manifest(Manifest("sha256", states))
+    manifest = Manifest("sha256", states).encode()
     (directory / "model.safetensors.manifest.json").write_bytes(manifest)
     return directory
 

@@ -32,7 +32,7 @@ from torch.package import PackageExporter
 import stio
 from stio import sync
 from stio.conversion.torch_files import tensors_in
-from stio.format.other_sources import kind_of
+from stio.format.files.other_kinds import kind_of
 
 WEIGHTS = {"w": torch.arange(6.0).reshape(2, 3)}
 Make = Callable[[Path], object]

@@ -31,8 +31,8 @@ from stio.compat import huggingface_hub as hub
 from stio.compat.safetensors import numpy as safetensors_numpy
 from stio.compat.safetensors import torch as safetensors_torch
 from stio.distributed import StioStorageReader, StioStorageWriter
-from stio.format.directory import choose
-from stio.format.naming import names_checkpoint, shard_number, whole_name
+from stio.format.files.directory import choose
+from stio.format.files.names import FileName
 from stio.integrations import iterators, vllm
 
 INDEX = "model.safetensors.index.json"
@@ -670,10 +670,10 @@ def test_c310_pickles_of_a_variant(tmp_path: Path) -> None:
 
 def test_c310_names() -> None:
     for name in VARIANTS[:3]:
-        assert whole_name(name) == "X.fp16.safetensors"
-        assert names_checkpoint(name)
+        assert FileName(name).whole == "X.fp16.safetensors"
+        assert FileName(name).is_checkpoint
     for name in ("pytorch_model.bin.index.json", "config.json", "index.json", "x.safetensors.json"):
-        assert not names_checkpoint(name)
+        assert not FileName(name).is_checkpoint
 
 
 # 338. Shards without an index.
@@ -735,7 +735,7 @@ def test_c338_names_of_shards(case: str) -> None:
     names, is_complete = SETS[case]
     if is_complete:
         found = choose(sorted(names), path="d").files
-        numbers = [shard.k for name in found if (shard := shard_number(name)) is not None]
+        numbers = [shard.k for name in found if (shard := FileName(name).shard) is not None]
         assert sorted(found) == sorted(names)
         assert numbers == sorted(numbers)
     else:

@@ -350,7 +350,7 @@ def test_an_empty_text_map_is_not_none(text: str, expected: bool, plain: bool, m
 
 def test_importing_needs_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, stio.format.header, stio.format.index, stio.format.slicing;"
+        "import sys, stio.format.header, stio.format.files.index, stio.format.slicing;"
         "print([m for m in ('torch', 'numpy', 'asyncio') if m in sys.modules])"
     )
     # A real interpreter without torch: what it imports.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from stio.errors import FormatError, LimitError
 from stio.format.gil_slices import WINDOW_BYTES
-from stio.format.state_tree import (
+from stio.format.state.tree import (
     MAX_DEPTH,
     POINTER,
     STATE_KEY,

@@ -11,7 +11,7 @@ import pytest
 from support import HookedRoot, nothing_left, ramp, save_sharded
 
 from stio.errors import ChangedDuringReadError, IntegrityError, StorageError
-from stio.format.manifest import FileState, Manifest
+from stio.format.files.manifest import FileState, Manifest
 from stio.loading import integrity
 from stio.loading.integrity import judge_files, read_manifest, verify_files
 from stio.loading.open import open_checkpoint

@@ -11,8 +11,8 @@ from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stio.format.index import parse_index
-from stio.format.naming import shard_name
+from stio.format.files.index import parse_index
+from stio.format.files.names import FilePattern
 from stio.runtime.limits import parse_size
 from stio.saving.plan import build_index, split_into_shards
 
@@ -93,7 +93,9 @@ def test_splits_are_the_hubs(tensors: list[int], maximum: int) -> None:
     shards = split_into_shards(state.items(), maximum)
     assert shards == list(expected.filename_to_tensors.values())
     if shards:
-        assert [shard_name(PATTERN, k, len(shards)) for k in range(len(shards))] == list(expected.filename_to_tensors)
+        assert [FilePattern(PATTERN).shard(k, len(shards)) for k in range(len(shards))] == list(
+            expected.filename_to_tensors
+        )
 
 
 # The index.

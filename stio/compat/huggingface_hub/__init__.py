@@ -43,7 +43,7 @@ from stio.errors import (
     install_command,
     printable,
 )
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX
 from stio.loading.module_tree import require_memory_of
 from stio.runtime.limits import parse_size
 from stio.runtime.notifier import run_blocking

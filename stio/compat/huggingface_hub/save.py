@@ -23,8 +23,8 @@ from stio.compat.safetensors.torch import _find_shared_tensors, _remove_duplicat
 from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import ON_META
 from stio.errors import DeviceError, StioError, StorageError, printable
-from stio.format.index import parse_index
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, index_name, is_checkpoint_file
+from stio.format.files.index import parse_index
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FilePattern
 from stio.runtime.notifier import run_blocking
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
@@ -41,7 +41,7 @@ _FORMAT = {"format": "pt"}
 
 def require_plain(pattern: str) -> None:
     """Require a pattern that names files of one directory, each by a name of its own."""
-    if set(index_name(pattern)) & {"/", "\\", "\0"}:
+    if set(FilePattern(pattern).index) & {"/", "\\", "\0"}:
         raise ValueError(f"filename_pattern {printable(pattern)!r} must name files, without a directory or NUL")
 
 
@@ -104,7 +104,7 @@ class HubDirectory:
 
     def plan(self, home_fd: int, save_id: str) -> CommitPlan:
         """Make the plan of a save by the hub's rules; a `CommitPolicy`."""
-        index = index_name(self.pattern)
+        index = FilePattern(self.pattern).index
         raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=self.path)
         is_sharded = len(self.files) > 1
         old = self._old_names(home_fd, index, raw) if self.removes else []
@@ -127,7 +127,7 @@ class HubDirectory:
             with suppress(StioError):  # a broken index names no files
                 # Shards with a save id in their names are found by the index only: later saves need it to remove them.
                 names += [
-                    name for name in parse_index(raw, path=index).shards if is_checkpoint_file(name, self.pattern)
+                    name for name in parse_index(raw, path=index).shards if FilePattern(self.pattern).matches(name)
                 ]
         return sorted(dict.fromkeys(names), key=lambda name: not name.endswith(INDEX_SUFFIX))
 

@@ -27,8 +27,8 @@ from typing import Any, Literal
 import numpy as np
 
 from stio.errors import CheckpointNotFoundError, LimitError, StioError, StorageError, TruncatedError, printable
+from stio.format.files.other_kinds import kind_of, why_packed
 from stio.format.header import PREFIX_BYTES, Header, header_nbytes, parse_header
-from stio.format.other_sources import kind_of, why_packed
 from stio.format.slicing import Selection
 from stio.runtime import memory
 from stio.runtime.limits import HUGE_PAGE_BYTES

@@ -21,7 +21,7 @@ from stio.device.cuda import TorchAccelerator
 from stio.device.tensors import TORCH_DTYPES, bytes_to_count, cast_dtype, require_dtypes, torch_shape
 from stio.errors import listed, with_article
 from stio.format.dtypes import tensor_nbytes
-from stio.format.state_tree import STATE_KEY
+from stio.format.state.tree import STATE_KEY
 from stio.loading.api import fill_from
 from stio.loading.body import collect, open_with_options, verify
 from stio.loading.casts import planned_casts

@@ -32,8 +32,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from stio.errors import StioError, listed, printable
-from stio.format.index import parse_index
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, is_shard_name
+from stio.format.files.index import parse_index
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, FileName
 from stio.runtime.process import contextmanager
 from stio.runtime.text import log
 from stio.storage.base import Identity
@@ -300,7 +300,7 @@ def _saves_in(fd: int, path: str, above: dict[str, DirectoryIdentity], depth: in
                 if shards and (files := _files(fd, path, [name, *shards], stem)) is not None:
                     yield EarlierSave(path, _pattern(stem), WrittenFiles(files, above, above.keys()))
     for name in names:
-        if not name.endswith(FILE_SUFFIX) or name in indexed or is_shard_name(name):
+        if not name.endswith(FILE_SUFFIX) or name in indexed or FileName(name).is_one_of_many:
             continue
         if (files := _files(fd, path, [name], name)) is not None:
             written = WrittenFiles(files, above, above.keys())

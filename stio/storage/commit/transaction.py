@@ -28,7 +28,7 @@ from typing import Literal, Self
 import msgspec
 
 from stio.errors import StorageError
-from stio.format.manifest import Hasher
+from stio.format.files.manifest import Hasher
 from stio.runtime.memory import allocate
 from stio.runtime.operation import mark_progress
 from stio.runtime.text import log

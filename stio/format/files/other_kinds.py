@@ -17,18 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from stio.errors import StioError, printable
-from stio.format.naming import (
-    FILE_SUFFIXES,
-    INDEX_SUFFIX,
-    PICKLE_SUFFIXES,
-    is_step_directory,
-    step_named,
-    whole_name,
-)
+from stio.format.files.names import FILE_SUFFIXES, INDEX_SUFFIX, PICKLE_SUFFIXES, FileName, step_of
 from stio.runtime.schemes import READERS
 from stio.runtime.text import is_url, without_secrets
 
-HEAD_BYTES = 512
+_HEAD_BYTES = 512
 """Bytes at the start of a file that decide about its kind."""
 
 _PREFIX_BYTES = 8
@@ -52,25 +45,34 @@ class FileKind:
     advice: str
     """What to do with it: one step."""
 
+    @property
+    def is_torch_save(self) -> bool:
+        """Whether torch.save wrote it, in its new or its old format."""
+        return self == _TORCH_SAVE
+
+    @property
+    def is_safetensors(self) -> bool:
+        """Whether it is a safetensors file by its content; its name may hide that."""
+        return self == _SAFETENSORS
+
+    @property
+    def is_page(self) -> bool:
+        """Whether it is a web page: the error or login that a download has stored, or a list of a directory."""
+        return self.name == _PAGE
+
     def refusal(self, path: str) -> str:
         """Return the message about such a file in the place of a checkpoint."""
-        other = "and not safetensors" if self == TORCH_SAVE else "which stio does not read"
+        other = "and not safetensors" if self.is_torch_save else "which stio does not read"
         return f"this is {self.name}, {other}; {self.advice_at(path)}"
 
     def advice_at(self, path: str) -> str:
         """Return what to do with a file at a path or a URL."""
-        return f"download it, then {self.advice}" if self == TORCH_SAVE and is_url(path) else self.advice
+        return f"download it, then {self.advice}" if self.is_torch_save and is_url(path) else self.advice
 
 
-TORCH_SAVE = FileKind("a file of torch.save", CONVERT)
-"""A file that torch.save wrote, in its new or its old format."""
-
-SAFETENSORS = FileKind("a safetensors file by its content", "give its own path")
-"""A file whose name hides what it is."""
-
-PAGE = "a web page"
-"""Name of the kind that is a download's error or login, or a server's list of a directory."""
-
+_TORCH_SAVE = FileKind("a file of torch.save", CONVERT)
+_SAFETENSORS = FileKind("a safetensors file by its content", "give its own path")
+_PAGE = "a web page"
 _SOURCE = "take the checkpoint that it was converted from"
 _PROGRAM = "load it with the program that wrote it, and give its tensors to stio.save"
 _READ = "read its tensors with {}, and give them to stio.save"
@@ -93,11 +95,11 @@ _KINDS = [(place, re.compile(mark, re.DOTALL), FileKind(name, step)) for place, 
     ("zip", r"(.*\n)?[^/\n]*/constants\.pkl\n", "a TorchScript archive", _READ.format("torch.jit.load")),
     ("zip", r"(.*\n)?([^/\n]*/archive_format|serialized_exported_program\.json)\n",
      "an exported program of torch.export", _READ.format("torch.export.load")),
-    ("zip", r"(.*\n)?[^/\n]*/data\.pkl\n", TORCH_SAVE.name, CONVERT),
+    ("zip", r"(.*\n)?[^/\n]*/data\.pkl\n", _TORCH_SAVE.name, CONVERT),
     ("zip", r"([^\n]*\.npy\n)+\Z", "an archive of numpy arrays", _ARRAYS.format("numpy.load")),
     ("zip", "", "a zip archive",
      "unpack it first (`python -m zipfile -e FILE DIRECTORY`), and give the checkpoint in it"),
-    ("start", r"\x80[\x02-\x05].{,20}\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19", TORCH_SAVE.name, CONVERT),
+    ("start", r"\x80[\x02-\x05].{,20}\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19", _TORCH_SAVE.name, CONVERT),
     ("start", r"\x80[\x02-\x05]", "a pickle that torch.save has not written", _PROGRAM),
     ("start", r".{4}TFL3", "a TensorFlow Lite model", _SOURCE),
     ("start", r".{257}ustar", "a tar archive", "unpack it first (`tar -xf FILE`), and give what is in it"),
@@ -124,7 +126,7 @@ _KINDS = [(place, re.compile(mark, re.DOTALL), FileKind(name, step)) for place, 
     # A map, and the text that is its first key.
     ("start", r"([\x81-\x8f]|\xde..|\xdf.{4})(\xa1[ -~][\x80-\xdf]|[\xa2-\xbf][ -~]{2}|\xd9.[ -~]{2})",
      "a msgpack file, as flax writes them", _ARRAYS.format("flax.serialization.msgpack_restore")),
-    ("start", r"(?i:\s*(<!doctype html|<html|<\?xml))", PAGE,
+    ("start", r"(?i:\s*(<!doctype html|<html|<\?xml))", _PAGE,
      "a download has stored an error or a login in the place of the file: fetch it again"),
     ("start", r"\s*[{\[]\s*[\"{\[\d\]}]", "JSON text",
      "give a .safetensors file, a directory, or an index whose name ends in .index.json"),
@@ -153,16 +155,17 @@ def _kind_at(place: str, text: str) -> FileKind | None:
 
 
 def kind_of(read: Callable[[int, int], bytes], nbytes: int, path: str) -> FileKind | None:
-    """Return the kind of a file that is not safetensors; None: it may be safetensors, or is of no known kind.
+    """Return the kind of a file; None: it is of no known kind.
 
     Args:
         read: Returns the bytes `[begin, end)` of the file. A `StioError` at its end leaves out what is there.
         nbytes: Size of the file.
         path: Path of the file; it counts for a file without a mark.
     """
-    head, tail = read(0, min(HEAD_BYTES, nbytes)), b""
-    if starts_like_safetensors(head, nbytes):
-        return None
+    head, tail = read(0, min(_HEAD_BYTES, nbytes)), b""
+    header_bytes, text = int.from_bytes(head[:_PREFIX_BYTES], "little"), head[_PREFIX_BYTES:]
+    if header_bytes <= nbytes - _PREFIX_BYTES and text.lstrip(b" ")[:1] == b"{":
+        return _SAFETENSORS
     is_zip = head.startswith(b"PK\x03\x04")
     if not is_zip and (kind := _kind_at("start", head.decode("latin-1"))):
         return kind
@@ -176,21 +179,7 @@ def kind_of(read: Callable[[int, int], bytes], nbytes: int, path: str) -> FileKi
     return _kind_at("zip", "".join(f"{name.decode(errors='backslashreplace')}\n" for name in sorted({*names})))
 
 
-def starts_like_safetensors(head: bytes, nbytes: int) -> bool:
-    """Return whether the first bytes are the length of a header that fits into the file, and its first character."""
-    length = int.from_bytes(head[:_PREFIX_BYTES], "little")
-    return (
-        len(head) > _PREFIX_BYTES and length <= nbytes - _PREFIX_BYTES and head[_PREFIX_BYTES:].lstrip(b" ")[:1] == b"{"
-    )
-
-
 _ZIPNN = "znn_compressed_vectors"
-
-_OF_TRAININGS = re.compile(
-    r"(training_args|trainer_state|optim|optimizer|lr_scheduler|scheduler|scaler|grad_scaler|sampler|dl_state_dict"
-    r"|rng_state|random_states?|custom_checkpoint|.*optim_states)([-_.]?\d+)*\.(pt|pth|bin|ckpt)"
-)
-"""Names under which trainers store what is no weight: transformers, accelerate, DeepSpeed."""
 
 _SUFFIXES_OF_OTHERS = (
     ".gguf", ".onnx", ".h5", ".keras", ".npz", ".npy", ".pt2", ".tflite", ".msgpack", ".tensors", ".flashpack", ".znn",
@@ -198,22 +187,21 @@ _SUFFIXES_OF_OTHERS = (
 )  # fmt: skip
 """Ends of names of other files of weights."""
 
-NO_HOME = "'~' is not replaced by a home directory here: pass os.path.expanduser(path)"
-"""What to do about a path that begins with `~`."""
-
 # At least two letters: one is a drive of Windows. `pathlib` makes one slash of two.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _OTHER_SUFFIXES = (*FILE_SUFFIXES, INDEX_SUFFIX, *PICKLE_SUFFIXES)
 
 
-def is_pickle_of_weights(name: str) -> bool:
-    """Return whether the name of a file in a directory is that of weights in a file of `torch.save`."""
-    return name.endswith(PICKLE_SUFFIXES) and not name.startswith(".") and _OF_TRAININGS.fullmatch(name) is None
+def advice_for_path(path: str, schemes: Iterable[str] = ()) -> str:
+    """Return what to do about a path that begins with `~`, or a URL in which a slash is missing; "" for others.
 
-
-def advice_for_slash(path: str, schemes: Iterable[str]) -> str:
-    """Return what to do about the URL of one of some schemes in which a slash is missing; nothing for other paths."""
+    Args:
+        path: What the caller passed.
+        schemes: Schemes of the URLs that it may be.
+    """
+    if path.startswith("~"):
+        return "'~' is not replaced by a home directory here: pass os.path.expanduser(path)"
     url = _URL.fullmatch(path)
     if url is None or url[2] or not url[3] or url[1].lower() not in schemes:
         return ""
@@ -228,23 +216,21 @@ def advice_for_missing(path: str, *, parent_exists: bool) -> str:
         path: What the caller passed.
         parent_exists: Whether there is a directory of the name before its first slash.
     """
+    if advice := advice_for_path(path, () if parent_exists else READERS):
+        return f"; {advice}"
     url = None if parent_exists else _URL.fullmatch(path)
     if url is not None and (url[2] or url[3]):
         if url[1].lower() == "file":
             return f"; pass the path of a file of this machine, not a URL: {printable('/' + url[3].lstrip('/'))!r}"
-        if missing := advice_for_slash(path, READERS):
-            return f"; {missing}"
         known = ", ".join(sorted(READERS))
         text = printable(without_secrets(f"{url[1]}://{url[3]}"))
         return f"; it looks like the URL {text}; stio has no scheme {printable(url[1])!r}, but {known}"
-    if path.startswith("~"):
-        return f"; {NO_HOME}"
     if _HUB_ID.fullmatch(path) and not parent_exists and not path.endswith(_OTHER_SUFFIXES):
         return f"; it looks like an id of the Hugging Face hub: pass {'hf://' + path!r}, which downloads it"
     return ""
 
 
-def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], FileKind | None]) -> str:
+def advice_for_names(names: Iterable[FileName], path: str, kind_of: Callable[[str], FileKind | None]) -> str:
     """Return what to do about a directory, or a URL of one, without a checkpoint, by the names in it.
 
     Args:
@@ -255,26 +241,21 @@ def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], F
     names = sorted(names)
     if kind := _kind_at("directory", "".join(f"{name}\n" for name in names)):
         return f"; this is {kind.name}: {kind.advice}"
-    weights = [name for name in names if is_pickle_of_weights(name)]
+    weights = [name for name in names if name.is_pickle]
     weights += [name for name in names if name.endswith(_SUFFIXES_OF_OTHERS)]
     if weights:
         kind, seems = kind_of(weights[0]), "is"
-        if kind is None and is_pickle_of_weights(weights[0]):
-            kind, seems = TORCH_SAVE, "looks like"
+        if kind is None and weights[0].is_pickle:
+            kind, seems = _TORCH_SAVE, "looks like"
         return "" if kind is None else f"; {printable(weights[0])} {seems} {kind.name}: {kind.advice_at(path)}"
-    for name in filter(_OF_TRAININGS.fullmatch, names):
-        return f"; {printable(name)} holds the state of a training, and no weights"
-    steps = [name for name in names if is_step_directory(name) or name.isdecimal()]
+    for name in names:
+        if name.is_of_training:
+            return f"; {printable(name)} holds the state of a training, and no weights"
+    steps = [(named.number, name) for name in names if (name.is_step or name.isdecimal()) and (named := step_of(name))]
     if not steps:
         return ""
-    newest = max(steps, key=lambda name: step_named(name) or 0)
+    newest = max(steps, key=lambda step: step[0])[1]
     return f"; {printable(newest)} may be one: give its path (stio.latest finds the newest)"
-
-
-def advice_for_index(name: str) -> str:
-    """Return what to do about an index that cannot be read, by its name."""
-    pickled = whole_name(name).endswith(PICKLE_SUFFIXES)
-    return f"; it looks like an index of files of torch.save: {CONVERT}" if pickled else ""
 
 
 def why_packed(metadata: Mapping[str, object]) -> str:
