@@ -17,7 +17,7 @@ from stio.device.tensors import DtypesLike
 from stio.errors import FormatError, printable
 from stio.format.files.manifest import HashName
 from stio.format.shared import SharedPolicy
-from stio.format.state.tree import HOST_KINDS, Reference, Tree
+from stio.format.state.tree import Reference, Tree
 from stio.loading.api import load
 from stio.loading.body import gather, reading_operation
 from stio.loading.nested import read_nested
@@ -161,7 +161,7 @@ def _filled(tree: Tree, groups: list[LoadedGroup], host_values: Mapping[str, obj
     parameters: dict[tuple[int, bool], nn.Parameter] = {}
 
     def resolve(reference: Reference) -> object:
-        if reference.kind in HOST_KINDS:
+        if reference.in_host_memory:
             return host_values[reference.name]
         tensor = tensors[reference.name]
         if reference.kind == "tensor":

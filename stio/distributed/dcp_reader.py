@@ -37,7 +37,7 @@ from stio.distributed.load import describe_opened, require_same
 from stio.distributed.parts import part_of
 from stio.distributed.torch_private import NamePath, flat_state, tree_leaves
 from stio.errors import ClosedError, MismatchError, StioError, printable
-from stio.format.state.tree import HOST_KINDS, STATE_KEY, Reference
+from stio.format.state.tree import STATE_KEY, Reference
 from stio.loading.api import fill_from, load
 from stio.loading.body import open_with_options, verify
 from stio.loading.casts import require_as_stored
@@ -251,7 +251,7 @@ def _described(operation: Operation[Any], checkpoint: OpenCheckpoint, limits: Li
     stored: dict[int, str] = {}  # names, by the tensors that stand for them
 
     def stand_in(one: Reference) -> object:
-        if one.kind in HOST_KINDS:
+        if one.in_host_memory:
             return nested.host_values[one.name]
         tensor = torch.empty(0, device="meta")
         stored[id(tensor)] = one.name

@@ -7,7 +7,7 @@ first rank makes the tree of them, and writes it like its part of a tensor.
 
 DCP has a flat state: tensors and other values, by names that it makes of their paths (`optim.state.w.exp_avg`). Each
 tensor is stored under its name. If there are other values, the tensor `TREE_TENSOR` is stored too, with the tree of the
-nested state (`format/state_tree.py`), as `stio.load_state` reads it. What a rank writes of the tensors are the items of
+nested state (`format/state/tree.py`), as `stio.load_state` reads it. What a rank writes of the tensors are the items of
 its own plan. Several of one tensor are one part.
 
 DCP does not report failures to a writer. So the ranks report them to each other by `Ranks` while they write.

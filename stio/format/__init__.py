@@ -13,7 +13,7 @@ through the strict `json_scanner`.
 Start with `header`: `parse_header` shows all steps of reading a file. Continue with `dtypes` and `files`.
 
 Some rules that span several modules: `header` decides which bytes a header may claim, and refuses holes, overlaps and
-duplicate keys. `shared` knows which metadata every save makes anew (`MADE_ANEW`).
+duplicate keys. `shared` knows which metadata every save makes anew (`may_be_copied`).
 
 A new dtype goes into `dtypes`, with its name in torch; its DLPack code goes into `stio.device.tensors`.
 """

@@ -11,7 +11,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from stio.errors import FormatError, SharedTensorsError, listed, printable
+from stio.errors import FormatError, SharedTensorsError, listed
 from stio.format.gil_slices import sort_in_slices
 from stio.format.json_scanner import Scanner
 from stio.runtime.limits import limit_error
@@ -19,7 +19,7 @@ from stio.runtime.limits import limit_error
 ALIASES_KEY = "stio.aliases"
 """Metadata key of stio: a JSON object of names that share another tensor's data."""
 
-MADE_ANEW = frozenset({ALIASES_KEY, "total_size", "total_parameters"})
+_MADE_ANEW = frozenset({ALIASES_KEY, "total_size", "total_parameters"})
 """Metadata keys whose values describe the tensors of one checkpoint; the last two are the hub's. Each save makes its
 own, so metadata of a checkpoint can be passed to the next save as they are."""
 _LAYOUTS_OF_OTHERS = ("DCP_SHARDING_INFO", "fst.shard.")
@@ -28,7 +28,7 @@ _LAYOUTS_OF_OTHERS = ("DCP_SHARDING_INFO", "fst.shard.")
 
 def may_be_copied(key: str) -> bool:
     """Return whether an entry of metadata says something of the tensors that is true in other files too."""
-    return key not in MADE_ANEW and not key.startswith(_LAYOUTS_OF_OTHERS)
+    return key not in _MADE_ANEW and not key.startswith(_LAYOUTS_OF_OTHERS)
 
 
 SharedPolicy = Literal["dedupe", "clone", "error"]
@@ -103,10 +103,7 @@ def resolve_shared(
 
     Raises:
         SharedTensorsError: With `error`; it names the groups that overlap.
-        ValueError: There is no such policy.
     """
-    if policy not in ("dedupe", "clone", "error"):
-        raise ValueError(f"shared must be 'dedupe', 'clone' or 'error', not {printable(policy)!r}")
     if policy == "clone":
         return list(sources), {}
     by_storage: defaultdict[Hashable, list[TensorSource]] = defaultdict(list)

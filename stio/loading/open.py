@@ -34,9 +34,8 @@ from stio.format.files.index import ShardIndex, check_shards, parse_index, requi
 from stio.format.files.manifest import Manifest
 from stio.format.files.names import MANIFEST_SUFFIX, FileName
 from stio.format.files.other_kinds import FileKind, advice_for_missing, kind_of, why_packed
-from stio.format.gil_slices import ROWS
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
-from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
+from stio.format.shared import ALIASES_KEY, parse_aliases
 from stio.runtime.limits import Limits, advice_on_limit
 from stio.runtime.operation import start_thread
 from stio.runtime.process import collection_paused
@@ -54,6 +53,9 @@ _MAX_EXAMINED = 8
 _MODELS = ("model", "pytorch_model", "diffusion_pytorch_model")
 _PICKLED_MODEL = ("pytorch_model.bin", "pytorch_model-", "diffusion_pytorch_model.bin", "diffusion_pytorch_model-")
 """Beginnings of the names of whole models in files of `torch.save`; the other names are those of their safetensors."""
+
+_MANY_TENSORS = 4096
+"""More headers' entries than this are freed on a thread."""
 
 _ENTRY_BYTES = 64
 """About the least that a tensor takes of a header."""
@@ -196,7 +198,7 @@ class OpenCheckpoint:
         """Close, and free the headers on a thread, so that no event loop is blocked. The object is unusable then."""
         self.close()
         headers, self.headers = self.headers, []
-        if sum(map(len, headers)) > ROWS:
+        if sum(map(len, headers)) > _MANY_TENSORS:
             with suppress(RuntimeError):  # no more threads: the thread that drops the last reference frees them
                 start_thread(partial(_clear, headers), name="discard")
 
@@ -645,7 +647,9 @@ def _differing(described: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def _as_text(key: str, value: object) -> object:
     """Return a value of the metadata as text: an index may have any JSON there. Counts of the tensors stay numbers."""
-    return value if isinstance(value, str) or key in MADE_ANEW else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str) or key in ("total_size", "total_parameters"):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _shard(open_one: Callable[[], Source], index: ShardIndex | None) -> Source:

@@ -1,4 +1,4 @@
-"""Nested state split for a save: tensors by name, and a tree of all other values as text (`format/state_tree.py`).
+"""Nested state split for a save: tensors by name, and a tree of all other values as text (`format/state/tree.py`).
 
 The walk has its own stack, so no depth exhausts the interpreter's. It advances in steps of about a millisecond: a small
 state is split at once, a large one on a thread of stio, where a cancel ends it. Only exact types are accepted; a value

@@ -11,12 +11,12 @@ import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from json.encoder import encode_basestring, encode_basestring_ascii
+from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple
 
 from stio.errors import IndexFormatError, LimitError
 from stio.format.files.index import parse_index
-from stio.format.gil_slices import row_slices, sort_in_slices
+from stio.format.gil_slices import row_slices
 from stio.format.header import MAX_HEADER_BYTES, build_header, check_name, require_text
 from stio.format.shared import ALIASES_KEY, SharedPolicy, TensorSource, TiedNames, resolve_shared
 from stio.runtime.limits import PAGE_BYTES
@@ -244,7 +244,10 @@ def _require_readable(index: bytes) -> None:
 
 
 def _alias_metadata(aliases: Mapping[str, str]) -> dict[str, str]:
-    return {ALIASES_KEY: aliases_json(aliases)} if aliases else {}
+    """Return the metadata that record aliases: compact JSON, sorted."""
+    if not aliases:
+        return {}
+    return {ALIASES_KEY: json.dumps(aliases, ensure_ascii=False, separators=(",", ":"), sort_keys=True)}
 
 
 def _plan_shard(
@@ -360,13 +363,3 @@ def build_index(weight_map: Mapping[str, str], total_bytes: int, metadata: Mappi
         parts.append(",\n".join(lines).encode())
     mapped = b"{\n" + b",\n".join(parts) + b"\n  }" if parts else b"{}"
     return b'{\n  "metadata": ' + described.encode() + b',\n  "weight_map": ' + mapped + b"\n}"
-
-
-def aliases_json(aliases: Mapping[str, str]) -> str:
-    """Return the text that records aliases in metadata: compact JSON, sorted."""
-    pairs = sort_in_slices(list(aliases.items()), key=operator.itemgetter(0))
-    texts = [
-        ",".join(f"{encode_basestring(alias)}:{encode_basestring(name)}" for alias, name in pairs[piece])
-        for piece in row_slices(len(pairs))
-    ]
-    return f"{{{','.join(texts)}}}"

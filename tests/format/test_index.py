@@ -48,18 +48,8 @@ def test_reads_what_the_hub_writes(indent: int | None, plain: bool, monkeypatch:
     assert index.metadata == document["metadata"]
     assert index.weight_map == document["weight_map"]
     assert list(index.weight_map) == ["b", "a", "é\n"]
-    assert index.total_size == 12
     assert index.shards == (SECOND, FIRST)
     assert index.weight_map["b"] is index.weight_map["é\n"]
-
-
-@pytest.mark.parametrize(
-    ("metadata", "expected"),
-    [(None, None), ({}, None), ({"total_size": 5}, 5), ({"total_size": 5.0}, 5), ({"total_size": 5.5}, None),
-     ({"total_size": "5"}, None), ({"total_size": True}, None), ({"total_size": -5}, None)],
-)  # fmt: skip
-def test_total_size(metadata: object, expected: int | None) -> None:
-    assert index_of({"a": FIRST}, metadata).total_size == expected
 
 
 UNSAFE = {
@@ -177,7 +167,7 @@ def test_limits() -> None:
 
 def test_unknown_keys_and_null_metadata_are_stepped_over() -> None:
     index = parse_index(b' {"x":[1,{"y":2}],"metadata":null,"weight_map":{},"x":3} ', path="i.json")
-    assert index == ShardIndex({}, {}, None, ())
+    assert index == ShardIndex({}, {}, ())
 
 
 @given(st.dictionaries(st.text(st.characters(blacklist_categories=["Cs"])), st.sampled_from([FIRST, SECOND, "a/b.safetensors"])), st.sampled_from([None, 1]), st.booleans())  # fmt: skip

@@ -71,7 +71,7 @@ def header_refused(error: StioError, *, what: str = "deserializing header") -> S
         phrase = "incomplete metadata, file not fully covered"
     elif error.message.startswith("header: "):  # the scanner's
         phrase = "invalid JSON in header"
-    elif isinstance(error, LimitError) and not error.message.endswith("the limit `max_rank`"):
+    elif isinstance(error, LimitError) and "`max_rank`" not in error.message:
         phrase = "header too large"
     else:
         phrase = "invalid shape, data type, or offset for tensor"

@@ -42,7 +42,7 @@ from stio.device.tensors import TORCH_DTYPES, select_and_cast, tensors_in, torch
 from stio.device.torch_private import INTEGERS, moved
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.format.header import Header
-from stio.format.slicing import WORTHWHILE_STRIDE_BYTES, select
+from stio.format.slicing import select
 from stio.loading.body import collect
 from stio.loading.by_name import LoadByName
 from stio.loading.open import OpenCheckpoint
@@ -55,6 +55,7 @@ from stio.storage.local import LocalFile
 
 Shape = tuple[int, ...]
 
+_GAP_BYTES = 16 << 10
 _WHOLE_ROWS_BYTES = 64 << 20
 """Most bytes that are read at once where only a part of each row is selected (`pread`)."""
 
@@ -147,7 +148,7 @@ def _read(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> t
     with reading(file.path):
         if dtype == "F4":
             require_whole_pairs(shape, partial(selected_shape, index))
-        selection = select(index, sizes, item, gap_bytes=WORTHWHILE_STRIDE_BYTES, image_bytes=_WHOLE_ROWS_BYTES)
+        selection = select(index, sizes, item, gap_bytes=_GAP_BYTES, image_bytes=_WHOLE_ROWS_BYTES)
     region = file.gather(row, selection)
     tensors = tensors_in(region, [""], [dtype], [_format_shape(dtype, selection.read_shape)], [0])
     if selection.post is not None or selection.flip:

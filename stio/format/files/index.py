@@ -35,8 +35,6 @@ class ShardIndex:
     """The object under `metadata`, empty where there is none."""
     weight_map: dict[str, str]
     """Shard of each tensor, in the order of the file. Equal shard names are one object."""
-    total_size: int | None
-    """Bytes of all tensors according to the index; None if it has no such number."""
     shards: tuple[str, ...]
     """Names of the shards, in order of their first appearance, each one checked."""
     names_elsewhere: frozenset[str] = frozenset()
@@ -50,7 +48,6 @@ class ShardIndex:
         return ShardIndex(
             {key: value for key, value in self.metadata.items() if key != "total_size"},
             {name: shard for name, shard in self.weight_map.items() if shard in chosen},
-            None,
             tuple(shard for shard in self.shards if shard in chosen),
             frozenset(name for name, shard in self.weight_map.items() if shard not in chosen),
             is_part=True,
@@ -99,16 +96,7 @@ def parse_index(raw: bytes, *, path: str, limits: Limits = _DEFAULT_LIMITS, suff
             message = f"this is an index of files of torch.save: {CONVERT}"
             raise IndexFormatError(message, path=path, expected=f"a name ending in {suffix}", found=shard)
         check_shard_name(shard, path=path, suffix=suffix)
-    return ShardIndex(metadata or {}, weight_map, _total_size(metadata or {}), tuple(shards))
-
-
-def _total_size(metadata: Mapping[str, object]) -> int | None:
-    claimed = metadata.get("total_size")
-    if isinstance(claimed, float) and claimed.is_integer():
-        claimed = int(claimed)  # older converters wrote `1.0e9`
-    if isinstance(claimed, bool) or not isinstance(claimed, int) or claimed < 0:
-        return None
-    return claimed
+    return ShardIndex(metadata or {}, weight_map, tuple(shards))
 
 
 def check_shards(
@@ -153,9 +141,10 @@ def check_shards(
             warnings.append(_conflict(index, stale, decides=decides, path=path))
         warnings += _unindexed(index, rows_of, strict=strict, path=path)
     total = sum(header.data_bytes for header in headers)
-    if index.metadata.get("total_size") is not None and index.total_size != total:
-        claimed = printable(index.metadata["total_size"])
-        warnings.append(f"{printable(path)}: the index claims total_size {claimed}, the shards hold {total} bytes")
+    claimed = index.metadata.get("total_size")
+    if claimed is not None and claimed != total:
+        claims = f"the index claims total_size {printable(claimed)}"
+        warnings.append(f"{printable(path)}: {claims}, the shards hold {total} bytes")
     return [header.without(stale.get(shard, ())) for shard, header in zip(index.shards, headers, strict=True)], warnings
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from stio.errors import IndexFormatError, UnsafePathError, printable
 
@@ -312,28 +312,24 @@ def check_shard_name(name: str, *, path: str, suffix: str = FILE_SUFFIX) -> None
         UnsafePathError: The name has a root, a drive, `..`, or characters that some system or layer interprets as such.
         IndexFormatError: The name is empty in a part, or has another suffix.
     """
-
-    def unsafe(reason: str) -> NoReturn:
-        raise UnsafePathError(f"shard name {reason}", path=path, expected="a path below the index", found=name)
-
-    if any(character < " " or character == "\x7f" for character in name):
-        unsafe("holds control characters")
-    if "\\" in name:
-        unsafe("holds a backslash, which separates folders on Windows")
-    # A drive (`C:x`), a stream of a file (`x:y`) and a URL (`s3://x`) all need the colon.
-    if ":" in name:
-        unsafe("holds a colon: a drive, a stream or a URL")
-    # Nothing here decodes percent signs, but a remote storage might: `%2e%2e%2f` is `../` there.
-    if _PERCENT_ENCODED.search(name):
-        unsafe("is percent-encoded")
     parts = name.split("/")
-    if name.startswith("/"):
-        unsafe("is absolute")
-    if ".." in parts:
-        unsafe("holds '..', which leads out of its directory")
-    # Windows drops dots and spaces at the end of a part, so `.. ` is `..` there.
-    if any(part and not part.rstrip(". ") for part in parts):
-        unsafe("has a part of dots and spaces alone, which some systems take for '..'")
+    rules = {
+        "holds control characters": any(character < " " or character == "\x7f" for character in name),
+        "holds a backslash, which separates folders on Windows": "\\" in name,
+        # A drive (`C:x`), a stream of a file (`x:y`) and a URL (`s3://x`) all need the colon.
+        "holds a colon: a drive, a stream or a URL": ":" in name,
+        # Nothing here decodes percent signs, but a remote storage might: `%2e%2e%2f` is `../` there.
+        "is percent-encoded": _PERCENT_ENCODED.search(name),
+        "is absolute": name.startswith("/"),
+        "holds '..', which leads out of its directory": ".." in parts,
+        # Windows drops dots and spaces at the end of a part, so `.. ` is `..` there.
+        "has a part of dots and spaces alone, which some systems take for '..'": any(
+            part and not part.rstrip(". ") for part in parts
+        ),
+    }
+    for reason, applies in rules.items():
+        if applies:
+            raise UnsafePathError(f"shard name {reason}", path=path, expected="a path below the index", found=name)
     if not name.endswith(suffix) or parts[-1] == suffix or "" in parts:
         message = "shard name is not the path of a file of tensors"
         raise IndexFormatError(

@@ -106,9 +106,6 @@ SEQUENCE_TAGS: dict[type, str] = {list: "list", tuple: "tuple"}
 
 ReferenceKind: TypeAlias = Literal["tensor", "parameter", "frozen_parameter", "bytes_tensor", "array_tensor"]
 
-HOST_KINDS: frozenset[ReferenceKind] = frozenset({"bytes_tensor", "array_tensor"})
-"""References to tensors that become `bytes` and arrays of numpy in host memory, whatever the device of the load."""
-
 _MAPPINGS: dict[str, Callable[[Any], dict[Any, Any]]] = {tag: kind for kind, tag in MAPPING_TAGS.items()}
 _UNORDERED = frozenset({"dict", "counter"})
 _CONTAINERS = frozenset({*_MAPPINGS, *SEQUENCE_TAGS.values(), "size"})
@@ -254,6 +251,11 @@ class Reference:
     """Type of the value that the tensor becomes."""
     name: str
     """The tensor's name."""
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether the tensor becomes `bytes` or an array of numpy, whatever the device of the load."""
+        return self.kind in ("bytes_tensor", "array_tensor")
 
 
 @dataclass(slots=True)
