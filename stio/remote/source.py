@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError
-from stio.format.files.names import FILE_SUFFIX, FILE_SUFFIXES, INDEX_SUFFIX, PICKLE_SUFFIXES, FileName
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FileName
 from stio.remote.requests import (
     WEB_PAGE,
     Patience,
@@ -59,9 +59,7 @@ def open_url(url: str, *, is_file: bool | None = None) -> tuple[RemoteRoot, str]
     location = locate(url)
     if is_file is None:
         path = urlsplit(url).path if location.scheme in ("http", "https") else url
-        is_file = (
-            FileName(location.key).is_index or location.key.endswith((*FILE_SUFFIXES, *PICKLE_SUFFIXES))
-        ) and not path.endswith("/")
+        is_file = FileName(location.key).is_of_weights and not path.endswith("/")
     if not is_file:
         return RemoteRoot(location), ""
     folder, _, name = location.key.rpartition("/")

@@ -467,13 +467,9 @@ def _run_step(code: str, path: Path, out: Path, monkeypatch: pytest.MonkeyPatch)
     ("name", "said"),
     [
         ("others/model.mlmodel", "this is a Core ML model, which stio does not read; take the checkpoint"),
-        ("others/model.mlpackage", "this is a Core ML package: take the checkpoint"),
         ("others/objects.npy", "this is a numpy array of Python objects, which is a pickle"),
         ("others/zarr2", "this is a directory of zarr"),
         ("others/zarr3", "this is a directory of zarr"),
-        ("others/model.tensors", "this is a file of tensorizer"),
-        ("others/model.flashpack", "this is a file of flashpack"),
-        ("others/model.safetensors.znn", "this is a file compressed by zipnn"),
         ("jax/flax_model.msgpack", "this is a msgpack file, as flax writes them"),
         ("jax/orbax", "this is a checkpoint of Orbax"),
         ("transformers/offload", "this is a folder that accelerate offloads to"),
