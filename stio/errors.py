@@ -114,8 +114,8 @@ def with_article(name: str) -> str:
     return f"{'an' if name[:1] in tuple('aeioAEIO') else 'a'} {printable(name)}"
 
 
-def listed(names: Iterable[object], *, separator: str = ", ") -> str:
-    """Return names for a message on one line: the first few of many, and how many others there are."""
+def listed(names: Iterable[object], *, separator: str = ", ", more: int = 0) -> str:
+    """Return names for a message on one line: the first few of many, and how many others there are, with `more`."""
     every = list(names)
     if not every:
         return "nothing"
@@ -124,7 +124,7 @@ def listed(names: Iterable[object], *, separator: str = ", ") -> str:
         if shown and len(separator.join([*shown, name])) > _LISTED_CHARACTERS:
             break
         shown.append(name)
-    left_out = len(every) - len(shown)
+    left_out = len(every) - len(shown) + more
     return separator.join(shown) + (f" and {left_out:,} other{'s' if left_out > 1 else ''}" if left_out else "")
 
 

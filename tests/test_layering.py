@@ -55,7 +55,15 @@ SAME_LEVEL = {
 }
 """Imports between parts of one level that are meant, with the reason."""
 
-PURE = ("format/", "loading/plan.py", "serving/pool/policy.py", "saving/plan.py", "saving/plan_parts.py")
+PURE = (
+    "format/",
+    "distributed/placements.py",
+    "loading/companions.py",
+    "loading/plan.py",
+    "serving/pool/policy.py",
+    "saving/plan.py",
+    "saving/plan_parts.py",
+)
 IMPURE = {
     *("torch", "numpy", "anyio", "asyncio", "trio", "aiofiles"),
     *("os", "io", "mmap", "ctypes", "pathlib", "shutil", "tempfile", "socket", "subprocess"),
@@ -74,7 +82,7 @@ DYNAMIC_IMPORTS = {
     "compat/replacement.py": "`install` imports safetensors and torch, `import stio.compat` neither",
     "compat/safetensors/_open.py": "torch is needed with framework='pt' only, loading with another device only",
     "compat/safetensors/_serialize.py": "saving a file needs torch, `serialize` does not",
-    "format/manifest.py": "xxhash is an extra, needed with hash='xxh3' only",
+    "format/files/manifest.py": "xxhash is an extra, needed with hash='xxh3' only",
     "integrations/lightning.py": "torch.distributed is needed with modules that are sharded only",
     "integrations/transformers.py": "torch.distributed is needed with models that are sharded only",
     "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",
@@ -229,14 +237,14 @@ PUBLIC_MODULES = {
 
 INTEGRATION_INTERNALS = {
     # What waits, runs and reports.
-    *("runtime/notifier.py", "runtime/operation.py", "text.py", "format/manifest.py", "limits.py"),
+    *("runtime/notifier.py", "runtime/operation.py", "text.py", "format/files/manifest.py", "limits.py"),
     "runtime/reports/spans.py",
     # What is saved, kept and removed.
     *("saving/nested.py", "saving/pending.py", "saving/retention.py", "storage/commit/retention.py"),
     *("storage/commit/destination.py", "storage/commit/transaction.py"),
     # What a source is.
-    *("conversion/torch_files.py", "format/directory.py", "format/naming.py", "format/other_sources.py"),
-    *("format/state_tree.py", "storage/base.py", "storage/open.py"),
+    *("conversion/torch_files.py", "format/files/directory.py", "format/files/names.py"),
+    *("format/state/tree.py", "storage/base.py", "storage/open.py"),
     # The part of a rank; names of weights in files of transformers.
     "distributed/parts.py",
     *("device/names_in_files.py", "loading/module_tree.py", "saving/tensors.py"),

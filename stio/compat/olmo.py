@@ -1,56 +1,62 @@
 """OLMo's nested state in safetensors files: OLMo's functions under another import.
 
-    from stio.compat.olmo import safetensors_file_to_state_dict, state_dict_to_safetensors_file
+    from stio.compat.olmo import safetensors_file_to_state_dict
+    from stio.compat.olmo import state_dict_to_safetensors_file
 
 These functions read and write OLMo's own files: names hold pickled key paths, and a value that is not a tensor is a
 pickle in a tensor.
 
 Reading runs no code of a file. Pickles of plain values (numbers, text, bytes, tuples, lists, dicts) are read by a
-machine that cannot call anything (`stio.format.safe_pickle`). Others are refused, or unpickled with
+machine that cannot call anything (`stio.conversion.safe_pickle`). Others are refused, or unpickled with
 `trust_pickle=True`, which warns. `format="stio"` writes nested state without any pickle; the same functions read it.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
+from typing import Literal
+from typing import TypeAlias
 
 import torch
 
+from stio.conversion.safe_pickle import MAX_DEPTH
+from stio.conversion.safe_pickle import MAX_KEYS
+from stio.conversion.safe_pickle import MAX_NAME_BYTES
+from stio.conversion.safe_pickle import KeyPath
+from stio.conversion.safe_pickle import PickleRefused
+from stio.conversion.safe_pickle import PlainPickles
+from stio.conversion.safe_pickle import decode_name
+from stio.conversion.safe_pickle import looks_encoded
+from stio.conversion.safe_pickle import shown
 from stio.conversion.torch_files import read_pickle
 from stio.device.base import resolve_device
 from stio.device.describe import describe_tensors
-from stio.errors import CheckpointNotFoundError, FormatError, listed, printable
-from stio.format.naming import FILE_SUFFIX
-from stio.format.safe_pickle import (
-    MAX_KEYS,
-    MAX_LEAF_BYTES,
-    KeyPath,
-    PickleRefused,
-    PlainPickles,
-    decode_name,
-    encode_name,
-    looks_encoded,
-    name_bytes,
-    nest,
-    path_of_name,
-    shown,
-    stable_pickle,
-)
-from stio.format.state_tree import STATE_KEY
-from stio.loading.body import collect, reading_operation
+from stio.errors import CheckpointNotFoundError
+from stio.errors import FormatError
+from stio.errors import listed
+from stio.errors import printable
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.state.tree import STATE_KEY
+from stio.loading.body import collect
+from stio.loading.body import reading_operation
 from stio.loading.options import LoadOptions
 from stio.loading.select import select_tensors
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.saving.api import save
 from stio.saving.nested import flatten
-from stio.saving.options import SaveOptions, SaveResult
+from stio.saving.options import SaveOptions
+from stio.saving.options import SaveResult
 from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files
 from stio.state import restore
@@ -65,6 +71,11 @@ __all__ = [
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
+MAX_LEAF_BYTES = 64 << 20
+"""Longest pickle of a value that is not a tensor."""
+
+_PROTOCOL = 4
+_PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
@@ -165,6 +176,70 @@ def _pickled(path: KeyPath, leaf: object) -> bytes:
     return data
 
 
+def encode_name(path: KeyPath, *, is_pickled: bool) -> str:
+    """Return the name of a tensor.
+
+    Args:
+        path: Its keys.
+        is_pickled: Whether the tensor is the pickle of something else.
+
+    Raises:
+        TypeError: A key that cannot be read without running code.
+        ValueError: A key that is NaN, or the name would be longer than a reader accepts.
+    """
+    if len(path) > MAX_KEYS:
+        raise ValueError(f"dicts are nested more than {MAX_KEYS} deep")
+    for key in path:
+        if type(key) not in _PLAIN_KEYS:
+            raise TypeError(f"{shown(path)}: a key is text, a number, bytes or None, not a {type(key).__name__}")
+        if key != key:
+            raise ValueError(f"{shown(path)}: a key is NaN, which equals no key; two of them would get one name")
+    data = stable_pickle((path, is_pickled))
+    if len(data) > MAX_NAME_BYTES:
+        raise ValueError(f"the keys of {shown(path)} are longer than {MAX_NAME_BYTES:,} bytes")
+    return base64.urlsafe_b64encode(data).decode("ascii")
+
+
+def stable_pickle(value: object) -> bytes:
+    """Return a pickle that is the same for equal plain values; other values are pickled as usual.
+
+    A plain `pickle.dumps` writes the second of two equal texts as a reference if both are one object, else in full.
+
+    Raises:
+        ValueError: Plain containers that contain themselves, or are nested deeper than the reader accepts.
+    """
+    return pickle.dumps(_Stable().copy(value), protocol=_PROTOCOL)
+
+
+class _Stable:
+    """Copies plain values so that equal texts are one object; a shared container stays shared."""
+
+    def __init__(self) -> None:
+        self._atoms: dict[tuple[type, Any], object] = {}
+        self._copies: dict[int, Any] = {}
+        self._open: set[int] = set()
+
+    def copy(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in (str, bytes):
+            return self._atoms.setdefault((kind, value), value)
+        if kind not in (tuple, list, dict):
+            return value
+        if id(value) in self._open:
+            raise ValueError("a container contains itself")
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        if len(self._open) >= MAX_DEPTH:
+            raise ValueError(f"containers are nested more than {MAX_DEPTH} deep")
+        self._open.add(id(value))
+        if kind is dict:
+            copied: Any = {self.copy(key): self.copy(item) for key, item in value.items()}
+        else:
+            copied = kind(map(self.copy, value))
+        self._open.discard(id(value))
+        return self._copies.setdefault(id(value), copied)
+
+
 def safetensors_file_to_state_dict(
     filename: PathLike, map_location: str | int | torch.device | None = None, *, trust_pickle: bool = False
 ) -> Any:
@@ -211,6 +286,32 @@ def _read(options: LoadOptions, operation: Operation[Any], opened: OpenCheckpoin
     return collect(operation, select_tensors(opened, None, options)), False
 
 
+def nest(leaves: Iterable[tuple[KeyPath, Any]]) -> dict[Any, Any]:
+    """Return nested dicts with the leaves at their paths.
+
+    No dict has whole paths as keys: a crafted file could choose tuples with equal hashes.
+
+    Raises:
+        PickleRefused: A path leads through a leaf.
+    """
+    result: dict[Any, Any] = {}
+    new_dicts = {id(result)}  # a leaf may be a dict too, and no other leaf is put into it
+    for path, leaf in leaves:
+        target = result
+        for key in path[:-1]:
+            if key not in target:
+                fresh: dict[Any, Any] = {}
+                new_dicts.add(id(fresh))
+                target[key] = fresh
+            target = target[key]
+            if id(target) not in new_dicts:
+                raise PickleRefused(f"{shown(path)} leads through a value that is not a dict")
+        if path[-1] in target:
+            raise PickleRefused(f"{shown(path)} is there twice, or has others below it")
+        target[path[-1]] = leaf
+    return result
+
+
 class _Reader:
     """Turns the tensors of one file into nested state.
 
@@ -235,7 +336,7 @@ class _Reader:
         path, is_pickled = self._plain_or_trusted(
             f"the name {printable(name)!r}",
             lambda: decode_name(name, self._pickles),
-            lambda: path_of_name(pickle.loads(name_bytes(name))),
+            lambda: decode_name(name, None),
         )
         if not is_pickled:
             return path, tensor

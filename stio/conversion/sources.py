@@ -13,44 +13,53 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from stio.conversion.torch_files import (
-    Key,
-    is_safetensors,
-    kind_of_file,
-    part_beside_code,
-    read_pickle,
-    read_start,
-    tensors_in,
-    value_at,
-)
+from stio.conversion.safe_pickle import PickleRefused
+from stio.conversion.safe_pickle import PlainPickles
+from stio.conversion.safe_pickle import decode_name
+from stio.conversion.safe_pickle import looks_encoded
+from stio.conversion.safe_pickle import shown
+from stio.conversion.torch_files import Key
+from stio.conversion.torch_files import is_safetensors
+from stio.conversion.torch_files import kind_of_file
+from stio.conversion.torch_files import part_beside_code
+from stio.conversion.torch_files import read_pickle
+from stio.conversion.torch_files import read_start
+from stio.conversion.torch_files import tensors_in
+from stio.conversion.torch_files import value_at
 from stio.device.casts import Lost
-from stio.device.describe import LazyTensor, describe_tensors
+from stio.device.describe import LazyTensor
+from stio.device.describe import describe_tensors
 from stio.device.tensors import TORCH_DTYPES
-from stio.errors import (
-    AmbiguousCheckpointError,
-    CheckpointNotFoundError,
-    FormatError,
-    IndexFormatError,
-    LimitError,
-    UnsafePathError,
-    listed,
-    printable,
-)
-from stio.format.directory import beside, require_complete, warning_of_others, without_index
+from stio.errors import AmbiguousCheckpointError
+from stio.errors import CheckpointNotFoundError
+from stio.errors import FormatError
+from stio.errors import IndexFormatError
+from stio.errors import LimitError
+from stio.errors import UnsafePathError
+from stio.errors import listed
+from stio.errors import printable
+from stio.format.files.directory import NamedCheckpoint
+from stio.format.files.index import ShardIndex
+from stio.format.files.index import parse_index
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import FileName
+from stio.format.files.names import PICKLE_SUFFIXES
 from stio.format.header import TensorInfo
-from stio.format.index import ShardIndex, parse_index
-from stio.format.naming import FILE_SUFFIX, PICKLE_SUFFIXES, is_hidden, is_index, names_checkpoint, whole_name
-from stio.format.other_sources import is_pickle_of_weights
-from stio.format.safe_pickle import PickleRefused, PlainPickles, decode_name, looks_encoded, shown
-from stio.format.shared import UNDECLARED, TiedNames, may_be_copied, resolve_shared
+from stio.format.shared import TiedNames
+from stio.format.shared import may_be_copied
+from stio.format.shared import resolve_shared
 from stio.limits import Limits
 from stio.loading.body import collect
 from stio.loading.casts import planned_casts
@@ -59,10 +68,13 @@ from stio.loading.select import select_tensors
 from stio.runtime.operation import Operation
 from stio.saving.tensors import tied_names
 from stio.storage.checkpoint.open import open_checkpoint
-from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
-from stio.storage.checks import broken_link, refusals
+from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.storage.checkpoint.shards import OpenOptions
+from stio.storage.checks import broken_link
+from stio.storage.checks import refusals
 from stio.storage.open import open_directory
-from stio.text import is_url, log
+from stio.text import is_url
+from stio.text import log
 
 _MAX_NAMES = 4096
 """Most tensors in one read. To plan 4,096 tensors takes some milliseconds."""
@@ -206,7 +218,7 @@ class OpenSource:
     """Text metadata of the source; counts of an index are numbers."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Tied names, each with the name that has the data. Only ties that shared memory does not show."""
-    tied: TiedNames = UNDECLARED
+    tied: TiedNames | None = None
     """What the module declares about tied names, if the source is a pickle of one."""
     lost: Lost = field(default_factory=Lost)
     """Counts the values that casts lose, while the tensors are saved."""
@@ -251,7 +263,7 @@ def open_source(
     pickles = found.paths
     tensors: dict[str, torch.Tensor] = {}
     file_of: dict[str, str] = {}
-    tied = UNDECLARED
+    tied: TiedNames | None = None
     for file in pickles:
         check()
         beside_code = partial(part_beside_code, file, key)
@@ -321,24 +333,25 @@ def pickle_files(path: str) -> _Pickles | None:
         return _pickles_in(path)
     if not os.path.lexists(path):  # opening it raises the clearest error
         return None
-    if is_index(path):
+    if FileName(path).is_index:
         return _named_pickles(path, _parsed(path))
-    if kind_of_file(path) is not None or (path.endswith(PICKLE_SUFFIXES) and not is_safetensors(path)):
+    kind = kind_of_file(path)
+    if path.endswith(PICKLE_SUFFIXES) if kind is None else not kind.is_safetensors:
         return _Pickles([path])  # `read_pickle` refuses what torch.save did not write
     return None
 
 
 def _pickles_in(directory: str) -> _Pickles | None:
     with refusals("listing the directory", directory):
-        names = sorted(name for name in os.listdir(directory) if not is_hidden(name))
-    if any(map(names_checkpoint, names)):
+        names = sorted(name for name in map(FileName, os.listdir(directory)) if not name.is_hidden)
+    if any(name.is_checkpoint for name in names):
         return None
-    indices = [name for name in names if is_index(name) and whole_name(name).endswith(PICKLE_SUFFIXES)]
-    files = without_index([name for name in names if is_pickle_of_weights(name)], PICKLE_SUFFIXES)
+    indices = [name for name in names if name.is_index and name.whole.endswith(PICKLE_SUFFIXES)]
+    files = NamedCheckpoint.without_index((name for name in names if name.is_pickle), PICKLE_SUFFIXES)
     if len(indices) == 1:
         return _indexed_pickles_in(directory, indices[0], names)
     if not indices and len(files) == 1:
-        require_complete(files[0].files, path=directory)
+        files[0].require_complete(path=directory)
         paths = _require_inside(directory, files[0].files)
         # Safetensors under other names: opening the directory as safetensors raises the clearest error.
         return None if all(map(is_safetensors, paths)) else _Pickles(paths)
@@ -353,8 +366,9 @@ def _indexed_pickles_in(directory: str, index: str, names: Sequence[str]) -> _Pi
     _require_inside(directory, [index])
     path = os.path.join(directory, index)
     named = _parsed(path)
-    if others := beside(index, named.shards, names, PICKLE_SUFFIXES)[0]:
-        log(logging.WARNING, "%s", warning_of_others(directory, index, others))
+    others = NamedCheckpoint.of_index(index).beside(named.shards, names, PICKLE_SUFFIXES)[0]
+    if others:
+        log(logging.WARNING, "%s", NamedCheckpoint.of_index(index).warning_of_others(directory, others))
     return _named_pickles(path, named)
 
 
@@ -394,7 +408,9 @@ def _require_inside(directory: str, names: Sequence[str]) -> list[str]:
 # The tensors in them.
 
 
-def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, tied: TiedNames, path: str) -> dict[str, Any]:
+def _cast(
+    tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, tied: TiedNames | None, path: str
+) -> dict[str, Any]:
     """Return lazy tensors for those to be cast, and the ties that their memory does not show."""
     if dtype is None:
         return {"tensors": tensors}

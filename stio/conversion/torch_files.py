@@ -13,31 +13,38 @@ import sys
 import tarfile
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import nullcontext
+from contextlib import suppress
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any, BinaryIO, ClassVar
+from typing import Any
+from typing import BinaryIO
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from stio.device.describe import describe_tensors
-from stio.errors import (
-    AmbiguousCheckpointError,
-    FormatError,
-    HostMemoryError,
-    StorageError,
-    TensorNotFoundError,
-    UnsupportedDtypeError,
-    listed,
-    printable,
-)
-from stio.format.naming import FILE_SUFFIX
-from stio.format.other_sources import HEAD_BYTES, TORCH_SAVE, FileKind, kind_of, starts_like_safetensors
+from stio.errors import AmbiguousCheckpointError
+from stio.errors import FormatError
+from stio.errors import HostMemoryError
+from stio.errors import StorageError
+from stio.errors import TensorNotFoundError
+from stio.errors import UnsupportedDtypeError
+from stio.errors import listed
+from stio.errors import printable
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.other_kinds import FileKind
+from stio.format.files.other_kinds import kind_of
 from stio.runtime.memory import reporting_shortage
 from stio.runtime.process import contextmanager
-from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
+from stio.storage.checks import OPEN_FLAGS
+from stio.storage.checks import require_regular
+from stio.storage.checks import translated_errors
 from stio.storage.local import log_unmapped
 from stio.text import counted
 
@@ -63,14 +70,15 @@ def read_start(path: str, nbytes: int) -> bytes:
 
 
 def kind_of_file(path: str) -> FileKind | None:
-    """Return the kind of a file that is not safetensors; None: it may be safetensors, or is of no known kind."""
+    """Return the kind of a file; None: it is of no known kind."""
     with _opened(path) as (file, nbytes):
         return kind_of(lambda begin, end: os.pread(file.fileno(), end - begin, begin), nbytes, path)
 
 
 def is_safetensors(path: str) -> bool:
     """Return whether a file starts like one of safetensors."""
-    return starts_like_safetensors(read_start(path, HEAD_BYTES), os.stat(path).st_size)
+    kind = kind_of_file(path)
+    return kind is not None and kind.is_safetensors
 
 
 def read_pickle(
@@ -99,8 +107,10 @@ def read_pickle(
         HostMemoryError: The host has too little memory for its tensors.
         StorageError: The operating system reported an error.
     """
-    if (kind := kind_of_file(path)) != TORCH_SAVE:
-        reason = "not a file of torch.save, by its first bytes; fetch it again" if kind is None else kind.refusal(path)
+    kind = kind_of_file(path)
+    if kind is None or not kind.is_torch_save:
+        is_named = kind is not None and not kind.is_safetensors
+        reason = kind.refusal(path) if is_named else "not a file of torch.save, by its first bytes; fetch it again"
         raise FormatError(reason, path=path)
     in_zip = read_start(path, len(_ZIP_START)) == _ZIP_START
     if trust_pickle:

@@ -2,7 +2,8 @@
 
 It is built on torch.distributed, which the caller has initialised, and on its `DTensor`s; start ranks by torchrun. The
 engine below gets slices, ranges and parts of files, and does not import torch.distributed. Start with `parts.py`: which
-part of the checkpoint's tensor a `DTensor` is. It has `Placements` too, for loads without a module.
+part of the checkpoint's tensor a `DTensor` is, by the pure rules of `placements.py`. It has `Placements` too, for loads
+without a module.
 
 - `ranks.py`: failures of other ranks, and small values that ranks exchange. A rank that fails, is cancelled or killed
   is an error on all, within a bounded time. `transfer.py`: how ranks send each other many bytes.
@@ -36,9 +37,11 @@ expected type; torch's own messages (plans and results of its distributed checkp
 from __future__ import annotations
 
 from stio.distributed.dcp_reader import StioStorageReader
-from stio.distributed.dcp_writer import StioStager, StioStorageWriter
+from stio.distributed.dcp_writer import StioStager
+from stio.distributed.dcp_writer import StioStorageWriter
 from stio.distributed.load import load_into
 from stio.distributed.parts import Placements
-from stio.distributed.save import Saver, save
+from stio.distributed.save import Saver
+from stio.distributed.save import save
 
 __all__ = ["Placements", "Saver", "StioStager", "StioStorageReader", "StioStorageWriter", "load_into", "save"]

@@ -39,18 +39,6 @@ U64_MAX = 2**64 - 1
 """Largest number that the format can express."""
 
 
-def bits(name: str) -> int:
-    """Return the bits of one element of a dtype.
-
-    Raises:
-        FormatError: The format has no dtype of this name.
-    """
-    width = BITS.get(name)
-    if width is None:
-        raise FormatError("unknown dtype", expected="a dtype of the format, such as 'F32'", found=name)
-    return width
-
-
 def tensor_nbytes(dtype: str, shape: Sequence[int], *, path: str | None = None) -> int:
     """Return the bytes that a tensor's data takes in a file.
 
@@ -66,7 +54,9 @@ def tensor_nbytes(dtype: str, shape: Sequence[int], *, path: str | None = None) 
         FormatError: Unknown dtype, negative dimension, overflow of a u64, more than `MAX_ELEMENTS` elements when
             empty dimensions are left out (no library has strides for those), or a size that is not whole bytes.
     """
-    width = bits(dtype)
+    width = BITS.get(dtype)
+    if width is None:
+        raise FormatError("unknown dtype", path=path, expected="a dtype of the format, such as 'F32'", found=dtype)
     count, strided = 1, 1
     for dimension in shape:
         if not 0 <= dimension <= U64_MAX:

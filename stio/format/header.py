@@ -18,8 +18,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from itertools import accumulate
 from json.encoder import encode_basestring
 from math import prod
@@ -28,11 +34,26 @@ from typing import NoReturn
 
 import msgspec
 
-from stio.errors import FormatError, LimitError, TruncatedError, UnsupportedDtypeError, printable
-from stio.format.dtypes import BITS, DTYPES, MAX_ELEMENTS, U64_MAX, WHOLE_BYTES, DtypeName, tensor_nbytes
-from stio.format.gil_slices import ROWS, WINDOW_BYTES, row_slices, sort_in_slices
+from stio.errors import FormatError
+from stio.errors import LimitError
+from stio.errors import TruncatedError
+from stio.errors import UnsupportedDtypeError
+from stio.errors import printable
+from stio.format.dtypes import BITS
+from stio.format.dtypes import DTYPES
+from stio.format.dtypes import MAX_ELEMENTS
+from stio.format.dtypes import U64_MAX
+from stio.format.dtypes import WHOLE_BYTES
+from stio.format.dtypes import DtypeName
+from stio.format.dtypes import tensor_nbytes
+from stio.format.gil_slices import ROWS
+from stio.format.gil_slices import WINDOW_BYTES
+from stio.format.gil_slices import row_slices
+from stio.format.gil_slices import sort_in_slices
 from stio.format.json_scanner import Scanner
-from stio.limits import Limits, advice_on_limit, limit_error
+from stio.limits import Limits
+from stio.limits import advice_on_limit
+from stio.limits import limit_error
 
 PREFIX_BYTES = 8
 """Bytes before the JSON: its length as a little-endian u64."""
@@ -249,16 +270,6 @@ class _Columns:
             self._scanner.fail(f"tensor {printable(name)!r}: a number is negative", at=start, found=value)
         return {name: entry}
 
-    def _rank_error(self, name: str, rank: int) -> LimitError:
-        # More than the default is more than a tensor can have.
-        advice = advice_on_limit("max_rank") if self._limits.max_rank < _DEFAULT_LIMITS.max_rank else ""
-        return LimitError(
-            f"tensor {printable(name)!r} has more dimensions than the limit `max_rank`{advice}",
-            path=self._path,
-            expected=f"at most {self._limits.max_rank}",
-            found=f"{rank} or more",
-        )
-
     # The layout of the data.
 
     def put_in_file_order(self) -> None:
@@ -324,7 +335,8 @@ class _Columns:
         described = zip(self.names[rows], self.dtypes[rows], self.shapes[rows], offsets, strict=True)
         for name, dtype, shape, (begin, end) in described:
             if len(shape) > self._limits.max_rank:
-                raise self._rank_error(name, len(shape))
+                what, max_rank = f"tensor {printable(name)!r} has more dimensions than", self._limits.max_rank
+                raise limit_error(what, "max_rank", max_rank, path=self._path, found=len(shape))
             if not begin <= end <= U64_MAX:
                 self._fail_layout(name, "data_offsets are reversed or overflow 64 bits", None, "begin <= end < 2**64")
             if begin != data_end:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stio.errors import FormatError, printable
-from stio.format.state_tree import MAPPING_TAGS, MAX_DEPTH
+from stio.format.state.tree import MAPPING_TAGS, MAX_DEPTH
 
 TAG = "stio.type"
 """Key of a dict that represents a value of another type."""

@@ -45,8 +45,7 @@ import torch
 from stio import sync
 from stio.conversion.torch_files import kind_of_file
 from stio.errors import FormatError, StioError, install_command
-from stio.format.other_sources import TORCH_SAVE
-from stio.format.state_tree import STATE_KEY
+from stio.format.state.tree import STATE_KEY
 from stio.integrations._processes import exchange, gather, on_all, random_states, set_random_states
 from stio.integrations._tagged import from_plain, to_plain
 from stio.runtime.notifier import run_blocking
@@ -624,7 +623,7 @@ def _load(file: str, map_location: Any) -> dict[str, Any]:
     """Load a checkpoint; see `StioCheckpointIO.load_checkpoint`."""
     if not (map_location is None or isinstance(map_location, str | torch.device) or callable(map_location)):
         raise TypeError(f"map_location must be a device, not {type(map_location).__name__}")
-    if kind_of_file(file) == TORCH_SAVE:
+    if (kind := kind_of_file(file)) is not None and kind.is_torch_save:
         raise FormatError(
             "this is a checkpoint of torch.save, and StioCheckpointIO loads its own ones. It makes one of it by "
             "`StioCheckpointIO(asynchronous=False).save_checkpoint(torch.load(OLD, map_location='cpu'), NEW)`",

@@ -13,10 +13,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from collections.abc import Generator
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -29,16 +36,25 @@ import torch
 from torch import nn
 
 from stio import sync
-from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, MismatchError, StioError, listed, printable
-from stio.format.directory import INDEX_NAME, require_complete, why_none, without_index
-from stio.format.naming import FILE_SUFFIX, is_hidden, is_index
+from stio.errors import AmbiguousCheckpointError
+from stio.errors import CheckpointNotFoundError
+from stio.errors import MismatchError
+from stio.errors import StioError
+from stio.errors import listed
+from stio.errors import printable
+from stio.format.files.directory import NamedCheckpoint
+from stio.format.files.directory import choose
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import FileName
+from stio.format.files.names import INDEX_SUFFIX
 from stio.limits import Limits
 from stio.loading.options import LoadOptions
 from stio.remote.disk_cache import DiskCache
 from stio.runtime.reports.trace import Trace
 from stio.storage.base import Root
 from stio.storage.checkpoint.open import SourceLike
-from stio.storage.open import SingleFileRoot, open_directory
+from stio.storage.open import SingleFileRoot
+from stio.storage.open import open_directory
 from stio.text import is_url
 
 __all__ = ["LOAD_FORMAT", "register"]
@@ -48,7 +64,7 @@ LOAD_FORMAT = "stio"
 
 _LOADERS = "vllm.model_executor.model_loader"
 _ALL = f"*{FILE_SUFFIX}"
-_DOWNLOADS = (_ALL, f"*{INDEX_NAME.removeprefix('model')}")
+_DOWNLOADS = (_ALL, f"*{FILE_SUFFIX}{INDEX_SUFFIX}")
 
 
 def register() -> None:
@@ -300,21 +316,22 @@ def _sources(root: Root, patterns: Sequence[str]) -> Sequence[Root]:
     """
     directory = Path(root.path)
     for pattern in patterns:
-        if pattern == _ALL and os.path.lexists(directory / INDEX_NAME):
+        if pattern == _ALL and os.path.lexists(directory / f"model{FILE_SUFFIX}{INDEX_SUFFIX}"):
             return [root]  # other files beside the indexed shards may hold the same tensors again
         if not pattern.endswith(FILE_SUFFIX):
             continue
-        names = [
-            str(path.relative_to(directory)) for path in sorted(directory.glob(pattern)) if not is_hidden(path.name)
-        ]
+        names = [str(path.relative_to(directory)) for path in sorted(directory.glob(pattern)) if path.name[:1] != "."]
         listing = root.listdir()
-        complete = without_index([*names, *filter(is_hidden, listing)])
+        hidden = [name for name in listing if FileName(name).is_hidden]
+        complete = NamedCheckpoint.without_index([*names, *hidden])
         for one in complete:
-            require_complete(one.files, path=root.path)
-        if names and not any(map(is_index, listing)):  # shards that only an index names are of no checkpoint
+            one.require_complete(path=root.path)
+        if names and not any(
+            FileName(name).is_index for name in listing
+        ):  # shards that only an index names are of no checkpoint
             names = [name for one in complete for name in one.files]
             if not names:
-                raise CheckpointNotFoundError(why_none(listing), path=root.path, found=listed(listing))
+                choose(listing, path=root.path)  # raises
         if names:
             return [SingleFileRoot(root, name) for name in names]
     raise CheckpointNotFoundError("there are no safetensors files", path=root.path, expected=" or ".join(patterns))
@@ -329,7 +346,7 @@ def _is_on_local_disk(source: Root) -> bool:
     """
     try:
         for name in source.listdir():
-            if name.endswith(FILE_SUFFIX) and not is_hidden(name):
+            if name.endswith(FILE_SUFFIX) and not FileName(name).is_hidden:
                 with closing(source.open(name)) as file:
                     if not getattr(file, "on_local_filesystem", False):  # only files of this machine have it
                         return False

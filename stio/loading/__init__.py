@@ -29,7 +29,8 @@ Rules that are easy to miss:
   loads of 16 MiB or less, and files that other ranks on this host load too. A cold map needs no O_DIRECT: huge pages
   make the kernel read ahead in pieces of 2 MiB.
 - The engine carries out a load if each file is local or held whole by a `HostCache`, and every device has a driver.
-- Casts: `casts.py` decides what a cast may change. Rows of inner dimensions are read whole, with gaps of up to 256 KiB
+- Casts: `casts.py` decides what a cast may change, and `companions.py` which tensors mean something only together
+  (quantized weights and their scales). Rows of inner dimensions are read whole, with gaps of up to 256 KiB
   (1 MiB from a store).
 - Into a module on the CPU the load's thread copies. On a device the caller's thread does (`fill_from` in `api.py`), on
   its current stream: queued work may still read the old values. If a group is copied as it is, it is one tensor of

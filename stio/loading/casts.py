@@ -1,14 +1,17 @@
 """What `dtype=` casts: floating tensors, but no scales, and no quantized weights.
 
-Every cast of a checkpoint's tensors is decided here, with what tensors mean together (`stio.format.companions`). A cast
-of FP8 codes without their scales would give other values without an error, and so would a copy of plain weights into a
+Every cast of a checkpoint's tensors is decided here, with what tensors mean together (`companions.py`). A cast of FP8
+codes without their scales would give other values without an error, and so would a copy of plain weights into a
 quantized module: both are refused. A name that the caller casts by itself, by a mapping or a function, is cast.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import TypeAlias
 
@@ -16,8 +19,13 @@ import torch
 
 from stio.device.casts import Casts
 from stio.device.tensors import TORCH_DTYPES
-from stio.errors import MismatchError, UnsupportedDtypeError, listed, printable
-from stio.format.companions import Companions, find_companions, is_quantized
+from stio.errors import MismatchError
+from stio.errors import UnsupportedDtypeError
+from stio.errors import listed
+from stio.errors import printable
+from stio.loading.companions import Companions
+from stio.loading.companions import find_companions
+from stio.loading.companions import is_quantized
 from stio.text import log
 
 _AS_STORED = (

@@ -1,4 +1,4 @@
-"""Nested state in a checkpoint (`format/state_tree.py`): reads its tree, and loads into a state that exists already.
+"""Nested state in a checkpoint (`format/state/tree.py`): reads its tree, and loads into a state that exists already.
 
 The whole tree is checked before any tensor is read. `stio.load_state` puts new tensors into it. A `StateTarget` is a
 state (dictionaries, lists and tuples of tensors and plain values) that is compared with the tree. Its tensors are
@@ -11,34 +11,44 @@ from __future__ import annotations
 import base64
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NoReturn, TypeAlias
+from typing import Any
+from typing import NoReturn
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from stio.errors import FormatError, MismatchError, listed, printable
+from stio.errors import FormatError
+from stio.errors import MismatchError
+from stio.errors import listed
+from stio.errors import printable
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import TensorInfo
-from stio.format.state_tree import (
-    HOST_KINDS,
-    POINTER,
-    STATE_KEY,
-    TREE_TENSOR,
-    Reference,
-    Tree,
-    check_tree_bytes,
-    parse_tree,
-    python_path,
-)
+from stio.format.state.tree import POINTER
+from stio.format.state.tree import Reference
+from stio.format.state.tree import STATE_KEY
+from stio.format.state.tree import TREE_TENSOR
+from stio.format.state.tree import Tree
+from stio.format.state.tree import check_tree_bytes
+from stio.format.state.tree import parse_tree
+from stio.format.state.tree import python_path
 from stio.limits import Limits
 from stio.loading.casts import require_together
 from stio.loading.options import LoadOptions
-from stio.loading.target import Casting, LoadReport, LoadTarget, PartOf, Stored, no_part
-from stio.runtime.memory import Region, allocate
+from stio.loading.target import Casting
+from stio.loading.target import LoadReport
+from stio.loading.target import LoadTarget
+from stio.loading.target import PartOf
+from stio.loading.target import Stored
+from stio.loading.target import no_part
+from stio.runtime.memory import Region
+from stio.runtime.memory import allocate
 from stio.runtime.process import collection_paused
 from stio.storage.checkpoint.shards import OpenCheckpoint
 
@@ -78,7 +88,7 @@ def read_nested(opened: OpenCheckpoint, limits: Limits, *, check: Callable[[], N
     raw, holds_bytes = _tree_text(opened, limits)
     with collection_paused(len(raw)):
         tree = parse_tree(raw, path=opened.path, limits=limits, foreign=torch_value, check=check)
-    kinds = {reference.name: reference.kind for reference in tree.references if reference.kind in HOST_KINDS}
+    kinds = {reference.name: reference.kind for reference in tree.references if reference.in_host_memory}
     holds_bytes |= kinds.keys()
     _require_match(opened, tree, holds_bytes)
     check()
@@ -144,7 +154,7 @@ def _require_match(opened: OpenCheckpoint, tree: Tree, holds_bytes: set[str]) ->
     """Require that the tree and the checkpoint name the same tensors."""
     in_tree = {reference.name for reference in tree.references} | (holds_bytes & {TREE_TENSOR})
     stored = {name for header in opened.headers for name in header.names} | opened.aliases.keys()
-    as_tensors = {reference.name for reference in tree.references if reference.kind not in HOST_KINDS}
+    as_tensors = {reference.name for reference in tree.references if not reference.in_host_memory}
     for names, message in (
         (in_tree - stored, "the state refers to a tensor that does not exist"),
         (holds_bytes & as_tensors, "the state refers to a tensor that holds bytes of the state"),
@@ -270,7 +280,7 @@ class StateTarget(LoadTarget):
 
     def _merge(self, mine: Any, stored: Any, keys: _Keys) -> Any:
         """Compare a value of the state with the stored one; return what takes its place."""
-        if type(stored) is Reference and stored.kind in HOST_KINDS:
+        if type(stored) is Reference and stored.in_host_memory:
             stored = self._host_values[stored.name]
         if isinstance(mine, torch.Tensor) or type(stored) is Reference:
             if not isinstance(mine, torch.Tensor) or type(stored) is not Reference:

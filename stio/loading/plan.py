@@ -10,14 +10,25 @@ from __future__ import annotations
 
 import difflib
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
 from functools import partial
 
-from stio.errors import FormatError, SliceError, TensorNotFoundError, printable
-from stio.format.dtypes import bits
+from stio.errors import FormatError
+from stio.errors import SliceError
+from stio.errors import TensorNotFoundError
+from stio.errors import printable
+from stio.format.dtypes import BITS
 from stio.format.header import Header
-from stio.format.slicing import Selection, select
+from stio.format.slicing import Selection
+from stio.format.slicing import select
 from stio.limits import PAGE_BYTES
 
 GAP_BYTES = 256 << 10
@@ -290,18 +301,18 @@ def stored_shape(dtype: str, shape: tuple[int, ...], *, name: str) -> tuple[tupl
     Raises:
         FormatError: The last dimension of an F4 tensor is odd.
     """
-    if bits(dtype) >= 8:
-        return shape, bits(dtype) // 8
-    if not shape or shape[-1] * bits(dtype) % 8:
+    if BITS[dtype] >= 8:
+        return shape, BITS[dtype] // 8
+    if not shape or shape[-1] * BITS[dtype] % 8:
         message = (
             f"tensor {printable(name)!r}: torch has no rows of {dtype} that end within a byte; leave it out by names="
         )
         raise FormatError(message, found=list(shape))
-    return (*shape[:-1], shape[-1] * bits(dtype) // 8), 1
+    return (*shape[:-1], shape[-1] * BITS[dtype] // 8), 1
 
 
 def _format_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape if bits(dtype) >= 8 or not shape else (*shape[:-1], shape[-1] * 8 // bits(dtype))
+    return shape if BITS[dtype] >= 8 or not shape else (*shape[:-1], shape[-1] * 8 // BITS[dtype])
 
 
 def _dense_blocks(index: int, start: int, nbytes: int, selection: FileSelection) -> tuple[Block, ...]:
@@ -315,7 +326,7 @@ def _pack(dtypes: Sequence[str], lengths: Sequence[int]) -> tuple[list[int], int
     """Place tensors one after the other, each aligned; return their offsets and the total size."""
     offsets, end = [], 0
     for dtype, length in zip(dtypes, lengths, strict=True):
-        align = _TENSOR_ALIGNMENT_BYTES if length >= _ALIGNED_FROM_BYTES else max(1, bits(dtype) // 8)
+        align = _TENSOR_ALIGNMENT_BYTES if length >= _ALIGNED_FROM_BYTES else max(1, BITS[dtype] // 8)
         start = -(-end // align) * align
         offsets.append(start)
         end = start + length

@@ -10,24 +10,38 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from errno import EACCES, EHOSTUNREACH, EIO, ENOENT
+from errno import EACCES
+from errno import EHOSTUNREACH
+from errno import EIO
+from errno import ENOENT
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
+from typing import TypeVar
 from urllib.parse import unquote
 
-from stio.errors import CheckpointNotFoundError, FormatError, StioError, StorageError, install_command
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, PICKLE_SUFFIXES, names_checkpoint, whole_name
-from stio.format.other_sources import CONVERT
-from stio.remote.requests import for_each, short_line
+from stio.errors import CheckpointNotFoundError
+from stio.errors import FormatError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import install_command
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import FileName
+from stio.format.files.names import INDEX_SUFFIX
+from stio.format.files.names import PICKLE_SUFFIXES
+from stio.remote.requests import for_each
+from stio.remote.requests import short_line
 from stio.runtime.calls import Call
 from stio.storage.base import Source
 from stio.storage.checks import commits_in
 from stio.storage.open import open_file
-from stio.text import log, without_secrets
+from stio.text import log
+from stio.text import without_secrets
 
 T = TypeVar("T")
 
@@ -101,7 +115,7 @@ def locate(url: str) -> tuple[HubLocation, str]:
             path=path,
         )
     folder, name = key, ""
-    if names_checkpoint(key):
+    if FileName(key).is_checkpoint:
         folder, _, name = key.rpartition("/")
     revision = unquote(found["revision"]) if found["revision"] else None
     return HubLocation(found["repository"], revision, folder), name
@@ -114,9 +128,11 @@ def open_url(url: str, *, is_file: bool | None = None) -> tuple[HubRoot, str]:
         FormatError: It names a file of torch.save, which would be downloaded in full to be refused.
     """
     location, name = locate(url)
-    if whole_name(location.folder).endswith(PICKLE_SUFFIXES) and not url.endswith("/"):
+    if FileName(location.folder).whole.endswith(PICKLE_SUFFIXES) and not url.endswith("/"):
         path = without_secrets(url)
-        raise FormatError(f"files of torch.save are not read from the hub; download it, then {CONVERT}", path=path)
+        raise FormatError(
+            "files of torch.save are not read from the hub; download and convert it (stio.convert)", path=path
+        )
     return HubRoot(location), name
 
 

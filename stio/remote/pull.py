@@ -13,35 +13,56 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextlib import closing
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from stio.errors import StioError, StorageError, UnsafePathError
-from stio.format.naming import FILE_SUFFIX, FILE_SUFFIXES, PICKLE_SUFFIXES, is_index, names_checkpoint, shard_number
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import UnsafePathError
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import FILE_SUFFIXES
+from stio.format.files.names import FileName
+from stio.format.files.names import PICKLE_SUFFIXES
 from stio.limits import DEFAULT_BUDGET_BYTES
 from stio.remote import hub
-from stio.remote.disk_cache import (
-    LOCK_SUFFIX,
-    PART_SUFFIX,
-    Download,
-    check_interrupted,
-    object_key,
-    opened_directory,
-    wait_until,
-)
-from stio.storage.base import ParallelRoot, RequestedSource, Requests, Source
-from stio.storage.checkpoint.integrity import judge_files, read_manifest
+from stio.remote.disk_cache import LOCK_SUFFIX
+from stio.remote.disk_cache import PART_SUFFIX
+from stio.remote.disk_cache import Download
+from stio.remote.disk_cache import check_interrupted
+from stio.remote.disk_cache import object_key
+from stio.remote.disk_cache import opened_directory
+from stio.remote.disk_cache import wait_until
+from stio.storage.base import ParallelRoot
+from stio.storage.base import RequestedSource
+from stio.storage.base import Requests
+from stio.storage.base import Source
+from stio.storage.checkpoint.integrity import judge_files
+from stio.storage.checkpoint.integrity import read_manifest
 from stio.storage.checkpoint.open import open_checkpoint
-from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
-from stio.storage.checks import local_directory, refusals
+from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.storage.checkpoint.shards import OpenOptions
+from stio.storage.checks import local_directory
+from stio.storage.checks import refusals
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import FileLock
-from stio.storage.commit.files import read_small, remove_file, status_at, write_small
+from stio.storage.commit.files import read_small
+from stio.storage.commit.files import remove_file
+from stio.storage.commit.files import status_at
+from stio.storage.commit.files import write_small
 from stio.storage.local import LocalFile
-from stio.storage.open import SingleFileRoot, is_hub
-from stio.text import is_url, without_secrets
+from stio.storage.open import SingleFileRoot
+from stio.storage.open import is_hub
+from stio.text import is_url
+from stio.text import without_secrets
 
 _HOW = OpenOptions(with_manifest=True, strict=False, check=check_interrupted)
 
@@ -168,7 +189,7 @@ def _sources(opened: OpenCheckpoint, also: Sequence[str], owned: ExitStack) -> d
         others.append(os.path.basename(opened.manifest.path))
     if opened.path == root.path and not root.path.startswith("http"):  # a directory; a server of http lists none
         names = root.list_all() if isinstance(root, hub.HubRoot) else root.listdir()
-        others += [one for one in names if not (one.endswith(_OTHER_WEIGHTS) or is_index(one) or _is_own(one))]
+        others += [one for one in names if not (one.endswith(_OTHER_WEIGHTS) or FileName(one).is_index or _is_own(one))]
     for one in others:
         if one in ("", ".", "..") or _is_own(one) or {*one} & {"/", os.sep, "\0"}:
             message = "this name of a file is not allowed: it is no plain name, or one of stio's own"
@@ -190,10 +211,10 @@ def _is_own(name: str) -> bool:
 
 def _loadable(name: str) -> str:
     """Return the name of the copy of a file, by which a load of its directory finds it."""
-    if names_checkpoint(name):
+    if FileName(name).is_checkpoint:
         return name
     stem = next((name.removesuffix(end) for end in PICKLE_SUFFIXES if name.endswith(end)), name)
-    is_plain = re.fullmatch(r"\w[\w.-]*", stem, re.ASCII) and shard_number(stem) is None
+    is_plain = re.fullmatch(r"\w[\w.-]*", stem, re.ASCII) and FileName(stem).shard is None
     return f"{stem if is_plain else 'model'}{FILE_SUFFIX}"
 
 

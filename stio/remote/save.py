@@ -16,47 +16,65 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator
+from collections.abc import Sequence
+from collections.abc import Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from http.client import HTTPException
-from typing import Any, Literal
+from typing import Any
+from typing import Literal
 from urllib.error import HTTPError
 from urllib.parse import quote
-from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
+from urllib.request import HTTPRedirectHandler
+from urllib.request import HTTPSHandler
+from urllib.request import Request
+from urllib.request import build_opener
 from xml.etree import ElementTree
 
 from stio import clock
-from stio.errors import (
-    CheckpointNotFoundError,
-    CommitUncertainError,
-    ConcurrentSaveError,
-    IndexFormatError,
-    StioError,
-    StorageError,
-    printable,
-)
-from stio.format.index import parse_index
-from stio.format.naming import (
-    FILE_SUFFIX,
-    INDEX_SUFFIX,
-    advice_for_destination,
-    index_name,
-    is_checkpoint_file,
-    is_of_save,
-    shard_name,
-)
-from stio.remote.folder import DEFAULT_BYTES, MIN_PART_BYTES, Folder, PartMemory, State, Upload
-from stio.remote.requests import Attempts, RateWatch, RequestError, RequestFailure, failure_of, summary_of
+from stio.errors import CheckpointNotFoundError
+from stio.errors import CommitUncertainError
+from stio.errors import ConcurrentSaveError
+from stio.errors import IndexFormatError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import printable
+from stio.format.files.index import parse_index
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import INDEX_SUFFIX
+from stio.format.files.names import FileName
+from stio.format.files.names import FilePattern
+from stio.remote.folder import DEFAULT_BYTES
+from stio.remote.folder import MIN_PART_BYTES
+from stio.remote.folder import Folder
+from stio.remote.folder import PartMemory
+from stio.remote.folder import State
+from stio.remote.folder import Upload
+from stio.remote.requests import Attempts
+from stio.remote.requests import RateWatch
+from stio.remote.requests import RequestError
+from stio.remote.requests import RequestFailure
+from stio.remote.requests import failure_of
+from stio.remote.requests import summary_of
 from stio.remote.source import RemoteRoot
-from stio.remote.stores import Query, added_authorities, locate, signed_url
+from stio.remote.stores import Query
+from stio.remote.stores import added_authorities
+from stio.remote.stores import locate
+from stio.remote.stores import signed_url
 from stio.runtime.calls import Call
 from stio.runtime.operation import Cancelled
-from stio.storage.base import Ending, Note, Root, Transaction
-from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
-from stio.text import log, without_secrets
+from stio.storage.base import Ending
+from stio.storage.base import Note
+from stio.storage.base import Root
+from stio.storage.base import Transaction
+from stio.storage.commit.recovery import MAX_AGE_SECONDS
+from stio.storage.commit.recovery import GarbageReport
+from stio.text import log
+from stio.text import without_secrets
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +145,12 @@ class RemoteDestination:
         ages = {
             key: now - meta["last_modified"].timestamp()
             for key, meta in objects.items()
-            if is_of_save(key) and key not in used
+            if FileName(key).is_of_save and key not in used
         }
         old = sorted(key for key, age in ages.items() if age >= max_age_seconds)
-        uploads = [upload for upload in _uploads(folder) if is_of_save(upload.name) or (name and upload.name == name)]
+        uploads = [
+            upload for upload in _uploads(folder) if FileName(upload.name).is_of_save or (name and upload.name == name)
+        ]
         ended = [upload for upload in uploads if now - upload.began >= max_age_seconds]
         if not dry_run:
             folder.delete(old)
@@ -157,7 +177,7 @@ def open_destination(url: str | Root) -> RemoteDestination:
         raise TypeError(f"a destination is a path, a URL or a RemoteRoot, not {type(url).__name__}")
     location = locate(url)
     folder, _, name = location.key.rpartition("/")
-    advice = "" if url.endswith("/") else advice_for_destination(name)
+    advice = "" if url.endswith("/") else FileName(name).advice_for_destination
     if advice:
         raise ValueError(f"the destination {printable(without_secrets(url))!r} {advice}")
     if not location.key.endswith(FILE_SUFFIX) or url.endswith("/"):
@@ -364,14 +384,14 @@ class _Directory(RemoteTransaction):
     takes_index = True
 
     def __init__(self, folder: Folder, buffer_bytes: int, num_shards: int, pattern: str) -> None:
-        super().__init__(folder, buffer_bytes, index_name(pattern))
+        super().__init__(folder, buffer_bytes, FilePattern(pattern).index)
         # After the index was read: shards of a save that commits in between would not be deleted otherwise. Those of
         # one that commits later are in it too; it cannot commit any more once this one has.
-        objects = folder.list(lambda: {*self._indexed(), shard_name(pattern, 0, 1)})
+        objects = folder.list(lambda: {*self._indexed(), FilePattern(pattern).whole})
         self._old = {
-            name: meta for name, meta in objects.items() if name != self._last and is_checkpoint_file(name, pattern)
+            name: meta for name, meta in objects.items() if name != self._last and FilePattern(pattern).matches(name)
         }
-        self.shard_names = tuple(shard_name(pattern, k, num_shards, save_id=self._id) for k in range(num_shards))
+        self.shard_names = tuple(FilePattern(pattern).shard(k, num_shards, save_id=self._id) for k in range(num_shards))
 
     def _indexed(self) -> set[str]:
         with suppress(IndexFormatError):  # it is replaced

@@ -7,26 +7,35 @@ equal plans, and equal plans give equal files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+import operator
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace
+from json.encoder import encode_basestring_ascii
+from typing import Any
 from typing import NamedTuple
 
-from stio.errors import IndexFormatError, LimitError
-from stio.format.header import MAX_HEADER_BYTES, build_header, check_name, require_text
-from stio.format.index import parse_index
-from stio.format.sharding import TensorSource, build_index, split_into_shards
-from stio.format.shared import (
-    ALIASES_KEY,
-    UNDECLARED,
-    SharedPolicy,
-    TiedNames,
-    aliases_json,
-    is_of_a_shard,
-    resolve_shared,
-)
+from stio.errors import IndexFormatError
+from stio.errors import LimitError
+from stio.format.files.index import parse_index
+from stio.format.gil_slices import row_slices
+from stio.format.header import MAX_HEADER_BYTES
+from stio.format.header import build_header
+from stio.format.header import check_name
+from stio.format.header import require_text
+from stio.format.shared import ALIASES_KEY
+from stio.format.shared import SharedPolicy
+from stio.format.shared import TensorSource
+from stio.format.shared import TiedNames
+from stio.format.shared import resolve_shared
 from stio.limits import PAGE_BYTES
 
 _SHORT_INDEX_BYTES = 100_000
+_TOTAL_SIZE = "total_size"
+_TOTAL_PARAMETERS = "total_parameters"
 _FORMAT = {"format": "pt"}
 """The metadata that the hub and its readers expect in every file."""
 
@@ -146,7 +155,7 @@ def plan_writes(
     max_shard_bytes: int | None,
     metadata: Mapping[str, str] | None = None,
     shared: SharedPolicy = "dedupe",
-    tied: TiedNames = UNDECLARED,
+    tied: TiedNames | None = None,
 ) -> WritePlan:
     """Turn tensors into files and writes.
 
@@ -183,10 +192,10 @@ def plan_writes(
     if max_shard_bytes is None:
         split = [[source.name for source in saved]]
     else:
-        split = split_into_shards(((source.name, source.nbytes, None) for source in saved), max_shard_bytes) or [[]]
+        split = split_into_shards(((source.name, source.nbytes) for source in saved), max_shard_bytes) or [[]]
     in_header = {**_FORMAT, **text, **_alias_metadata(aliases)}
     if len(split) > 1:
-        in_header = {key: value for key, value in in_header.items() if is_of_a_shard(key)}
+        in_header = {key: value for key, value in in_header.items() if not key.startswith("stio.")}
     files = [(names, in_header) for names in split]
     return replace(plan_files(saved, block_bytes, files=files), aliases=aliases, metadata=text)
 
@@ -247,7 +256,10 @@ def _require_readable(index: bytes) -> None:
 
 
 def _alias_metadata(aliases: Mapping[str, str]) -> dict[str, str]:
-    return {ALIASES_KEY: aliases_json(aliases)} if aliases else {}
+    """Return the metadata that record aliases: compact JSON, sorted."""
+    if not aliases:
+        return {}
+    return {ALIASES_KEY: json.dumps(aliases, ensure_ascii=False, separators=(",", ":"), sort_keys=True)}
 
 
 def _plan_shard(
@@ -297,3 +309,69 @@ def _plan_shard(
         data_bytes=position - len(header),
         blocks=tuple(blocks),
     )
+
+
+# Shards and their index, as the hub splits and writes them: its readers read stio's checkpoints.
+
+
+def split_into_shards(sizes: Iterable[tuple[str, int]], max_shard_bytes: int) -> list[list[str]]:
+    """Split tensors into shards by the hub's greedy rule.
+
+    In the order given, a tensor that would make the open shard larger than the maximum starts a new one. One that is
+    larger than the maximum by itself becomes a shard of its own at once, before the one that is open.
+
+    Args:
+        sizes: Name and bytes of each.
+        max_shard_bytes: Largest shard, headers not counted.
+
+    Returns:
+        The names in each shard; without tensors there are no shards.
+    """
+    shards: list[list[str]] = []
+    current: list[str] = []
+    current_bytes = 0
+    for name, nbytes in sizes:
+        if nbytes > max_shard_bytes:
+            shards.append([name])
+            continue
+        if current_bytes + nbytes > max_shard_bytes:
+            shards.append(current)
+            current, current_bytes = [], 0
+        current.append(name)
+        current_bytes += nbytes
+    return [*shards, current] if current else shards
+
+
+def build_index(weight_map: Mapping[str, str], total_bytes: int, metadata: Mapping[str, str | int]) -> bytes:
+    """Return the bytes of an index, as the hub writes it by `json.dump(indent=2)`.
+
+    Composed line by line (`gil_slices.py`).
+
+    Args:
+        weight_map: Shard of each tensor, in the order to be written.
+        total_bytes: Bytes of all tensors, each storage counted once.
+        metadata: Text to store beside `total_size`; sorted, so that equal checkpoints are equal files. The hub's
+            `total_parameters` may be a number.
+
+    Raises:
+        TypeError: A name, shard, metadata key or value is not text.
+        ValueError: The metadata hold `total_size`, or a text holds half of a surrogate pair.
+    """
+    if _TOTAL_SIZE in metadata:
+        raise ValueError(f"the index counts {_TOTAL_SIZE!r} itself; leave it out of the metadata")
+    texts: dict[str, Any] = dict(metadata)
+    numbers = {_TOTAL_SIZE: operator.index(total_bytes)}
+    if type(texts.get(_TOTAL_PARAMETERS)) is int:
+        numbers[_TOTAL_PARAMETERS] = texts.pop(_TOTAL_PARAMETERS)
+    require_text(list(texts.items()), "metadata")
+    described = json.dumps({**numbers, **dict(sorted(texts.items()))}, indent=2).replace("\n", "\n  ")
+    shards = {shard: encode_basestring_ascii(shard) for shard in dict.fromkeys(weight_map.values())}
+    pairs = list(weight_map.items())
+    parts = []
+    for rows in row_slices(len(pairs)):
+        part = pairs[rows]
+        require_text(part, "weight_map")
+        lines = [f"    {encode_basestring_ascii(name)}: {shards[shard]}" for name, shard in part]
+        parts.append(",\n".join(lines).encode())
+    mapped = b"{\n" + b",\n".join(parts) + b"\n  }" if parts else b"{}"
+    return b'{\n  "metadata": ' + described.encode() + b',\n  "weight_map": ' + mapped + b"\n}"

@@ -6,14 +6,34 @@ bytes, each process sends its bytes to those that write the files (`plan_stream`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from dataclasses import replace
 from typing import NamedTuple
 
-from stio.format.placements import ByteRange
-from stio.format.sharding import TensorSource
+from stio.format.shared import TensorSource
 from stio.limits import PAGE_BYTES
-from stio.saving.plan import Piece, Run, ShardPlan, WriteBlock, WritePlan
+from stio.saving.plan import Piece
+from stio.saving.plan import Run
+from stio.saving.plan import ShardPlan
+from stio.saving.plan import WriteBlock
+from stio.saving.plan import WritePlan
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes of a tensor: one range, or several of one length at even distances."""
+
+    start: int
+    """First byte, counted in the tensor."""
+    nbytes: int
+    """Length of one range."""
+    num_ranges: int = 1
+    """Number of ranges."""
+    stride: int = 0
+    """Distance between the starts of two; more than the length. 0 for one range."""
 
 
 class WrittenPart(NamedTuple):

@@ -12,17 +12,28 @@ import os
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field
 from itertools import takewhile
 from typing import TypeAlias
 
-from stio.errors import StioError, listed, printable
-from stio.format.naming import is_hidden, is_index, series_of, step_of
-from stio.storage.base import Identity, Published
-from stio.storage.checks import CHECKPOINT_SUFFIXES, steps_in
+from stio.errors import StioError
+from stio.errors import listed
+from stio.errors import printable
+from stio.format.files.names import FileName
+from stio.format.files.names import step_of
+from stio.storage.base import Identity
+from stio.storage.base import Published
+from stio.storage.checks import CHECKPOINT_SUFFIXES
+from stio.storage.checks import steps_in
 from stio.storage.commit.destination import DirectoryIdentity
-from stio.storage.commit.retention import EarlierSave, WrittenFiles, find_earlier_saves, is_below_any
-from stio.text import is_url, log, without_secrets
+from stio.storage.commit.retention import EarlierSave
+from stio.storage.commit.retention import WrittenFiles
+from stio.storage.commit.retention import find_earlier_saves
+from stio.storage.commit.retention import is_below_any
+from stio.text import is_url
+from stio.text import log
+from stio.text import without_secrets
 
 _Place: TypeAlias = tuple[str, str | None]
 """Path of a destination and pattern of the file names in it; None: it is one file."""
@@ -115,23 +126,23 @@ class Retention:
         if self._adopt is not None:
             self._earlier = _earlier_saves(self._adopt)
             self._adopt = None
-        self._take_over(series_of(path), filename_pattern)
+        self._take_over(_series_of(path), filename_pattern)
         named = step_of(path)
-        folder = os.path.dirname(named[1] if named else path)
-        if named is None or is_url(path) or self._last.get(folder) == named[0]:
+        folder = os.path.dirname(named.path if named else path)
+        if named is None or is_url(path) or self._last.get(folder) == named.number:
             return
-        self._last[folder] = named[0]
+        self._last[folder] = named.number
         known = self._known.setdefault(folder, set(_steps_present(folder)))
-        dropped = self._steps_like({series_of(path)}) if self._drop_higher else set()
-        warn_of_higher_steps(folder, named[0], among=known - dropped)
-        known.add(named[0])
+        dropped = self._steps_like({_series_of(path)}) if self._drop_higher else set()
+        warn_of_higher_steps(folder, named.number, among=known - dropped)
+        known.add(named.number)
 
     def _take_over(self, series: str | None, filename_pattern: str | None) -> None:
         """Let the earlier saves of a series count as those of this saver, before all of its own."""
         own = [
             (number, save)
             for number, save in self._earlier
-            if series is not None and save.filename_pattern == filename_pattern and series_of(save.path) == series
+            if series is not None and save.filename_pattern == filename_pattern and _series_of(save.path) == series
         ]
         if not own:
             return
@@ -176,7 +187,7 @@ class Retention:
                     step.saves[other] = WrittenFiles(files, older.directories, older.made)
         if named is None:
             return
-        key, _ = named
+        key = named.number
         step = self._steps.setdefault(key, _Step())
         if place in step.saved:
             # The step is saved again: it is the newest one, and complete when all of it was.
@@ -196,7 +207,7 @@ class Retention:
                 place = self._attempts.popleft()
                 named = step_of(place[0])
                 if named is not None:
-                    step = self._steps.setdefault(named[0], _Step())
+                    step = self._steps.setdefault(named.number, _Step())
                     if len(step.attempted) < _MAX_ATTEMPTS:
                         step.attempted.add(place)
         for key in [key for key, step in self._steps.items() if not step.saves][:-_MAX_ATTEMPTS]:
@@ -219,7 +230,7 @@ class Retention:
         complete = self._complete_steps()
         old: list[Published] = []
         if self._drop_higher and complete:
-            alike = self._steps_like({series_of(path) for path, _ in self._steps[complete[-1]].saves})
+            alike = self._steps_like({_series_of(path) for path, _ in self._steps[complete[-1]].saves})
             earlier = alike.intersection(takewhile(lambda key: key != complete[-1], self._steps))
             for key in [key for key in sorted(earlier) if key > complete[-1] and not self._is_folder_of_steps(key)]:
                 old += self._taken_out(key, f"since step {complete[-1]} was saved after it")
@@ -251,12 +262,12 @@ class Retention:
 
     def _steps_like(self, series: set[str | None]) -> set[int]:
         """Return the steps with a save of one of these series; in other names a number may be no step: `best-0.95`."""
-        return {key for key, step in self._steps.items() if any(series_of(path) in series for path, _ in step.saves)}
+        return {key for key, step in self._steps.items() if any(_series_of(path) in series for path, _ in step.saves)}
 
     def _is_folder_of_steps(self, key: int) -> bool:
         """Return whether a step is the name of a folder with a run in it: `step-500/best` beside `step-500/step-7`."""
         saves = self._steps[key].saves
-        above = {named[1] for path, _ in saves if (named := step_of(path)) is not None and named[1] != path}
+        above = {named.path for path, _ in saves if (named := step_of(path)) is not None and named.path != path}
         others = [path for other, step in self._steps.items() if other != key for path, _ in step.saves]
         return any(is_below_any(path, above) for path in others)
 
@@ -274,7 +285,7 @@ class Retention:
                 directories |= save.directories
             else:
                 remote.append(save)
-        tops = {named[1] if (named := step_of(path)) else path for path, _ in step.saves}
+        tops = {named.path if (named := step_of(path)) else path for path, _ in step.saves}
         for directory in [*_made]:
             if not os.path.isdir(directory):
                 _made.pop(directory, None)
@@ -287,7 +298,12 @@ def _earlier_saves(directory: str) -> list[tuple[int, EarlierSave]]:
     root = os.path.realpath(directory)
     found = [(step_of(save.path), save) for save in find_earlier_saves(directory)]
     # A number in the path of the directory itself is not that of a step in it.
-    return [(named[0], save) for named, save in found if named is not None and len(named[1]) > len(root)]
+    return [(named.number, save) for named, save in found if named is not None and len(named.path) > len(root)]
+
+
+def _series_of(path: str) -> str | None:
+    named = step_of(path)
+    return None if named is None else named.series
 
 
 def warn_of_higher_steps(directory: str, step: int, *, among: Collection[int] | None = None) -> None:
@@ -326,5 +342,5 @@ def _steps_present(directory: str) -> dict[int, list[str]]:
 def _holds_checkpoint(path: str) -> bool:
     if not os.path.isdir(path):
         return True
-    names = (name for _, _, names in os.walk(path) for name in names if not is_hidden(name))
-    return any(name.endswith(CHECKPOINT_SUFFIXES) or is_index(name) for name in names)
+    names = (name for _, _, names in os.walk(path) for name in map(FileName, names) if not name.is_hidden)
+    return any(name.endswith(CHECKPOINT_SUFFIXES) or name.is_index for name in names)

@@ -9,17 +9,30 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass
 
-from stio.errors import StioError, printable
-from stio.format.directory import INDEX_NAME, NamedCheckpoint, choose, of_index, without_index
-from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
-from stio.format.index import ShardIndex, parse_index
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, shard_number, step_of
+from stio.errors import StioError
+from stio.errors import printable
+from stio.format.files.directory import NamedCheckpoint
+from stio.format.files.directory import choose
+from stio.format.files.index import ShardIndex
+from stio.format.files.index import parse_index
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import INDEX_SUFFIX
+from stio.format.files.names import FileName
+from stio.format.files.names import FilePattern
+from stio.format.files.names import step_of
+from stio.format.header import PREFIX_BYTES
+from stio.format.header import header_nbytes
+from stio.format.header import parse_header
 from stio.limits import Limits
 from stio.saving.options import DEFAULT_PATTERN
-from stio.storage.base import ParallelRoot, Root, Source, read_bytes
+from stio.storage.base import ParallelRoot
+from stio.storage.base import Root
+from stio.storage.base import Source
+from stio.storage.base import read_bytes
 from stio.text import log
 
 _READ_BY_NAME = {"diffusion_pytorch_model.safetensors": "diffusers", "adapter_model.safetensors": "PEFT"}
@@ -34,17 +47,17 @@ def warn_of_link_to_step(path: str, resolved: str) -> None:
         resolved: The same without links.
     """
     named, reached = step_of(os.path.normpath(path)), step_of(resolved)
-    if reached is None or (named is not None and named[0] == reached[0]) or not os.path.lexists(resolved):
+    if reached is None or (named is not None and named.number == reached.number) or not os.path.lexists(resolved):
         return
     # A directory whose name is a number, with further directories, may be that of a job: `123456/final`.
-    if reached[1] == resolved or not os.path.basename(reached[1]).isdecimal() or os.path.isfile(resolved):
+    if reached.path == resolved or not os.path.basename(reached.path).isdecimal() or os.path.isfile(resolved):
         log(
             logging.WARNING,
             "%s leads by a link to %s, so the save replaces step %d; save to a path of its own, and change the link "
             "when that save is durable",
             printable(path),
             printable(resolved),
-            reached[0],
+            reached.number,
         )
 
 
@@ -90,18 +103,22 @@ def _hiding_index(root: Root, saved: Saved) -> str | None:
     """
     index, files = saved.index, saved.files
     with suppress(StioError):
-        own = of_index(index) if index is not None else next(iter(without_index(files)), None)
-        if own is None or (index is None and any(shard_number(name) is not None for name in files)):
+        own = (
+            NamedCheckpoint.of_index(index)
+            if index is not None
+            else next(iter(NamedCheckpoint.without_index(files)), None)
+        )
+        if own is None or (index is None and any(FileName(name).shard is not None for name in files)):
             return None  # no name of a checkpoint; or a shard of one whose index comes later
         names = _names(root, own)
         found = choose({*names, *files}, path=root.path).index
-        if found is None or found == index or own.is_variant_of(of_index(found)):
+        if found is None or found == index or own.is_variant_of(NamedCheckpoint.of_index(found)):
             return None
         other = _read(root, found)
         is_gone = not any(shard in names or _exists(root, shard) for shard in other.shards)
         if is_gone or not other.weight_map or not {*other.shards}.isdisjoint(files):
             return None
-        if of_index(found).stem == own.stem or not other.weight_map.keys().isdisjoint(saved.tensors):
+        if NamedCheckpoint.of_index(found).stem == own.stem or not other.weight_map.keys().isdisjoint(saved.tensors):
             return found
     return None
 
@@ -136,7 +153,11 @@ def _names(root: Root, own: NamedCheckpoint) -> list[str]:
     """Return the names in a directory; of a store those that decide, since a list of all of them may be long."""
     if not isinstance(root, ParallelRoot):
         return [*root.listdir()]
-    return [name for name in dict.fromkeys([INDEX_NAME, own.whole + INDEX_SUFFIX]) if _exists(root, name)]
+    return [
+        name
+        for name in dict.fromkeys([FilePattern(DEFAULT_PATTERN).index, own.whole + INDEX_SUFFIX])
+        if _exists(root, name)
+    ]
 
 
 def _exists(root: Root, name: str) -> bool:

@@ -15,18 +15,28 @@ import re
 import stat
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
-from typing import Any, NoReturn
+from typing import Any
+from typing import NoReturn
 
-from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
-from stio.format.naming import FILE_SUFFIXES, is_dated, is_hidden, step_named
-from stio.format.other_sources import NO_HOME
+from stio.errors import CheckpointNotFoundError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import TruncatedError
+from stio.errors import UnsafePathError
+from stio.errors import printable
+from stio.format.files.names import FILE_SUFFIXES
+from stio.format.files.names import FileName
+from stio.format.files.names import step_of
+from stio.format.files.other_kinds import advice_for_path
 from stio.runtime.process import contextmanager
 from stio.storage.base import Identity
-from stio.text import is_url, without_secrets
+from stio.text import is_url
+from stio.text import without_secrets
 
 if sys.platform != "win32":
     import resource
@@ -276,7 +286,7 @@ def local_directory(path: object, keyword: str) -> str:
     if not text:
         raise ValueError(f"{keyword} takes a directory, not an empty path")
     if first == "~" and not os.path.isdir(first):
-        raise ValueError(f"{keyword}: {printable(text)!r} cannot be used; {NO_HOME}")
+        raise ValueError(f"{keyword}: {printable(text)!r} cannot be used; {advice_for_path(text)}")
     if _SCHEME.fullmatch(first) and not os.path.isdir(first):
         raise ValueError(f"{keyword} takes a directory of this machine, not the URL {printable(without_secrets(text))}")
     return os.path.abspath(text)
@@ -292,9 +302,9 @@ def steps_in(directory: str) -> dict[int | None, list[str]]:
     """
     by_step: dict[int | None, list[str]] = defaultdict(list)
     for name in sorted(os.listdir(directory)):
-        step, path = step_named(name), os.path.join(directory, name)
-        if (step is not None or (is_dated(name) and not is_hidden(name))) and _may_be_checkpoint(path):
-            by_step[step].append(path)
+        step, file, path = step_of(name), FileName(name), os.path.join(directory, name)
+        if (step is not None or (file.is_dated and not file.is_hidden)) and _may_be_checkpoint(path):
+            by_step[None if step is None else step.number].append(path)
     return by_step
 
 

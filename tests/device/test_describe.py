@@ -17,8 +17,7 @@ from stio.device.describe import LazyTensor, describe_tensors
 from stio.device.tensors import FORMAT_DTYPES
 from stio.errors import DeviceError, UnsupportedDtypeError
 from stio.format.dtypes import tensor_nbytes
-from stio.format.sharding import TensorSource
-from stio.format.shared import resolve_shared
+from stio.format.shared import TensorSource, resolve_shared
 
 
 def source_of(tensor: Any) -> TensorSource:

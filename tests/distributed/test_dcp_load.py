@@ -26,8 +26,8 @@ import stio
 from stio import sync
 from stio.distributed import StioStorageReader
 from stio.distributed.parts import part_of
+from stio.distributed.placements import Cut, local_part
 from stio.errors import ClosedError, FormatError, MismatchError
-from stio.format.placements import Cut, local_part
 from stio.loading.target import joined
 
 pytestmark = [

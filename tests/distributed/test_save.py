@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import stio
 from stio import sync
 from stio.device.describe import LazyTensor
+from stio.distributed.placements import Cut, local_part
 from stio.errors import RankError
-from stio.format.placements import Cut, local_part
 from stio.runtime.operation import is_interrupted
 from stio.saving import pending, scheduler
 from stio.saving.staging_pool import StagingPool

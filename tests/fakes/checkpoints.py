@@ -10,9 +10,9 @@ import torch
 
 from stio.device.describe import describe_tensors
 from stio.device.torch_private import copy_of
+from stio.format.files.names import FilePattern
 from stio.format.header import build_header
-from stio.format.naming import shard_name
-from stio.format.sharding import build_index
+from stio.saving.plan import build_index
 
 
 def checkpoint_bytes(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -30,7 +30,7 @@ def checkpoint_files(tensors: Mapping[str, torch.Tensor], num_shards: int = 1) -
     weight_map: dict[str, str] = {}
     names = list(tensors)
     for k in range(num_shards):
-        shard = shard_name("model{suffix}.safetensors", k, num_shards)
+        shard = FilePattern("model{suffix}.safetensors").shard(k, num_shards)
         files[shard] = checkpoint_bytes({name: tensors[name] for name in names[k::num_shards]})
         weight_map |= dict.fromkeys(names[k::num_shards], shard)
     index = build_index(weight_map, sum(tensor.nbytes for tensor in tensors.values()), {})

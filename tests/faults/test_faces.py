@@ -45,7 +45,7 @@ from stio.cli import verify
 from stio.cli.main import main
 from stio.compat import huggingface_hub, olmo
 from stio.conversion.torch_files import read_pickle
-from stio.format.manifest import FileState, Manifest, build_manifest
+from stio.format.files.manifest import FileState, Manifest
 from stio.integrations import iterators, vllm
 
 # Fault 241: OLMo's writer and its own reader.
@@ -838,5 +838,5 @@ def _hashed(directory: Path) -> Path:
     for shard in directory.glob("*.safetensors"):
         raw = shard.read_bytes()
         files[shard.name] = (FileState(len(raw), hashlib.sha256(raw).hexdigest()),)
-    (directory / "model.safetensors.manifest.json").write_bytes(build_manifest(Manifest("sha256", files)))
+    (directory / "model.safetensors.manifest.json").write_bytes(Manifest("sha256", files).encode())
     return directory

@@ -15,10 +15,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from counts import count
-from fakes import checkpoint_bytes, write_checkpoint
+from fakes import checkpoint_bytes
+from fakes import write_checkpoint
 from faults.load_helpers import in_a_child
 from integrations import published_vllm
-from support import nothing_left, require_equal, save_file
+from support import nothing_left
+from support import require_equal
+from support import save_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,10 +33,12 @@ from stio.cli.verify import examine
 from stio.compat import huggingface_hub as hub
 from stio.compat.safetensors import numpy as safetensors_numpy
 from stio.compat.safetensors import torch as safetensors_torch
-from stio.distributed import StioStorageReader, StioStorageWriter
-from stio.format.directory import choose
-from stio.format.naming import names_checkpoint, shard_number, whole_name
-from stio.integrations import iterators, vllm
+from stio.distributed import StioStorageReader
+from stio.distributed import StioStorageWriter
+from stio.format.files.directory import choose
+from stio.format.files.names import FileName
+from stio.integrations import iterators
+from stio.integrations import vllm
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -669,10 +674,10 @@ def test_c310_pickles_of_a_variant(tmp_path: Path) -> None:
 
 def test_c310_names() -> None:
     for name in VARIANTS[:3]:
-        assert whole_name(name) == "X.fp16.safetensors"
-        assert names_checkpoint(name)
+        assert FileName(name).whole == "X.fp16.safetensors"
+        assert FileName(name).is_checkpoint
     for name in ("pytorch_model.bin.index.json", "config.json", "index.json", "x.safetensors.json"):
-        assert not names_checkpoint(name)
+        assert not FileName(name).is_checkpoint
 
 
 # 338. Shards without an index.
@@ -734,7 +739,7 @@ def test_c338_names_of_shards(case: str) -> None:
     names, is_complete = SETS[case]
     if is_complete:
         found = choose(sorted(names), path="d").files
-        numbers = [shard.k for name in found if (shard := shard_number(name)) is not None]
+        numbers = [shard.k for name in found if (shard := FileName(name).shard) is not None]
         assert sorted(found) == sorted(names)
         assert numbers == sorted(numbers)
     else:

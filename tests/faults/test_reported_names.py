@@ -20,7 +20,7 @@ from stio.cli.verify import examine
 from stio.compat.safetensors import safe_open
 from stio.compat.safetensors.torch import save_file
 from stio.distributed import StioStorageWriter
-from stio.format.naming import advice_for_destination
+from stio.format.files.names import FileName
 from stio.remote.hub import locate
 
 FILES = {
@@ -75,7 +75,7 @@ def test_c312_a_name_of_a_file_is_refused_and_the_advice_works(tmp_path: Path, n
     assert re.match(r".*add a slash\Z", str(caught.value), re.DOTALL)
     sync.save(generation(1), tmp_path / f"{stem}.safetensors")
     require_generation(tmp_path / f"{stem}.safetensors", 1)
-    if not advice_for_destination(stem):
+    if not FileName(stem).advice_for_destination:
         sync.save(generation(2), tmp_path / stem)
         require_generation(tmp_path / stem, 2)
     sync.save(generation(3), f"{tmp_path / name}/")

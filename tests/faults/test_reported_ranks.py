@@ -14,7 +14,7 @@ from distributed.ranks import run_ranks
 from torch import nn
 
 from stio import sync
-from stio.format.state_tree import encode_tree, sorted_tree, tree_entries
+from stio.format.state.tree import encode_tree, sorted_tree, tree_entries
 from stio.saving.nested import tree_text
 
 RANKS = 2

@@ -16,7 +16,7 @@ from support import same
 import stio
 from stio import sync
 from stio.distributed import StioStorageReader, StioStorageWriter
-from stio.format.state_tree import STATE_KEY, encode_tree
+from stio.format.state.tree import STATE_KEY, encode_tree
 from stio.integrations._tagged import from_plain, to_plain
 
 CODES = ["?", *"bBhHiIlLqQefdFD", "S3", "U3", "M8[ns]", "m8[s]", ">f4", ">i8", ">U2"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stio.errors import FormatError
-from stio.format.dtypes import BITS, DTYPES, MAX_ELEMENTS, WHOLE_BYTES, bits, tensor_nbytes
+from stio.format.dtypes import BITS, DTYPES, MAX_ELEMENTS, WHOLE_BYTES, tensor_nbytes
 
 U64_MAX = 2**64 - 1
 
@@ -23,7 +23,7 @@ def test_widths() -> None:
         6: {"F6_E3M2", "F6_E2M3"},
         4: {"F4"},
     }
-    assert {width: {name for name in DTYPES if bits(name) == width} for width in expected} == expected
+    assert {width: {name for name in DTYPES if BITS[name] == width} for width in expected} == expected
     assert len(DTYPES) == len(BITS) == 22
     assert {name: width * 8 for name, width in WHOLE_BYTES.items()} == {n: b for n, b in BITS.items() if b >= 8}
 
@@ -31,7 +31,7 @@ def test_widths() -> None:
 @pytest.mark.parametrize("name", ["f32", "F33", "", "__metadata__", "float32"])
 def test_unknown_dtype(name: str) -> None:
     with pytest.raises(FormatError):
-        bits(name)
+        tensor_nbytes(name, (1,))
     with pytest.raises(FormatError):
         tensor_nbytes(name, (1,))
 

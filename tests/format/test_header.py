@@ -15,8 +15,15 @@ from dataclasses import dataclass
 import pytest
 import safetensors
 
-from stio.errors import FormatError, LimitError, TruncatedError
-from stio.format.header import PREFIX_BYTES, Header, TensorInfo, build_header, header_nbytes, parse_header
+from stio.errors import FormatError
+from stio.errors import LimitError
+from stio.errors import TruncatedError
+from stio.format.header import PREFIX_BYTES
+from stio.format.header import Header
+from stio.format.header import TensorInfo
+from stio.format.header import build_header
+from stio.format.header import header_nbytes
+from stio.format.header import parse_header
 from stio.format.json_scanner import Scanner
 from stio.limits import Limits
 
@@ -350,7 +357,7 @@ def test_an_empty_text_map_is_not_none(text: str, expected: bool, plain: bool, m
 
 def test_importing_needs_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, stio.format.header, stio.format.index, stio.format.slicing;"
+        "import sys, stio.format.header, stio.format.files.index, stio.format.slicing;"
         "print([m for m in ('torch', 'numpy', 'asyncio') if m in sys.modules])"
     )
     # A real interpreter without torch: what it imports.

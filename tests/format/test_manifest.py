@@ -10,17 +10,13 @@ import sys
 
 import pytest
 
-from stio.errors import FormatError, LimitError
-from stio.format import manifest as manifest_module
-from stio.format.manifest import (
-    ALGORITHMS,
-    FileState,
-    Manifest,
-    build_manifest,
-    manifest_change,
-    new_hasher,
-    parse_manifest,
-)
+from stio.errors import FormatError
+from stio.errors import LimitError
+from stio.format.files.manifest import ALGORITHMS
+from stio.format.files.manifest import FileState
+from stio.format.files.manifest import Manifest
+from stio.format.files.manifest import manifest_change
+from stio.format.files.manifest import new_hasher
 from stio.runtime.memory import allocate
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)
@@ -37,7 +33,7 @@ def document(**parts):
 
 def parsed(content):
     raw = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return parse_manifest(raw, path="dir/m.manifest.json")
+    return Manifest.parse(raw, path="dir/m.manifest.json")
 
 
 def manifest(**files):
@@ -51,7 +47,7 @@ def manifest(**files):
 
 def test_written_and_read_again():
     content = manifest(b=[A, B], a=[C], **{"né\n": [A]})
-    raw = build_manifest(content)
+    raw = content.encode()
     assert parsed(raw) == content
     assert json.loads(raw) == {
         "version": 1,
@@ -62,12 +58,12 @@ def test_written_and_read_again():
 
 
 def test_equal_content_is_equal_bytes():
-    assert build_manifest(manifest(a=[A], b=[B])) == build_manifest(manifest(b=[B], a=[A]))
+    assert manifest(a=[A], b=[B]).encode() == manifest(b=[B], a=[A]).encode()
 
 
 def test_no_files():
     assert parsed(document(files={})) == Manifest("sha256", {})
-    assert parsed(build_manifest(manifest())) == manifest()
+    assert parsed(manifest().encode()) == manifest()
 
 
 def test_any_order_and_spacing():
@@ -82,7 +78,7 @@ def test_names_are_opaque_keys():
 
 def test_a_name_without_utf8_cannot_be_written():
     with pytest.raises(ValueError, match="not UTF-8"):
-        build_manifest(manifest(**{"\udcff.safetensors": [A]}))
+        manifest(**{"\udcff.safetensors": [A]}).encode()
 
 
 VALID = json.dumps(document())
@@ -168,23 +164,23 @@ def test_malformed(case):
 
 
 def test_too_long(monkeypatch):
-    raw = build_manifest(manifest(a=[A]))
-    monkeypatch.setattr(manifest_module, "MAX_MANIFEST_BYTES", len(raw))
+    raw = manifest(a=[A]).encode()
+    monkeypatch.setattr(Manifest, "MAX_BYTES", len(raw))
     assert parsed(raw)
-    monkeypatch.setattr(manifest_module, "MAX_MANIFEST_BYTES", len(raw) - 1)
+    monkeypatch.setattr(Manifest, "MAX_BYTES", len(raw) - 1)
     with pytest.raises(LimitError, match="too long"):
         parsed(raw)
 
 
 def test_any_cut_is_refused():
-    raw = build_manifest(manifest(a=[A, B], b=[C])).rstrip()
+    raw = manifest(a=[A, B], b=[C]).encode().rstrip()
     for stop in range(len(raw)):
         with pytest.raises(FormatError):
             parsed(raw[:stop])
 
 
 def test_any_changed_byte_is_refused_or_read():
-    raw = build_manifest(manifest(a=[A, B], b=[C]))
+    raw = manifest(a=[A, B], b=[C]).encode()
     random.seed(5)
     for _ in range(3000):
         changed = bytearray(raw)
@@ -198,7 +194,7 @@ def test_any_changed_byte_is_refused_or_read():
 @pytest.mark.slow
 def test_a_large_one():
     files = {f"model-{k:05}.safetensors": [f"{k:064x}"] for k in range(20_000)}
-    assert parsed(build_manifest(manifest(**files))) == manifest(**files)
+    assert parsed(manifest(**files).encode()) == manifest(**files)
 
 
 # Hashes.
@@ -229,7 +225,7 @@ def test_unknown_algorithms(algorithm):
 def test_a_missing_package_is_named():
     code = (
         "import sys; sys.modules['xxhash'] = None\n"
-        "from stio.format.manifest import new_hasher\n"
+        "from stio.format.files.manifest import new_hasher\n"
         "new_hasher('sha256')\n"
         "try: new_hasher('xxh3')\n"
         "except ImportError as error: print(error)"
@@ -250,11 +246,11 @@ def test_no_torch():
 # What a save changes.
 
 NEW = {"m": FileState(8, B), "n": FileState(8, C)}
-AFTER = build_manifest(manifest(m=[B], n=[C]))
+AFTER = manifest(m=[B], n=[C]).encode()
 
 
 def test_a_hashed_save_names_old_and_new_before_and_new_after():
-    old = build_manifest(manifest(m=[A], k=[A]))
+    old = manifest(m=[A], k=[A]).encode()
     before, after = manifest_change(old, "sha256", NEW, path=NAME)
     assert after == AFTER
     assert parsed(before) == manifest(k=[A], m=[A, B], n=[C])
@@ -265,7 +261,7 @@ def test_the_same_file_again_is_one_state():
 
 
 def test_what_an_interrupted_save_left_is_kept_until_the_next_commit():
-    left = build_manifest(manifest(m=[A, C]))
+    left = manifest(m=[A, C]).encode()
     before, after = manifest_change(left, "sha256", NEW, path=NAME)
     assert parsed(before).files["m"] == (FileState(8, A), FileState(8, C), FileState(8, B))
     assert after == AFTER

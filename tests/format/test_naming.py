@@ -4,51 +4,32 @@ from __future__ import annotations
 
 import pytest
 
-from stio.format.naming import (
-    check_pattern,
-    check_shard_name,
-    index_name,
-    is_checkpoint_file,
-    manifest_name,
-    shard_name,
-)
+from stio.format.files.names import FilePattern, check_shard_name
 
 PATTERN = "model{suffix}.safetensors"
 SAVE_ID = "0123456789ab"
 
 
 def test_names() -> None:
-    assert shard_name(PATTERN, 0, 1) == "model.safetensors"
-    assert shard_name(PATTERN, 0, 3) == "model-00001-of-00003.safetensors"
-    assert shard_name(PATTERN, 2, 3) == "model-00003-of-00003.safetensors"
-    assert shard_name(PATTERN, 0, 1, save_id=SAVE_ID) == f"model-{SAVE_ID}-00001-of-00001.safetensors"
-    assert shard_name(PATTERN, 1, 2, save_id=SAVE_ID) == f"model-{SAVE_ID}-00002-of-00002.safetensors"
-    assert index_name(PATTERN) == "model.safetensors.index.json"
-    assert manifest_name(PATTERN) == "model.safetensors.manifest.json"
-
-
-@pytest.mark.parametrize(("k", "n"), [(-1, 1), (1, 1), (0, 0), (3, 3)])
-def test_no_such_shard(k: int, n: int) -> None:
-    with pytest.raises(ValueError, match="no shard"):
-        shard_name(PATTERN, k, n)
-
-
-@pytest.mark.parametrize("save_id", ["", "abc", "ABCDEF01", "finetuned", "../01234", "0" * 33, "01234567\n"])
-def test_no_save_id(save_id: str) -> None:
-    with pytest.raises(ValueError, match="save id"):
-        shard_name(PATTERN, 0, 1, save_id=save_id)
+    assert FilePattern(PATTERN).shard(0, 1) == "model.safetensors"
+    assert FilePattern(PATTERN).shard(0, 3) == "model-00001-of-00003.safetensors"
+    assert FilePattern(PATTERN).shard(2, 3) == "model-00003-of-00003.safetensors"
+    assert FilePattern(PATTERN).shard(0, 1, save_id=SAVE_ID) == f"model-{SAVE_ID}-00001-of-00001.safetensors"
+    assert FilePattern(PATTERN).shard(1, 2, save_id=SAVE_ID) == f"model-{SAVE_ID}-00002-of-00002.safetensors"
+    assert FilePattern(PATTERN).index == "model.safetensors.index.json"
+    assert FilePattern(PATTERN).manifest == "model.safetensors.manifest.json"
 
 
 @pytest.mark.parametrize(
     "pattern", [PATTERN, "x{suffix}.v1.safetensors", "diffusion_pytorch_model{suffix}.fp16.safetensors", "é{suffix}.safetensors"]
 )  # fmt: skip
 def test_patterns(pattern: str) -> None:
-    check_pattern(pattern)
+    FilePattern(pattern).require_safe()
     for k, n, save_id in [(0, 1, None), (1, 3, None), (0, 1, SAVE_ID), (4, 100_000, SAVE_ID)]:
-        name = shard_name(pattern, k, n, save_id=save_id)
+        name = FilePattern(pattern).shard(k, n, save_id=save_id)
         check_shard_name(name, path="x")
-        assert is_checkpoint_file(name, pattern)
-    assert is_checkpoint_file(index_name(pattern), pattern)
+        assert FilePattern(pattern).matches(name)
+    assert FilePattern(pattern).matches(FilePattern(pattern).index)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +44,12 @@ def test_patterns(pattern: str) -> None:
 )  # fmt: skip
 def test_bad_patterns(pattern: str) -> None:
     with pytest.raises(ValueError, match="filename pattern"):
-        check_pattern(pattern)
+        FilePattern(pattern).require_safe()
 
 
 def test_a_pattern_is_text() -> None:
     with pytest.raises(TypeError):
-        check_pattern(b"model{suffix}.safetensors")  # type: ignore[arg-type]
+        FilePattern(b"model{suffix}.safetensors")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -93,4 +74,4 @@ def test_a_pattern_is_text() -> None:
     ],
 )
 def test_what_belongs_to_a_checkpoint(name: str, belongs: bool) -> None:
-    assert is_checkpoint_file(name, PATTERN) is belongs
+    assert FilePattern(PATTERN).matches(name) is belongs

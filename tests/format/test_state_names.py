@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stio.format.header import build_header
-from stio.format.state_tree import TREE_TENSOR, key_label, python_path
+from stio.format.state.tree import TREE_TENSOR, key_label, python_path
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 from stio.conversion.torch_files import kind_of_file
-from stio.format.other_sources import TORCH_SAVE
+from stio.format.files.other_kinds import _TORCH_SAVE
 from stio.integrations.lightning import StioCheckpointIO
 from stio.storage.commit import syscalls as calls
 
@@ -135,7 +135,7 @@ def found(directory: Path) -> dict[str, Any]:
 
 
 def _content(path: Path, directory: Path) -> Any:
-    if kind_of_file(str(path)) is TORCH_SAVE:
+    if kind_of_file(str(path)) == _TORCH_SAVE:
         state = torch.load(path, weights_only=False)
     else:  # pickle would read text of the header as a size, and allocate 10 GB
         state = StioCheckpointIO().load_checkpoint(path)

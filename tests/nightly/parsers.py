@@ -10,19 +10,26 @@ import ntpath
 import pickle
 import posixpath
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import fuzz_header
 
-from stio.errors import FormatError, IndexFormatError, UnsafePathError
-from stio.format.index import parse_index
-from stio.format.manifest import ALGORITHMS, FileState, Manifest, build_manifest, parse_manifest
-from stio.format.safe_pickle import PickleRefused, PlainPickles
-from stio.format.sharding import build_index
-from stio.format.state_tree import encode_tree, parse_tree
+from stio.conversion.safe_pickle import PickleRefused
+from stio.conversion.safe_pickle import PlainPickles
+from stio.errors import FormatError
+from stio.errors import IndexFormatError
+from stio.errors import UnsafePathError
+from stio.format.files.index import parse_index
+from stio.format.files.manifest import ALGORITHMS
+from stio.format.files.manifest import FileState
+from stio.format.files.manifest import Manifest
+from stio.format.state.tree import encode_tree
+from stio.format.state.tree import parse_tree
 from stio.limits import Limits
+from stio.saving.plan import build_index
 
 LIMITS = Limits(max_state_nodes=100_000)
 
@@ -112,12 +119,12 @@ def index_seeds() -> Iterable[bytes]:
 
 def run_manifest(data: bytes) -> None:
     try:
-        manifest = parse_manifest(data, path="fuzz")
+        manifest = Manifest.parse(data, path="fuzz")
     except FormatError as error:
         str(error)
         return
     with contextlib.suppress(ValueError):  # a name that UTF-8 cannot express
-        again = parse_manifest(build_manifest(manifest), path="fuzz")
+        again = Manifest.parse(manifest.encode(), path="fuzz")
         require(again == manifest, "it changes when it is written and read again")
 
 
@@ -125,8 +132,8 @@ def manifest_seeds() -> Iterable[bytes]:
     for algorithm, digits in ALGORITHMS.items():
         states = [FileState(17 * k, f"{k:0{digits}x}") for k in range(3)]
         files = {"model.safetensors": tuple(states), "b.safetensors": (states[0],)}
-        yield build_manifest(Manifest(algorithm, files))
-    yield build_manifest(Manifest("sha256", {}))
+        yield Manifest(algorithm, files).encode()
+    yield Manifest("sha256", {}).encode()
 
 
 # State trees.

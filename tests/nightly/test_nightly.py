@@ -48,7 +48,7 @@ def test_another_error_is_found(monkeypatch):
 
 def test_an_unsafe_name_is_found(monkeypatch):
     plain = parsers.parse_index
-    monkeypatch.setattr("stio.format.index.check_shard_name", lambda *_, **__: None)
+    monkeypatch.setattr("stio.format.files.index.check_shard_name", lambda *_, **__: None)
     monkeypatch.setattr(parsers, "parse_index", plain)
     with pytest.raises(parsers.Finding, match="leads out"):
         parsers.run_index(b'{"weight_map":{"a":"../x.safetensors"}}')

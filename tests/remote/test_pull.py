@@ -21,7 +21,7 @@ from support import run_python
 
 import stio
 from stio.cli.main import main
-from stio.format.naming import FILE_SUFFIX
+from stio.format.files.names import FILE_SUFFIX
 from stio.remote import pull as pulling
 from stio.runtime.operation import Operation
 from stio.storage.commit import syscalls

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stio.sync
-from stio.format.naming import step_of
+from stio.format.files.names import step_of
 from stio.saving import retention
 from stio.storage.commit import retention as deletion
 from stio.storage.commit.retention import WrittenFiles

@@ -20,7 +20,7 @@ from torch import nn
 
 import stio
 from stio.device.describe import LazyTensor
-from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR
+from stio.format.state.tree import POINTER, STATE_KEY, TREE_TENSOR
 from stio.runtime.notifier import run_blocking
 from stio.saving import nested
 from stio.saving.nested import StoredTensor, flatten, tree_text

@@ -22,7 +22,7 @@ from torch.optim import lr_scheduler
 
 import stio
 import stio.sync
-from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR
+from stio.format.state.tree import POINTER, STATE_KEY, TREE_TENSOR
 
 pytestmark = pytest.mark.anyio
 

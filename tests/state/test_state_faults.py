@@ -19,7 +19,7 @@ from support import (
 )
 
 import stio
-from stio.format.state_tree import POINTER, STATE_KEY, TREE_TENSOR, encode_tree
+from stio.format.state.tree import POINTER, STATE_KEY, TREE_TENSOR, encode_tree
 from stio.storage.commit import syscalls as calls
 
 pytestmark = pytest.mark.anyio

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,20 +21,32 @@ from typing import Any
 
 import torch
 
-from stio.compat.safetensors.torch import _find_shared_tensors, _remove_duplicate_names
+from stio.compat.safetensors.torch import _find_shared_tensors
+from stio.compat.safetensors.torch import _remove_duplicate_names
 from stio.device.describe import describe_tensors
-from stio.errors import DeviceError, StioError, StorageError, printable
-from stio.format.index import parse_index
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, index_name, is_checkpoint_file
+from stio.errors import DeviceError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import printable
+from stio.format.files.index import parse_index
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import INDEX_SUFFIX
+from stio.format.files.names import FilePattern
 from stio.runtime.notifier import run_blocking
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files
-from stio.storage.checks import refusals, resolve_links
+from stio.storage.checks import refusals
+from stio.storage.checks import resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.destination import CommitPlan, LocalDestination, existing_checkpoint
+from stio.storage.commit.destination import CommitPlan
+from stio.storage.commit.destination import LocalDestination
+from stio.storage.commit.destination import existing_checkpoint
 from stio.storage.commit.directory_lock import directory_lock
-from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, write_refused
+from stio.storage.commit.files import MAX_INDEX_BYTES
+from stio.storage.commit.files import closing
+from stio.storage.commit.files import read_small
+from stio.storage.commit.files import write_refused
 from stio.storage.commit.transaction import LocalTransaction
 
 _FORMAT = {"format": "pt"}
@@ -40,7 +54,7 @@ _FORMAT = {"format": "pt"}
 
 def require_plain(pattern: str) -> None:
     """Require a pattern that names files of one directory, each by a name of its own."""
-    if set(index_name(pattern)) & {"/", "\\", "\0"}:
+    if set(FilePattern(pattern).index) & {"/", "\\", "\0"}:
         raise ValueError(f"filename_pattern {printable(pattern)!r} must name files, without a directory or NUL")
 
 
@@ -104,7 +118,7 @@ class HubDirectory:
 
     def plan(self, home_fd: int, save_id: str) -> CommitPlan:
         """Make the plan of a save by the hub's rules; a `CommitPolicy`."""
-        index = index_name(self.pattern)
+        index = FilePattern(self.pattern).index
         raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=self.path)
         is_sharded = len(self.files) > 1
         old = self._old_names(home_fd, index, raw) if self.removes else []
@@ -127,7 +141,7 @@ class HubDirectory:
             with suppress(StioError):  # a broken index names no files
                 # Shards with a save id in their names are found by the index only: later saves need it to remove them.
                 names += [
-                    name for name in parse_index(raw, path=index).shards if is_checkpoint_file(name, self.pattern)
+                    name for name in parse_index(raw, path=index).shards if FilePattern(self.pattern).matches(name)
                 ]
         return sorted(dict.fromkeys(names), key=lambda name: not name.endswith(INDEX_SUFFIX))
 

@@ -16,8 +16,8 @@ from typing import Any, SupportsIndex
 from stio.compat.safetensors._file import SafetensorError, header_of, saving, wrong_type
 from stio.compat.safetensors._open import path_of
 from stio.errors import FormatError, printable
-from stio.format.dtypes import LIBRARY_NAMES, U64_MAX, tensor_nbytes
-from stio.format.header import METADATA_KEY, Header, build_header
+from stio.format.dtypes import LIBRARY_NAMES, tensor_nbytes
+from stio.format.header import Header, build_header
 
 _FORMAT_NAMES = {library_name: name for name, library_name in LIBRARY_NAMES.items()}
 """The format's name for each name of numpy and torch."""
@@ -32,7 +32,7 @@ def _unsigned(value: Any) -> int:
     number = operator.index(value)
     if number < 0:
         raise OverflowError("can't convert negative int to unsigned")
-    if number > U64_MAX:
+    if number >= 1 << 64:
         raise OverflowError("int too big to convert")
     return number
 
@@ -109,7 +109,7 @@ def checked_name(name: object) -> str:
     if not isinstance(name, str):
         raise wrong_type("tensor_dict", name, "str")
     name.encode()
-    if name == METADATA_KEY or "\0" in name:
+    if name == "__metadata__" or "\0" in name:
         reason = "the format keeps its metadata there" if "\0" not in name else "readers cannot take a NUL"
         raise SafetensorError(f"Error while serializing: a tensor cannot have the name {printable(name)!r}: {reason}")
     return name

@@ -20,30 +20,36 @@ not taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
+from typing import Self
 
 import torch
 
-from stio.compat.safetensors._file import (
-    DropInFile,
-    Framework,
-    SafetensorError,
-    UnsupportedDtypeError,
-    checked,
-    offsets_in,
-    reading,
-    wrong_type,
-)
+from stio.compat.safetensors._file import DropInFile
+from stio.compat.safetensors._file import Framework
+from stio.compat.safetensors._file import SafetensorError
+from stio.compat.safetensors._file import UnsupportedDtypeError
+from stio.compat.safetensors._file import checked
+from stio.compat.safetensors._file import offsets_in
+from stio.compat.safetensors._file import reading
+from stio.compat.safetensors._file import wrong_type
 from stio.device.base import resolve_device
-from stio.device.casts import Casts, select_and_cast
+from stio.device.casts import Casts
+from stio.device.casts import select_and_cast
 from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES, tensors_in, typed
+from stio.device.tensors import TORCH_DTYPES
+from stio.device.tensors import tensors_in
+from stio.device.tensors import typed
 from stio.device.torch_private import moved
-from stio.errors import DeviceError, DeviceMemoryError
+from stio.errors import DeviceError
+from stio.errors import DeviceMemoryError
 from stio.format.header import Header
-from stio.format.slicing import WORTHWHILE_STRIDE_BYTES, select
+from stio.format.slicing import select
 from stio.loading.body import collect
 from stio.loading.by_name import LoadByName
 from stio.loading.options import LoadOptions
@@ -56,6 +62,7 @@ from stio.storage.local import LocalFile
 
 Shape = tuple[int, ...]
 
+_GAP_BYTES = 16 << 10
 _WHOLE_ROWS_BYTES = 64 << 20
 """Most bytes that are read at once where only a part of each row is selected (`pread`)."""
 
@@ -146,7 +153,7 @@ def _read(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> t
     with reading(file.path):
         if dtype == "F4":
             require_whole_pairs(shape, partial(selected_shape, index))
-        selection = select(index, sizes, item, gap_bytes=WORTHWHILE_STRIDE_BYTES, image_bytes=_WHOLE_ROWS_BYTES)
+        selection = select(index, sizes, item, gap_bytes=_GAP_BYTES, image_bytes=_WHOLE_ROWS_BYTES)
     region = file.gather(row, selection)
     tensors = tensors_in(region, [""], [dtype], [_format_shape(dtype, selection.read_shape)], [0])
     if selection.post is not None or selection.flip:

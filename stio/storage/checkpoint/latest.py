@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import closing
+from contextlib import suppress
 from functools import cache
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any
+from typing import TypeAlias
+from typing import TypeVar
+from typing import overload
 
-from stio.errors import (
-    AmbiguousCheckpointError,
-    CheckpointNotFoundError,
-    FormatError,
-    IndexFormatError,
-    StioError,
-    listed,
-)
-from stio.format.directory import of_index, require_complete, without_index
-from stio.format.naming import (
-    FILE_SUFFIXES,
-    INDEX_SUFFIX,
-    is_hidden,
-    is_index,
-    is_unfinished,
-    names_checkpoint,
-    shard_number,
-)
-from stio.format.other_sources import is_pickle_of_weights
+from stio.errors import AmbiguousCheckpointError
+from stio.errors import CheckpointNotFoundError
+from stio.errors import FormatError
+from stio.errors import IndexFormatError
+from stio.errors import StioError
+from stio.errors import listed
+from stio.format.files.directory import NamedCheckpoint
+from stio.format.files.names import FILE_SUFFIXES
+from stio.format.files.names import FileName
+from stio.format.files.names import INDEX_SUFFIX
 from stio.storage.checkpoint.open import open_checkpoint
 from stio.storage.checkpoint.shards import OpenOptions
-from stio.storage.checks import CHECKPOINT_SUFFIXES, local_directory, refused, steps_in
+from stio.storage.checks import CHECKPOINT_SUFFIXES
+from stio.storage.checks import local_directory
+from stio.storage.checks import refused
+from stio.storage.checks import steps_in
 from stio.text import log
 
 _DATED = "its name has a date, whose numbers are no step; load it by its path, or name it such as step-100"
@@ -150,7 +150,7 @@ def _examine(entries: Sequence[str], follow_symlinks: bool) -> _Examined:
     incomplete: list[str] = []
     all_of: list[str] = []
     for entry in entries:
-        if is_unfinished(os.path.basename(entry)):
+        if FileName(os.path.basename(entry)).is_unfinished:
             incomplete.append(f"{entry}: {_UNFINISHED}")
             continue
         found = _checkpoints_in(entry, follow_symlinks)
@@ -173,7 +173,7 @@ def _checkpoints_in(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> 
     """
     if not os.path.isdir(path):
         return {path: _why_incomplete([path], follow_symlinks)} if os.path.lexists(path) else {}
-    names = [name for name in _listed(path, os.listdir) if not is_hidden(name)]
+    names = [name for name in map(FileName, _listed(path, os.listdir)) if not name.is_hidden]
     folders = {name for name in names if os.path.isdir(os.path.join(path, name))}
     used: set[str | None] = set()
     checkpoints: dict[str, str | None] = {}
@@ -187,17 +187,17 @@ def _checkpoints_in(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> 
     except AmbiguousCheckpointError:
         pass
     except CheckpointNotFoundError as error:
-        if any(name.endswith(INDEX_SUFFIX) or (name.endswith(FILE_SUFFIXES) and shard_number(name)) for name in names):
+        if any(name.endswith(INDEX_SUFFIX) or (name.endswith(FILE_SUFFIXES) and name.shard) for name in names):
             return {path: str(error)}
-        pickled = str(error) if any(map(is_pickle_of_weights, names)) else ""
-    named = without_index((name for name in names if name not in folders), CHECKPOINT_SUFFIXES)
+        pickled = str(error) if any(name.is_pickle for name in names) else ""
+    named = NamedCheckpoint.without_index((name for name in names if name not in folders), CHECKPOINT_SUFFIXES)
     # Behind the files: their set of shards is that of the index.
-    named += [of_index(name) for name in names if is_index(name) and names_checkpoint(name)]
+    named += [NamedCheckpoint.of_index(name) for name in names if name.is_index and name.is_checkpoint]
     others: dict[str, str | None] = {}
     for one in {one.stem: one for one in named}.values():
         files = [os.path.join(path, name) for name in one.files or [one.index or ""]]
         if used.isdisjoint([one.index, *one.files]):
-            others[files[0]] = _why_incomplete(files, follow_symlinks, one.files)
+            others[files[0]] = _why_incomplete(files, follow_symlinks, one)
     for name in sorted(folders if depth else ()):
         others |= _checkpoints_in(os.path.join(path, name), follow_symlinks, depth - 1)
     if checkpoints:  # beside it, what is not complete does not count
@@ -209,10 +209,11 @@ def _quiet(follow_symlinks: bool) -> OpenOptions:
     return OpenOptions(follow_symlinks=follow_symlinks, warn=lambda _: None)
 
 
-def _why_incomplete(paths: Sequence[str], follow_symlinks: bool, shards: Sequence[str] = ()) -> str | None:
+def _why_incomplete(paths: Sequence[str], follow_symlinks: bool, named: NamedCheckpoint | None = None) -> str | None:
     """Return why a checkpoint is not complete, of these files or with this index; None: it is complete."""
     try:
-        require_complete(shards, path=os.path.dirname(paths[0]))
+        if named is not None:
+            named.require_complete(path=os.path.dirname(paths[0]))
         for path in paths:
             open_checkpoint(path, _quiet(follow_symlinks)).close()
     except (FormatError, IndexFormatError, CheckpointNotFoundError) as error:

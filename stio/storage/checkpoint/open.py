@@ -121,8 +121,6 @@ class _Opening:
                 _advise(error, advice_for_missing(path, parent_exists=os.path.isdir(path.partition("/")[0])))
             raise
         except (FormatError, IndexFormatError) as error:
-            if isinstance(error, IndexFormatError):
-                _advise(error, advice_for_index(path))
             if error.path and not isinstance(error, LimitError):
                 _advise(error, advice_for_hub_cache(error.path))
             raise
@@ -130,7 +128,7 @@ class _Opening:
     def _at_url(self, url: str) -> OpenCheckpoint:
         """Open what a URL names. Where its name does not decide, its content does: a file, or else a directory."""
         root, name = open_url(url)
-        if is_hub(url) or names_checkpoint(name) or is_index(name):
+        if is_hub(url) or FileName(name).is_checkpoint or FileName(name).is_index:
             return self._named_at(root, name)
         link = failure = None
         # With a query it is often a link for downloads, and the server may have the same answer below it.
@@ -160,12 +158,12 @@ class _Opening:
 
     def _named_at(self, root: Root, name: str) -> OpenCheckpoint:
         """Open a file or an index by its name in a store, or without a name the directory."""
-        opening = self
-        if name and not is_index(name):
+        opening, file = self, FileName(name)
+        if name and not file.is_index:
             root = SingleFileRoot(root, name)
-            if not names_checkpoint(name):  # a link: its content alone shows that it is a file
+            if not file.is_checkpoint:  # a link: its content alone shows that it is a file
                 opening = _Opening(replace(self.options, with_manifest=False))
-        opened = opening._in_root(root, name if is_index(name) else None)
+        opened = opening._in_root(root, name if file.is_index else None)
         opened.path = f"{root.path.rstrip('/')}/{name}" if name else root.path
         opened.root = root
         return opened
@@ -174,7 +172,7 @@ class _Opening:
         if os.path.isdir(path):  # also one that is named like a file or an index
             return self._in_directory(path, None)
         folder, name = os.path.split(path)
-        return self._in_directory(folder or ".", name) if is_index(name) else self._single(path)
+        return self._in_directory(folder or ".", name) if FileName(name).is_index else self._single(path)
 
     def _single(self, path: str) -> OpenCheckpoint:
         """Open one file that the caller named."""
@@ -209,7 +207,7 @@ class _Opening:
         while True:
             self.options.check()
             # The caller passed the path of the index: it may be a link to any place.
-            names, found = ([], of_index(index_name)) if index_name is not None else _chosen(root)
+            names, found = ([], NamedCheckpoint.of_index(index_name)) if index_name is not None else _chosen(root)
             text = b"" if found.index is None else self._index_text(root, found.index, index_name is not None)
             try:
                 return self._named(root, found, text, names)
@@ -220,7 +218,7 @@ class _Opening:
                     if self._are_gone(root, found, text, names):
                         if (whole := self._whole_beside(root, found, names)) is not None:
                             return self._named(root, whole, b"", names)
-                        _advise(error, advice_for_gone_shards(found.index or "", names))
+                        _advise(error, found.advice_for_gone_shards(names))
                     raise
                 last = [found, text]
 
@@ -267,13 +265,13 @@ class _Opening:
         loaded = found.index or found.whole
         if names == [loaded]:
             return
-        same, others = beside(loaded, files, names)
+        same, others = found.beside(files, names)
         if self.options.examine_others and not is_hub(root.path):  # there it would be downloaded
             same += [name for name in others[:_MAX_EXAMINED] if self._has_names_of(root, name, opened)]
         if found.stem not in _MODELS:  # such as an adapter
             same += [name for name in names if name.startswith(_PICKLED_MODEL)]
         if same:
-            self.options.warn(warning_of_others(root.path, loaded, same))
+            self.options.warn(found.warning_of_others(root.path, same))
 
     def _has_names_of(self, root: Root, name: str, opened: OpenCheckpoint) -> bool:
         """Return whether a file has tensors with names that the checkpoint has."""
@@ -289,10 +287,9 @@ class _Opening:
 
         Other writers leave the index when they replace a checkpoint in shards by a single file.
         """
-        index = found.index or ""
-        for name in dict.fromkeys([found.whole, *beside(index, (), names)[0]]):
-            if shard_number(name) is None and _exists(root, name):
-                self.options.warn(warning_of_gone_shards(root.path, index, name))
+        for name in dict.fromkeys([found.whole, *found.beside((), names)[0]]):
+            if FileName(name).shard is None and _exists(root, name):
+                self.options.warn(found.warning_of_gone_shards(root.path, name))
                 return NamedCheckpoint(None, (name,), name)
         return None
 
@@ -337,11 +334,11 @@ def _read_manifest(root: Root, name: str) -> bytes | None:
             raise
         return None  # a cache that may not be filled does not have it
     with closing(file):
-        return _read_whole(file, MAX_MANIFEST_BYTES, "the manifest is too long")
+        return _read_whole(file, Manifest.MAX_BYTES, "the manifest is too long")
 
 
 def _chosen(root: Root) -> tuple[Sequence[str], NamedCheckpoint]:
-    """Return the names in a directory, and the checkpoint among them; see `stio.format.directory`."""
+    """Return the names in a directory, and the checkpoint among them; see `stio.format.files.directory`."""
     if isinstance(root, SingleFileRoot):
         return [], NamedCheckpoint(None, (root.name,), root.name)
     names = root.listdir()
@@ -357,7 +354,7 @@ def _link(url: str) -> tuple[Root, str] | None:
         return None
     root, name = open_url(url, is_file=True)
     kind = _kind_at(root, name) if name else None
-    return None if kind is None or kind.name == PAGE else (root, name)
+    return None if kind is None or kind.is_page else (root, name)
 
 
 def _exists(root: Root, name: str) -> bool:
@@ -376,9 +373,6 @@ def _kind_of_name(root: Root, name: str) -> FileKind | None:
 
 def _kind_at(root: Root, name: str) -> FileKind | None:
     with closing(root.open(name)) as file:
-        nbytes = file.identity.nbytes
-        if starts_like_safetensors(read_bytes(file, 0, min(HEAD_BYTES, nbytes)), nbytes):
-            return SAFETENSORS
         return kind_of_file(file)
 
 

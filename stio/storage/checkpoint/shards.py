@@ -49,6 +49,9 @@ logger = logging.getLogger("stio")
 
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
 
+_MANY_TENSORS = 4096
+"""More headers' entries than this are freed on a thread."""
+
 _ENTRY_BYTES = 64
 """About the least that a tensor takes of a header."""
 
@@ -68,7 +71,7 @@ class OpenOptions:
     follow_symlinks: bool = False
     """Allow shards that are links to a place outside the checkpoint's root."""
     with_manifest: bool = False
-    """Read the manifest beside the checkpoint too (`stio.format.manifest` parses it)."""
+    """Read the manifest beside the checkpoint too (`stio.format.files.manifest` parses it)."""
     shards_of: Callable[[ShardIndex], Collection[str] | None] = lambda index: None
     """Returns the shards of an index to open, None for all; the others are not opened. With a manifest all are."""
     replacement: Callable[[Source], Source] = lambda file: file
@@ -228,7 +231,7 @@ class OpenCheckpoint:
         """Close, and free the headers on a thread, so that no event loop is blocked. The object is unusable then."""
         self.close()
         headers, self.headers = self.headers, []
-        if sum(map(len, headers)) > ROWS:
+        if sum(map(len, headers)) > _MANY_TENSORS:
             with suppress(RuntimeError):  # no more threads: the thread that drops the last reference frees them
                 start_thread(partial(_clear, headers), name="discard")
 
@@ -306,15 +309,10 @@ def _open_shards(
 
 def _compared(headers: list[Header], index: ShardIndex | None, options: OpenOptions, path: str) -> list[Header]:
     """Compare headers with each other and with the index; return them as the index has them."""
-    for warning in require_whole_tensors(headers, strict=options.strict, path=path):
+    headers, warnings = check_shards(index, headers, strict=options.strict, path=path)
+    for warning in warnings:
         options.warn(warning)
-    if index is None:
-        require_distinct(headers, path=path)
-        return headers
-    by_name = dict(zip(index.shards, headers, strict=True))
-    for warning in check_against_shards(index, by_name, strict=options.strict, path=path):
-        options.warn(warning)
-    return as_in_index(index, by_name)
+    return headers
 
 
 def _metadata(headers: Iterable[Header], index: ShardIndex | None) -> tuple[dict[str, Any], frozenset[str]]:
@@ -331,7 +329,7 @@ def _metadata(headers: Iterable[Header], index: ShardIndex | None) -> tuple[dict
                 differing.add(key)
             metadata[key] = value
     for key, entry in index.metadata.items() if index is not None else ():
-        is_kept = isinstance(entry, str) or key in MADE_ANEW
+        is_kept = isinstance(entry, str) or key in ("total_size", "total_parameters")
         metadata[key] = entry if is_kept else json.dumps(entry, ensure_ascii=False)
         differing.discard(key)
     return metadata, frozenset(differing)
@@ -352,7 +350,7 @@ def read_header(file: Source, shard: str, options: OpenOptions, *, is_loaded: bo
         nbytes = header_nbytes(head[:PREFIX_BYTES], file_bytes=file_bytes, limits=options.limits, path=file.path)
     except FormatError as error:
         kind = kind_of_file(file)
-        if kind is None:
+        if kind is None or kind.is_safetensors:
             raise
         raise FormatError(kind.refusal(file.path), path=file.path) from error
     end = PREFIX_BYTES + nbytes

@@ -5,28 +5,34 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Literal
+from typing import TypeAlias
 
-from stio.errors import StioError, StorageError
-from stio.format.index import parse_index
-from stio.format.naming import FILE_SUFFIX, index_name, is_checkpoint_file, shard_name
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.format.files.index import parse_index
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import FilePattern
 from stio.limits import Limits
 from stio.storage.base import Identity
-from stio.storage.checks import identity_of, kind_of_file, refusals, resolve_links
+from stio.storage.checks import identity_of
+from stio.storage.checks import kind_of_file
+from stio.storage.checks import refusals
+from stio.storage.checks import resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.files import (
-    MAX_INDEX_BYTES,
-    FileAttributes,
-    attributes_at,
-    closing,
-    digest_of,
-    file_at,
-    read_small,
-    status_at,
-)
+from stio.storage.commit.files import MAX_INDEX_BYTES
+from stio.storage.commit.files import FileAttributes
+from stio.storage.commit.files import attributes_at
+from stio.storage.commit.files import closing
+from stio.storage.commit.files import digest_of
+from stio.storage.commit.files import file_at
+from stio.storage.commit.files import read_small
+from stio.storage.commit.files import status_at
 from stio.storage.local import is_local
 
 
@@ -207,7 +213,7 @@ def describe_existing(home_fd: int, destination: LocalDestination, pattern: str)
         identity = identity_at(home_fd, destination.name)
         files = {destination.name: identity} if identity else {}
         return ExistingCheckpoint(files=files, shard_attributes=attributes_at(home_fd, destination.name))
-    index = index_name(pattern)
+    index = FilePattern(pattern).index
     raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=destination.path)
     shards: tuple[str, ...] = ()
     if raw is not None:
@@ -215,7 +221,7 @@ def describe_existing(home_fd: int, destination: LocalDestination, pattern: str)
             # A broken checkpoint may be replaced; its files are recognised by their names.
             shards = parse_index(raw, path=index, limits=Limits(header_bytes=MAX_INDEX_BYTES)).shards
     # Only files of this directory. A file below it that an index names stays: recovery would not find it there.
-    names = [*shards, *(name for name in sorted(os.listdir(home_fd)) if is_checkpoint_file(name, pattern))]
+    names = [*shards, *(name for name in sorted(os.listdir(home_fd)) if FilePattern(pattern).matches(name))]
     return existing_checkpoint(home_fd, index, raw, [name for name in names if name != index and "/" not in name])
 
 
@@ -276,8 +282,8 @@ def choose_names(
     """
     if destination.kind == "file":
         return CommitPlan("file", (destination.name,), None, existing)
-    index = index_name(pattern)
-    hub = tuple(shard_name(pattern, k, num_shards) for k in range(num_shards))
+    index = FilePattern(pattern).index
+    hub = tuple(FilePattern(pattern).shard(k, num_shards) for k in range(num_shards))
     if destination.kind == "fresh":
         return CommitPlan("directory", hub, index if num_shards > 1 else None, existing)
     has_index = existing.index_sha256 is not None
@@ -288,7 +294,7 @@ def choose_names(
     # A checkpoint that has an index, or gets one now. If there was an index the new checkpoint has one too; otherwise a
     # reader could load the wrong files.
     if shard_names == "auto":
-        names = tuple(shard_name(pattern, k, num_shards, save_id=save_id) for k in range(num_shards))
+        names = tuple(FilePattern(pattern).shard(k, num_shards, save_id=save_id) for k in range(num_shards))
         return CommitPlan("index", names, index, existing)
     if commit != "files":
         raise ValueError(

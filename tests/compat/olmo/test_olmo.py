@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 import stio
 from stio.compat import olmo
-from stio.format import safe_pickle
-from stio.format.safe_pickle import PlainPickles
+from stio.conversion import safe_pickle
+from stio.conversion.safe_pickle import PlainPickles
 
 Nested = dict[Any, Any]
 

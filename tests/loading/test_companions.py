@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stio.format.companions import find_companions, is_quantized
+from stio.loading.companions import find_companions, is_quantized
 
 
 @pytest.mark.parametrize(

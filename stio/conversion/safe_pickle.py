@@ -10,8 +10,7 @@ is a key, since its hash recurses in C. At the end the value is measured with it
 pickle can describe 2**60 values.
 
 A name of a tensor in OLMo's nested state is URL-safe base64 of a pickle of (key path, whether the tensor is a pickle).
-A crafted name only causes an error. Equal paths give equal names. A plain `pickle.dumps` does not guarantee that: it
-writes the second of two texts as a reference if both are the same object, and in full if they are only equal.
+A crafted name only causes an error.
 """
 
 from __future__ import annotations
@@ -39,12 +38,6 @@ _DISTINCT_INTEGERS = range(-(2**61) + 2, 2**61 - 1)
 """Each of these is its own hash, so distinct integers have distinct hashes."""
 
 _MARK = object()
-
-_CALLS = [
-    "STACK_GLOBAL", "REDUCE", "BUILD", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "PERSID", "BINPERSID",
-    "EXT1", "EXT2", "EXT4",
-]  # fmt: skip
-"""Instructions that import or call, for messages."""
 
 
 class PickleRefused(ValueError):
@@ -168,13 +161,9 @@ class _Machine:
 
     def refusal(self, name: str, argument: Any) -> str:
         """Return the message about an instruction that plain values do not need."""
-        code = name if name in _CALLS else ""
-        if name == "GLOBAL":
-            code = argument.replace(" ", ".")
-        if name == "STACK_GLOBAL" and all(isinstance(text, str) for text in self._stack[-2:]):
-            code = ".".join(self._stack[-2:])
-        if code:
-            return f"it refers to code ({printable(code)})"
+        texts = self._stack[-2:] if name == "STACK_GLOBAL" else argument.split(" ") if name == "GLOBAL" else []
+        if texts and all(isinstance(text, str) for text in texts):
+            return f"it refers to code ({printable('.'.join(texts))})"
         return f"the instruction {name} at byte {self.at} is none that plain values need"
 
     def pop(self) -> Any:
@@ -270,15 +259,10 @@ KeyPath: TypeAlias = tuple[Any, ...]
 MAX_NAME_BYTES = 16 << 10
 """Longest name; a real one has about a hundred bytes."""
 
-MAX_LEAF_BYTES = 64 << 20
-"""Longest pickle of a value that is not a tensor."""
-
 MAX_KEYS = 500
 """Most dicts inside each other that a writer takes; their keys make one name."""
 
-_PROTOCOL = 4
 _MAX_NODES = 1000
-_PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
 
 
 def looks_encoded(names: Iterable[str]) -> bool:
@@ -287,67 +271,29 @@ def looks_encoded(names: Iterable[str]) -> bool:
     return bool(listed) and all(name[:2] == "gA" and "I" <= name[2:3] <= "X" and len(name) % 4 == 0 for name in listed)
 
 
-def encode_name(path: KeyPath, *, is_pickled: bool) -> str:
-    """Return the name of a tensor.
+def decode_name(name: str, pickles: PlainPickles | None) -> tuple[KeyPath, bool]:
+    """Return the key path of a tensor, and whether the tensor is a pickle.
 
     Args:
-        path: Its keys.
-        is_pickled: Whether the tensor is the pickle of something else.
-
-    Raises:
-        TypeError: A key that cannot be read without running code.
-        ValueError: A key that is NaN, or the name would be longer than a reader accepts.
-    """
-    if len(path) > MAX_KEYS:
-        raise ValueError(f"dicts are nested more than {MAX_KEYS} deep")
-    for key in path:
-        if type(key) not in _PLAIN_KEYS:
-            raise TypeError(f"{shown(path)}: a key is text, a number, bytes or None, not a {type(key).__name__}")
-        if key != key:
-            raise ValueError(f"{shown(path)}: a key is NaN, which equals no key; two of them would get one name")
-    data = stable_pickle((path, is_pickled))
-    if len(data) > MAX_NAME_BYTES:
-        raise ValueError(f"the keys of {shown(path)} are longer than {MAX_NAME_BYTES:,} bytes")
-    return base64.urlsafe_b64encode(data).decode("ascii")
-
-
-def decode_name(name: str, pickles: PlainPickles) -> tuple[KeyPath, bool]:
-    """Return the key path of a tensor, and whether the tensor is a pickle. Runs nothing.
+        name: The name.
+        pickles: Reads the name, and runs nothing; None: `pickle.loads` reads it.
 
     Raises:
         PickleRefused: The name is not of this form, or refers to code.
     """
-    path, is_pickled = path_of_name(pickles.loads(name_bytes(name), max_nodes=_MAX_NODES))
-    for key in path:
-        pickles.require_key(key)
-    return path, is_pickled
-
-
-def name_bytes(name: str) -> bytes:
-    """Return the pickle in a name.
-
-    Raises:
-        PickleRefused: It is not base64, or too long.
-    """
     if len(name) > 2 * MAX_NAME_BYTES:
         raise PickleRefused(f"the name has {len(name):,} characters, which no key path needs")
     try:
-        return base64.b64decode(name.encode("ascii"), altchars=b"-_", validate=True)
+        data = base64.b64decode(name.encode("ascii"), altchars=b"-_", validate=True)
     except (binascii.Error, UnicodeEncodeError):
         raise PickleRefused("the name is not base64") from None
-
-
-def path_of_name(value: object) -> tuple[KeyPath, bool]:
-    """Check the unpickled content of a name.
-
-    Raises:
-        PickleRefused: It is not a key path with a flag.
-    """
-    if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], bool)):
+    value = pickle.loads(data) if pickles is None else pickles.loads(data, max_nodes=_MAX_NODES)
+    path, is_pickled = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
+    if not (isinstance(path, tuple) and path and isinstance(is_pickled, bool)):
         raise PickleRefused("the name holds something else than keys and a flag")
-    path, is_pickled = value
-    if not (isinstance(path, tuple) and path):
-        raise PickleRefused("the name holds no keys")
+    if pickles is not None:
+        for key in path:
+            pickles.require_key(key)
     try:
         hash(path)
     except TypeError:
@@ -358,67 +304,3 @@ def path_of_name(value: object) -> tuple[KeyPath, bool]:
 def shown(path: KeyPath) -> str:
     """Return a key path for a message, as Python would index it: `['state'][0]['exp_avg']`."""
     return printable("".join(f"[{key!r}]" for key in path)) or "the state"
-
-
-def nest(leaves: Iterable[tuple[KeyPath, Any]]) -> dict[Any, Any]:
-    """Return nested dicts with the leaves at their paths.
-
-    No dict has whole paths as keys: a crafted file could choose tuples with equal hashes.
-
-    Raises:
-        PickleRefused: A path leads through a leaf.
-    """
-    result: dict[Any, Any] = {}
-    new_dicts = {id(result)}  # a leaf may be a dict too, and no other leaf is put into it
-    for path, leaf in leaves:
-        target = result
-        for key in path[:-1]:
-            if key not in target:
-                fresh: dict[Any, Any] = {}
-                new_dicts.add(id(fresh))
-                target[key] = fresh
-            target = target[key]
-            if id(target) not in new_dicts:
-                raise PickleRefused(f"{shown(path)} leads through a value that is not a dict")
-        if path[-1] in target:
-            raise PickleRefused(f"{shown(path)} is there twice, or has others below it")
-        target[path[-1]] = leaf
-    return result
-
-
-def stable_pickle(value: object) -> bytes:
-    """Return a pickle that is the same for equal plain values; other values are pickled as usual.
-
-    Raises:
-        ValueError: Plain containers that contain themselves, or are nested deeper than the reader accepts.
-    """
-    return pickle.dumps(_Stable().copy(value), protocol=_PROTOCOL)
-
-
-class _Stable:
-    """Copies plain values so that equal texts are one object; a shared container stays shared."""
-
-    def __init__(self) -> None:
-        self._atoms: dict[tuple[type, Any], object] = {}
-        self._copies: dict[int, Any] = {}
-        self._open: set[int] = set()
-
-    def copy(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in (str, bytes):
-            return self._atoms.setdefault((kind, value), value)
-        if kind not in (tuple, list, dict):
-            return value
-        if id(value) in self._open:
-            raise ValueError("a container contains itself")
-        if id(value) in self._copies:
-            return self._copies[id(value)]
-        if len(self._open) >= MAX_DEPTH:
-            raise ValueError(f"containers are nested more than {MAX_DEPTH} deep")
-        self._open.add(id(value))
-        if kind is dict:
-            copied: Any = {self.copy(key): self.copy(item) for key, item in value.items()}
-        else:
-            copied = kind(map(self.copy, value))
-        self._open.discard(id(value))
-        return self._copies.setdefault(id(value), copied)

@@ -15,7 +15,7 @@ from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stio.format.safe_pickle import MAX_DEPTH, PickleRefused, PlainPickles
+from stio.conversion.safe_pickle import MAX_DEPTH, PickleRefused, PlainPickles
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 KEYS = st.text() | st.integers() | st.none() | st.binary()

@@ -3,8 +3,8 @@
 The functions are called after a source could not be opened. By the content of a file `kind_of` finds what it is; by
 names and paths the others find what the caller may mean. These return a clause to add to the message, or nothing.
 
-One table has all kinds of files and directories: where a kind shows (the first bytes of a file, its last ones, the
-names in a zip archive or in a directory), an expression for that place, the name of the kind, and the next step. Of an
+One table has all kinds of files and directories: where a kind shows (the first bytes of a file, the names in a
+zip archive or in a directory), an expression for that place, the name of the kind, and the next step. Of an
 archive only the first name and those at its end are read, so a large or hostile one costs no more than a small one.
 A name of a file shows nothing, `model.bin` has many kinds; only of a file without any mark it is all there is.
 """
@@ -12,23 +12,24 @@ A name of a file shows nothing, `model.bin` has many kinds; only of a file witho
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from stio.errors import StioError, printable
-from stio.format.naming import (
-    FILE_SUFFIXES,
-    INDEX_SUFFIX,
-    PICKLE_SUFFIXES,
-    is_step_directory,
-    step_named,
-    whole_name,
-)
+from stio.errors import StioError
+from stio.errors import printable
+from stio.format.files.names import FILE_SUFFIXES
+from stio.format.files.names import FileName
+from stio.format.files.names import INDEX_SUFFIX
+from stio.format.files.names import PICKLE_SUFFIXES
+from stio.format.files.names import step_of
 from stio.schemes import READERS
-from stio.text import is_url, without_secrets
+from stio.text import is_url
+from stio.text import without_secrets
 
-HEAD_BYTES = 512
+_HEAD_BYTES = 512
 """Bytes at the start of a file that decide about its kind."""
 
 _PREFIX_BYTES = 8
@@ -52,25 +53,34 @@ class FileKind:
     advice: str
     """What to do with it: one step."""
 
+    @property
+    def is_torch_save(self) -> bool:
+        """Whether torch.save wrote it, in its new or its old format."""
+        return self == _TORCH_SAVE
+
+    @property
+    def is_safetensors(self) -> bool:
+        """Whether it is a safetensors file by its content; its name may hide that."""
+        return self == _SAFETENSORS
+
+    @property
+    def is_page(self) -> bool:
+        """Whether it is a web page: the error or login that a download has stored, or a list of a directory."""
+        return self.name == _PAGE
+
     def refusal(self, path: str) -> str:
         """Return the message about such a file in the place of a checkpoint."""
-        other = "and not safetensors" if self == TORCH_SAVE else "which stio does not read"
+        other = "and not safetensors" if self.is_torch_save else "which stio does not read"
         return f"this is {self.name}, {other}; {self.advice_at(path)}"
 
     def advice_at(self, path: str) -> str:
         """Return what to do with a file at a path or a URL."""
-        return f"download it, then {self.advice}" if self == TORCH_SAVE and is_url(path) else self.advice
+        return f"download it, then {self.advice}" if self.is_torch_save and is_url(path) else self.advice
 
 
-TORCH_SAVE = FileKind("a file of torch.save", CONVERT)
-"""A file that torch.save wrote, in its new or its old format."""
-
-SAFETENSORS = FileKind("a safetensors file by its content", "give its own path")
-"""A file whose name hides what it is."""
-
-PAGE = "a web page"
-"""Name of the kind that is a download's error or login, or a server's list of a directory."""
-
+_TORCH_SAVE = FileKind("a file of torch.save", CONVERT)
+_SAFETENSORS = FileKind("a safetensors file by its content", "give its own path")
+_PAGE = "a web page"
 _SOURCE = "take the checkpoint that it was converted from"
 _PROGRAM = "load it with the program that wrote it, and give its tensors to stio.save"
 _READ = "read its tensors with {}, and give them to stio.save"
@@ -93,17 +103,15 @@ _KINDS = [(place, re.compile(mark, re.DOTALL), FileKind(name, step)) for place, 
     ("zip", r"(.*\n)?[^/\n]*/constants\.pkl\n", "a TorchScript archive", _READ.format("torch.jit.load")),
     ("zip", r"(.*\n)?([^/\n]*/archive_format|serialized_exported_program\.json)\n",
      "an exported program of torch.export", _READ.format("torch.export.load")),
-    ("zip", r"(.*\n)?[^/\n]*/data\.pkl\n", TORCH_SAVE.name, CONVERT),
+    ("zip", r"(.*\n)?[^/\n]*/data\.pkl\n", _TORCH_SAVE.name, CONVERT),
     ("zip", r"([^\n]*\.npy\n)+\Z", "an archive of numpy arrays", _ARRAYS.format("numpy.load")),
     ("zip", "", "a zip archive",
      "unpack it first (`python -m zipfile -e FILE DIRECTORY`), and give the checkpoint in it"),
-    ("start", r"\x80[\x02-\x05].{,20}\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19", TORCH_SAVE.name, CONVERT),
+    ("start", r"\x80[\x02-\x05].{,20}\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19", _TORCH_SAVE.name, CONVERT),
     ("start", r"\x80[\x02-\x05]", "a pickle that torch.save has not written", _PROGRAM),
-    ("start", r".{4}TFL3", "a TensorFlow Lite model", _SOURCE),
     ("start", r".{257}ustar", "a tar archive", "unpack it first (`tar -xf FILE`), and give what is in it"),
     ("start", r"GGUF", "a GGUF file",
      "in transformers, from_pretrained(DIRECTORY, gguf_file=NAME) loads it, and save_pretrained() writes safetensors"),
-    ("start", r"lmgg|fmgg|tjgg|algg", "a GGML file", _SOURCE),
     ("start", r"\x89HDF\r\n\x1a\n", "an HDF5 file", _ARRAYS.format("h5py")),
     ("start", r"\x93NUMPY.*'descr': '\|O'", "a numpy array of Python objects, which is a pickle", _PROGRAM),
     ("start", r"\x93NUMPY", "a numpy array", _ARRAYS.format("numpy.load")),
@@ -114,9 +122,6 @@ _KINDS = [(place, re.compile(mark, re.DOTALL), FileKind(name, step)) for place, 
     ("start", r"\xfd7zXZ\0", "a file compressed by xz", _UNPACK.format("xz")),
     ("start", r"\x28\xb5\x2f\xfd", "a file compressed by zstd", _UNPACK.format("zstd")),
     ("start", r"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it first"),
-    ("start", r"ZN\0[\0-\x20]", "a file compressed by zipnn", "decompress it first, with zipnn"),
-    ("start", r"\|TZR\|", "a file of tensorizer", _READ.format("tensorizer.TensorDeserializer")),
-    ("start", r"[\x01-\x20]\0\0\0[\x04-\x40]\0[A-Z][A-Za-z0-9]{2,60}\0", "a model of CTranslate2", _SOURCE),
     # The version of the format, then a description (field 2) whose first field is an input or, in a long form, text.
     ("start", r"\x08[\x01-\x20]\x12[\x80-\xff]{,3}[\0-\x7f](\x0a|\xa2\x06)", "a Core ML model", _SOURCE),
     # The version of the format, then text, a graph or the versions of operators (the fields 2, 3, 4, 6, 7 and 8).
@@ -124,11 +129,10 @@ _KINDS = [(place, re.compile(mark, re.DOTALL), FileKind(name, step)) for place, 
     # A map, and the text that is its first key.
     ("start", r"([\x81-\x8f]|\xde..|\xdf.{4})(\xa1[ -~][\x80-\xdf]|[\xa2-\xbf][ -~]{2}|\xd9.[ -~]{2})",
      "a msgpack file, as flax writes them", _ARRAYS.format("flax.serialization.msgpack_restore")),
-    ("start", r"(?i:\s*(<!doctype html|<html|<\?xml))", PAGE,
+    ("start", r"(?i:\s*(<!doctype html|<html|<\?xml))", _PAGE,
      "a download has stored an error or a login in the place of the file: fetch it again"),
     ("start", r"\s*[{\[]\s*[\"{\[\d\]}]", "JSON text",
      "give a .safetensors file, a directory, or an index whose name ends in .index.json"),
-    ("end", r".*FLASHPK\0\Z", "a file of flashpack", _READ.format("flashpack")),
     ("path", r".*\.dat\Z", "a file without a header, like the .dat of a folder that accelerate offloads to",
      _OFFLOADED),
     ("directory", r"(.*\n)?\.metadata\n.*\.distcp\n", "a checkpoint of torch.distributed.checkpoint", _JOIN),
@@ -138,7 +142,6 @@ _KINDS = [(place, re.compile(mark, re.DOTALL), FileKind(name, step)) for place, 
     ("directory", r"(?=(.*\n)?index\.json\n).*\.dat\n", "a folder that accelerate offloads to", _OFFLOADED),
     ("directory", r"(.*\n)?model_index\.json\n", "the root of a diffusers pipeline",
      "its models are in folders of their own: give the path of one, such as DIRECTORY/unet"),
-    ("directory", r"(?=(.*\n)?Data\n)(.*\n)?Manifest\.json\n", "a Core ML package", _SOURCE),
     ("directory", r"(.*\n)?sharded\n", "a directory whose sharded/ may hold parts of ranks", WHOLE_BY_TORCH),
 )]  # fmt: skip
 """Each kind: where it shows, an expression for the text there (of names with a newline after each), and its FileKind.
@@ -153,51 +156,34 @@ def _kind_at(place: str, text: str) -> FileKind | None:
 
 
 def kind_of(read: Callable[[int, int], bytes], nbytes: int, path: str) -> FileKind | None:
-    """Return the kind of a file that is not safetensors; None: it may be safetensors, or is of no known kind.
+    """Return the kind of a file; None: it is of no known kind.
 
     Args:
         read: Returns the bytes `[begin, end)` of the file. A `StioError` at its end leaves out what is there.
         nbytes: Size of the file.
         path: Path of the file; it counts for a file without a mark.
     """
-    head, tail = read(0, min(HEAD_BYTES, nbytes)), b""
-    if starts_like_safetensors(head, nbytes):
-        return None
-    is_zip = head.startswith(b"PK\x03\x04")
-    if not is_zip and (kind := _kind_at("start", head.decode("latin-1"))):
-        return kind
+    head = read(0, min(_HEAD_BYTES, nbytes))
+    header_bytes, text = int.from_bytes(head[:_PREFIX_BYTES], "little"), head[_PREFIX_BYTES:]
+    if header_bytes <= nbytes - _PREFIX_BYTES and text.lstrip(b" ")[:1] == b"{":
+        return _SAFETENSORS
+    if not head.startswith(b"PK\x03\x04"):
+        return _kind_at("start", head.decode("latin-1")) or _kind_at("path", path)
+    tail = b""
     with suppress(StioError):
-        tail = read(max(0, nbytes - (_TAIL_BYTES if is_zip else _PREFIX_BYTES)), nbytes)
-    if not is_zip:
-        return _kind_at("end", tail.decode("latin-1")) or _kind_at("path", path)
+        tail = read(max(0, nbytes - _TAIL_BYTES), nbytes)
     names = [tail[one.end() : one.end() + int.from_bytes(one[1], "little")] for one in _ZIP_ENTRY.finditer(tail)]
     if names:
         names.append(head[30 : 30 + int.from_bytes(head[26:28], "little")])
     return _kind_at("zip", "".join(f"{name.decode(errors='backslashreplace')}\n" for name in sorted({*names})))
 
 
-def starts_like_safetensors(head: bytes, nbytes: int) -> bool:
-    """Return whether the first bytes are the length of a header that fits into the file, and its first character."""
-    length = int.from_bytes(head[:_PREFIX_BYTES], "little")
-    return (
-        len(head) > _PREFIX_BYTES and length <= nbytes - _PREFIX_BYTES and head[_PREFIX_BYTES:].lstrip(b" ")[:1] == b"{"
-    )
-
-
-_OF_TRAININGS = re.compile(
-    r"(training_args|trainer_state|optim|optimizer|lr_scheduler|scheduler|scaler|grad_scaler|sampler|dl_state_dict"
-    r"|rng_state|random_states?|custom_checkpoint|.*optim_states)([-_.]?\d+)*\.(pt|pth|bin|ckpt)"
-)
-"""Names under which trainers store what is no weight: transformers, accelerate, DeepSpeed."""
+_ZIPNN = "znn_compressed_vectors"
 
 _SUFFIXES_OF_OTHERS = (
-    ".gguf", ".onnx", ".h5", ".keras", ".npz", ".npy", ".pt2", ".tflite", ".msgpack", ".tensors", ".flashpack", ".znn",
-    ".mlmodel",
+    ".gguf", ".onnx", ".h5", ".keras", ".npz", ".npy", ".pt2", ".msgpack", ".mlmodel",
 )  # fmt: skip
 """Ends of names of other files of weights."""
-
-NO_HOME = "'~' is not replaced by a home directory here: pass os.path.expanduser(path)"
-"""What to do about a path that begins with `~`."""
 
 # At least two letters: one is a drive of Windows. `pathlib` makes one slash of two.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(/?)(.*)", re.DOTALL)
@@ -205,13 +191,15 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _OTHER_SUFFIXES = (*FILE_SUFFIXES, INDEX_SUFFIX, *PICKLE_SUFFIXES)
 
 
-def is_pickle_of_weights(name: str) -> bool:
-    """Return whether the name of a file in a directory is that of weights in a file of `torch.save`."""
-    return name.endswith(PICKLE_SUFFIXES) and not name.startswith(".") and _OF_TRAININGS.fullmatch(name) is None
+def advice_for_path(path: str, schemes: Iterable[str] = ()) -> str:
+    """Return what to do about a path that begins with `~`, or a URL in which a slash is missing; "" for others.
 
-
-def advice_for_slash(path: str, schemes: Iterable[str]) -> str:
-    """Return what to do about the URL of one of some schemes in which a slash is missing; nothing for other paths."""
+    Args:
+        path: What the caller passed.
+        schemes: Schemes of the URLs that it may be.
+    """
+    if path.startswith("~"):
+        return "'~' is not replaced by a home directory here: pass os.path.expanduser(path)"
     url = _URL.fullmatch(path)
     if url is None or url[2] or not url[3] or url[1].lower() not in schemes:
         return ""
@@ -226,23 +214,21 @@ def advice_for_missing(path: str, *, parent_exists: bool) -> str:
         path: What the caller passed.
         parent_exists: Whether there is a directory of the name before its first slash.
     """
+    if advice := advice_for_path(path, () if parent_exists else READERS):
+        return f"; {advice}"
     url = None if parent_exists else _URL.fullmatch(path)
     if url is not None and (url[2] or url[3]):
         if url[1].lower() == "file":
             return f"; pass the path of a file of this machine, not a URL: {printable('/' + url[3].lstrip('/'))!r}"
-        if missing := advice_for_slash(path, READERS):
-            return f"; {missing}"
         known = ", ".join(sorted(READERS))
         text = printable(without_secrets(f"{url[1]}://{url[3]}"))
         return f"; it looks like the URL {text}; stio has no scheme {printable(url[1])!r}, but {known}"
-    if path.startswith("~"):
-        return f"; {NO_HOME}"
     if _HUB_ID.fullmatch(path) and not parent_exists and not path.endswith(_OTHER_SUFFIXES):
         return f"; it looks like an id of the Hugging Face hub: pass {'hf://' + path!r}, which downloads it"
     return ""
 
 
-def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], FileKind | None]) -> str:
+def advice_for_names(names: Iterable[FileName], path: str, kind_of: Callable[[str], FileKind | None]) -> str:
     """Return what to do about a directory, or a URL of one, without a checkpoint, by the names in it.
 
     Args:
@@ -253,23 +239,28 @@ def advice_for_names(names: Iterable[str], path: str, kind_of: Callable[[str], F
     names = sorted(names)
     if kind := _kind_at("directory", "".join(f"{name}\n" for name in names)):
         return f"; this is {kind.name}: {kind.advice}"
-    weights = [name for name in names if is_pickle_of_weights(name)]
+    weights = [name for name in names if name.is_pickle]
     weights += [name for name in names if name.endswith(_SUFFIXES_OF_OTHERS)]
     if weights:
         kind, seems = kind_of(weights[0]), "is"
-        if kind is None and is_pickle_of_weights(weights[0]):
-            kind, seems = TORCH_SAVE, "looks like"
+        if kind is None and weights[0].is_pickle:
+            kind, seems = _TORCH_SAVE, "looks like"
         return "" if kind is None else f"; {printable(weights[0])} {seems} {kind.name}: {kind.advice_at(path)}"
-    for name in filter(_OF_TRAININGS.fullmatch, names):
-        return f"; {printable(name)} holds the state of a training, and no weights"
-    steps = [name for name in names if is_step_directory(name) or name.isdecimal()]
+    for name in names:
+        if name.is_of_training:
+            return f"; {printable(name)} holds the state of a training, and no weights"
+    steps = [(named.number, name) for name in names if (name.is_step or name.isdecimal()) and (named := step_of(name))]
     if not steps:
         return ""
-    newest = max(steps, key=lambda name: step_named(name) or 0)
+    newest = max(steps, key=lambda step: step[0])[1]
     return f"; {printable(newest)} may be one: give its path (stio.latest finds the newest)"
 
 
-def advice_for_index(name: str) -> str:
-    """Return what to do about an index that cannot be read, by its name."""
-    pickled = whole_name(name).endswith(PICKLE_SUFFIXES)
-    return f"; it looks like an index of files of torch.save: {CONVERT}" if pickled else ""
+def why_packed(metadata: Mapping[str, object]) -> str:
+    """Return why bytes of a checkpoint are not those of its tensors, and what to do; empty if they are."""
+    if _ZIPNN not in metadata:
+        return ""
+    return (
+        f"zipnn has compressed tensors of this file ({_ZIPNN} in its metadata), and their bytes are no weights; call "
+        "zipnn.zipnn_safetensors(), read each tensor by get_tensor of safetensors.torch.safe_open, and save them"
+    )

@@ -13,13 +13,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Literal, Protocol, cast
+from typing import Annotated
+from typing import ClassVar
+from typing import Literal
+from typing import Protocol
+from typing import cast
 
 import msgspec
 
-from stio.errors import FormatError, LimitError, install_command, printable
+from stio.errors import FormatError
+from stio.errors import LimitError
+from stio.errors import install_command
+from stio.errors import printable
 from stio.format.json_scanner import Scanner
 
 # Hashes.
@@ -60,10 +68,7 @@ def new_hasher(algorithm: str) -> Hasher:
 
 # The file.
 
-VERSION = 1
-
-MAX_MANIFEST_BYTES = 10 << 20
-"""Longest manifest: about 60,000 files; real ones name a few hundred. It is decoded in one call."""
+_VERSION = 1
 
 
 class FileState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +92,9 @@ class _Document(msgspec.Struct, forbid_unknown_fields=True):
 class Manifest:
     """Content of a manifest."""
 
+    MAX_BYTES: ClassVar[int] = 10 << 20
+    """Longest manifest: about 60,000 files; real ones name a few hundred. It is decoded in one call."""
+
     algorithm: HashName
     """Hash function of the digests."""
     files: Mapping[str, tuple[FileState, ...]]
@@ -94,62 +102,61 @@ class Manifest:
     in_names: bool = False
     """Whether there is no manifest, and the digests are the names of the files in the hub's cache."""
 
+    @classmethod
+    def parse(cls, raw: bytes, *, path: str) -> Manifest:
+        """Parse a manifest, which is as untrusted as the files that it describes.
 
-def parse_manifest(raw: bytes, *, path: str) -> Manifest:
-    """Parse a manifest, which is as untrusted as the files that it describes.
+        Args:
+            raw: The file's bytes.
+            path: File to name in errors.
 
-    Args:
-        raw: The file's bytes.
-        path: File to name in errors.
+        Raises:
+            FormatError: Not JSON, a repeated or unknown key, another version or algorithm, a malformed digest.
+            LimitError: It is longer than any that stio writes.
+        """
+        if len(raw) > cls.MAX_BYTES:
+            raise LimitError(
+                "the manifest is too long", path=path, expected=f"at most {cls.MAX_BYTES} bytes", found=len(raw)
+            )
+        scanner = Scanner(raw, path=path, base=0, error=FormatError, what="manifest")
+        try:
+            document = msgspec.convert(scanner.decode(raw), _Document)
+        except msgspec.ValidationError as error:
+            message = f"manifest: {printable(str(error))}; it is incomplete, or a newer stio has written it"
+            raise FormatError(message, path=path) from None
+        if document.version != _VERSION:
+            message = "manifest: unknown version; a newer stio may read it"
+            raise FormatError(message, path=path, expected=_VERSION, found=document.version)
+        digits = ALGORITHMS[document.algorithm]
+        for name, states in document.files.items():
+            for state in states:
+                if len(state.digest) != digits:
+                    message = f"manifest: the digest of {printable(name)!r} is not one of {document.algorithm}"
+                    raise FormatError(message, path=path, expected=f"{digits} hexadecimal digits", found=state.digest)
+        return cls(document.algorithm, document.files)
 
-    Raises:
-        FormatError: Not JSON, a repeated or unknown key, another version or algorithm, a malformed digest.
-        LimitError: It is longer than any that stio writes.
-    """
-    if len(raw) > MAX_MANIFEST_BYTES:
-        raise LimitError(
-            "the manifest is too long", path=path, expected=f"at most {MAX_MANIFEST_BYTES} bytes", found=len(raw)
-        )
-    scanner = Scanner(raw, path=path, base=0, error=FormatError, what="manifest")
-    try:
-        document = msgspec.convert(scanner.decode(raw), _Document)
-    except msgspec.ValidationError as error:
-        message = f"manifest: {printable(str(error))}; it is incomplete, or a newer stio has written it"
-        raise FormatError(message, path=path) from None
-    if document.version != VERSION:
-        message = "manifest: unknown version; a newer stio may read it"
-        raise FormatError(message, path=path, expected=VERSION, found=document.version)
-    digits = ALGORITHMS[document.algorithm]
-    for name, states in document.files.items():
-        for state in states:
-            if len(state.digest) != digits:
-                message = f"manifest: the digest of {printable(name)!r} is not one of {document.algorithm}"
-                raise FormatError(message, path=path, expected=f"{digits} hexadecimal digits", found=state.digest)
-    return Manifest(document.algorithm, document.files)
+    def encode(self) -> bytes:
+        """Return the manifest as JSON; equal content gives equal bytes.
 
+        Raises:
+            ValueError: A name cannot be encoded in UTF-8.
+        """
+        document = _Document(_VERSION, self.algorithm, dict(sorted(self.files.items())))
+        try:
+            return json.dumps(msgspec.to_builtins(document), indent=2, ensure_ascii=False).encode() + b"\n"
+        except UnicodeEncodeError as error:
+            shown = printable(error.object[:80])
+            raise ValueError(f"a manifest cannot hold a name that is not UTF-8: {shown}") from None
 
-def build_manifest(manifest: Manifest) -> bytes:
-    """Return a manifest as JSON; equal content gives equal bytes.
-
-    Raises:
-        ValueError: A name cannot be encoded in UTF-8.
-    """
-    files = {
-        name: [{"nbytes": state.nbytes, "digest": state.digest} for state in states]
-        for name, states in sorted(manifest.files.items())
-    }
-    document = {"version": VERSION, "algorithm": manifest.algorithm, "files": files}
-    try:
-        return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a manifest cannot hold a name that is not UTF-8: {printable(error.object[:80])}") from None
-
-
-def merge_states(
-    old: Mapping[str, tuple[FileState, ...]], new: Mapping[str, tuple[FileState, ...]]
-) -> dict[str, tuple[FileState, ...]]:
-    """Return all names of both, each with the acceptable states of both."""
-    return {name: tuple(dict.fromkeys((*old.get(name, ()), *new.get(name, ())))) for name in {**old, **new}}
+    def merged(self, newer: Manifest) -> Manifest:
+        """Return a manifest with the acceptable states of both; if the algorithms differ, only the newer one's."""
+        if self.algorithm != newer.algorithm:
+            return newer
+        files = {
+            name: tuple(dict.fromkeys((*self.files.get(name, ()), *newer.files.get(name, ()))))
+            for name in {**self.files, **newer.files}
+        }
+        return Manifest(self.algorithm, files)
 
 
 def manifest_change(
@@ -169,13 +176,11 @@ def manifest_change(
     """
     if algorithm is None:
         return None if old is None else (None, None)
-    states: dict[str, tuple[FileState, ...]] = {name: (state,) for name, state in new.items()}
+    changed = Manifest(algorithm, {name: (state,) for name, state in new.items()})
     before = None
     if old is not None:
-        try:
-            known = parse_manifest(old, path=path)
-        except FormatError:
-            known = None
-        if known is not None and known.algorithm == algorithm:
-            before = build_manifest(Manifest(algorithm, merge_states(known.files, states)))
-    return before, build_manifest(Manifest(algorithm, states))
+        with suppress(FormatError):
+            known = Manifest.parse(old, path=path)
+            if known.algorithm == algorithm:
+                before = known.merged(changed).encode()
+    return before, changed.encode()

@@ -8,13 +8,15 @@ import time
 
 import pytest
 from counts import count
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 
-from stio.format.index import parse_index
-from stio.format.naming import shard_name
-from stio.format.sharding import build_index, split_into_shards
+from stio.format.files.index import parse_index
+from stio.format.files.names import FilePattern
 from stio.limits import parse_size
+from stio.saving.plan import build_index
+from stio.saving.plan import split_into_shards
 
 PATTERN = "model{suffix}.safetensors"
 
@@ -72,30 +74,30 @@ def test_sizes_are_the_hubs(number: float, unit: str, case: object) -> None:
         ([("a", 0), ("b", 0)], 1, [["a", "b"]]),
         ([("a", 10), ("b", 0), ("c", 1)], 10, [["a", "b"], ["c"]]),
         ([("a", 11)], 10, [["a"]]),
-        ([("a", 5, "s"), ("b", 9), ("c", 5, "s"), ("d", 1, "t"), ("e", 7, "t")], 10, [["a", "c"], ["b", "d", "e"]]),
-        ([("a", 20, "s"), ("b", 1), ("c", 20, "s")], 10, [["a", "c"], ["b"]]),
     ],
 )
-def test_splits(sizes: list[tuple[object, ...]], maximum: int, shards: list[list[str]]) -> None:
-    assert split_into_shards([(*one, None)[:3] for one in sizes], maximum) == shards  # type: ignore[misc]
+def test_splits(sizes: list[tuple[str, int]], maximum: int, shards: list[list[str]]) -> None:
+    assert split_into_shards(sizes, maximum) == shards
 
 
 @settings(max_examples=count(75, 300), deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 30), st.none() | st.integers(0, 4)), max_size=20), st.integers(1, 40))
-def test_splits_are_the_hubs(tensors: list[tuple[int, int | None]], maximum: int) -> None:
+@given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 40))
+def test_splits_are_the_hubs(tensors: list[int], maximum: int) -> None:
     base = pytest.importorskip("huggingface_hub.serialization._base")
-    state = {f"t{k}": tensor for k, tensor in enumerate(tensors)}
+    state = {f"t{k}": nbytes for k, nbytes in enumerate(tensors)}
     expected = base.split_state_dict_into_shards_factory(
         state,
-        get_storage_size=lambda tensor: tensor[0],
-        get_storage_id=lambda tensor: tensor[1],
+        get_storage_size=lambda nbytes: nbytes,
+        get_storage_id=lambda nbytes: None,
         filename_pattern=PATTERN,
         max_shard_size=maximum,
     )
-    shards = split_into_shards([(name, *tensor) for name, tensor in state.items()], maximum)
+    shards = split_into_shards(state.items(), maximum)
     assert shards == list(expected.filename_to_tensors.values())
     if shards:
-        assert [shard_name(PATTERN, k, len(shards)) for k in range(len(shards))] == list(expected.filename_to_tensors)
+        assert [FilePattern(PATTERN).shard(k, len(shards)) for k in range(len(shards))] == list(
+            expected.filename_to_tensors
+        )
 
 
 # The index.

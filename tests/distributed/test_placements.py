@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from counts import count
 
-from stio.format.placements import Cut, byte_ranges, local_part
+from stio.distributed.placements import Cut, byte_ranges, local_part
 
 
 def random_case(chance: random.Random) -> tuple[list[int], list[int], list[Cut | None]]:

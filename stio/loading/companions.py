@@ -37,7 +37,6 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     ".nested_quant_map": ("",),
 }
 """End of a companion's name, and what stands in its place in the name of the tensor that it belongs to."""
-_ZIPNN = "znn_compressed_vectors"
 _QUANT_STATE = ".quant_state."  # of bitsandbytes: W.quant_state.bitsandbytes__nf4
 _TAILS = tuple(suffix[1:] for suffix in SUFFIXES)
 _INTEGERS = ("I8", "U8", "I32", "U32")
@@ -52,16 +51,6 @@ class Companions:
     """By the name of a quantized tensor, the names of its companions."""
     scales: frozenset[str] = frozenset()
     """All names that are never cast."""
-
-
-def why_packed(metadata: Mapping[str, object]) -> str:
-    """Return why bytes of a checkpoint are not those of its tensors, and what to do; empty if they are."""
-    if _ZIPNN not in metadata:
-        return ""
-    return (
-        f"zipnn has compressed tensors of this file ({_ZIPNN} in its metadata), and their bytes are no weights; call "
-        "zipnn.zipnn_safetensors(), read each tensor by get_tensor of safetensors.torch.safe_open, and save them"
-    )
 
 
 def is_quantized(dtype: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stio.format.placements import (
+from stio.distributed.placements import (
     NO_ROWS,
     Rows,
     SharedRows,

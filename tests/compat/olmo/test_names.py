@@ -11,16 +11,14 @@ from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stio.format.safe_pickle import (
+from stio.compat.olmo import encode_name, nest, stable_pickle
+from stio.conversion.safe_pickle import (
     MAX_NAME_BYTES,
     PickleRefused,
     PlainPickles,
     decode_name,
-    encode_name,
     looks_encoded,
-    nest,
     shown,
-    stable_pickle,
 )
 
 KEYS = st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none() | st.binary()

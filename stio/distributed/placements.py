@@ -24,19 +24,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """Bytes of a tensor: one range, or several of one length at even distances."""
-
-    start: int
-    """First byte, counted in the tensor."""
-    nbytes: int
-    """Length of one range."""
-    num_ranges: int = 1
-    """Number of ranges."""
-    stride: int = 0
-    """Distance between the starts of two; more than the length. 0 for one range."""
+from stio.saving.plan_parts import ByteRange
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,25 +2,34 @@
 
 The index is untrusted text that names files to open. `parse_index` therefore checks each shard's name
 (`check_shard_name`) before anything is opened. stio reads every index through it, in the drop-ins too.
-`check_against_shards` compares an index with the headers of its shards.
+`check_shards` compares an index with the headers of its shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from stio.errors import IndexFormatError, printable
+from stio.errors import IndexFormatError
+from stio.errors import listed
+from stio.errors import printable
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import PICKLE_SUFFIXES
+from stio.format.files.names import FileName
+from stio.format.files.names import check_shard_name
+from stio.format.files.other_kinds import CONVERT
+from stio.format.files.other_kinds import WHOLE_BY_TORCH
 from stio.format.header import Header
 from stio.format.json_scanner import Scanner
-from stio.format.naming import FILE_SUFFIX, check_shard_name, rank_of_part
-from stio.format.other_sources import WHOLE_BY_TORCH
-from stio.limits import Limits, advice_on_limit
+from stio.limits import Limits
+from stio.limits import advice_on_limit
 
-_SHOWN_NAMES = 3
 _LENIENT = "`stio.load(..., strict=False)`"
 _DEFAULT_LIMITS = Limits()
 _FAST_KEYS = ("fst.shard.set", "fst.shard.index", "fst.shard.count")
@@ -36,8 +45,6 @@ class ShardIndex:
     """The object under `metadata`, empty where there is none."""
     weight_map: dict[str, str]
     """Shard of each tensor, in the order of the file. Equal shard names are one object."""
-    total_size: int | None
-    """Bytes of all tensors according to the index; None if it has no such number."""
     shards: tuple[str, ...]
     """Names of the shards, in order of their first appearance, each one checked."""
     names_elsewhere: frozenset[str] = frozenset()
@@ -51,7 +58,6 @@ class ShardIndex:
         return ShardIndex(
             {key: value for key, value in self.metadata.items() if key != "total_size"},
             {name: shard for name, shard in self.weight_map.items() if shard in chosen},
-            None,
             tuple(shard for shard in self.shards if shard in chosen),
             frozenset(name for name, shard in self.weight_map.items() if shard not in chosen),
             is_part=True,
@@ -96,83 +102,60 @@ def parse_index(raw: bytes, *, path: str, limits: Limits = _DEFAULT_LIMITS, suff
     shards: dict[str, str] = {}
     weight_map = {name: shards.setdefault(shard, shard) for name, shard in weight_map.items()}
     for shard in shards:
+        if suffix == FILE_SUFFIX and shard.endswith(PICKLE_SUFFIXES):
+            message = f"this is an index of files of torch.save: {CONVERT}"
+            raise IndexFormatError(message, path=path, expected=f"a name ending in {suffix}", found=shard)
         check_shard_name(shard, path=path, suffix=suffix)
-    return ShardIndex(metadata or {}, weight_map, _total_size(metadata or {}), tuple(shards))
+    return ShardIndex(metadata or {}, weight_map, tuple(shards))
 
 
-def _total_size(metadata: Mapping[str, object]) -> int | None:
-    claimed = metadata.get("total_size")
-    if isinstance(claimed, float) and claimed.is_integer():
-        claimed = int(claimed)  # older converters wrote `1.0e9`
-    if isinstance(claimed, bool) or not isinstance(claimed, int) or claimed < 0:
-        return None
-    return claimed
-
-
-def check_against_shards(index: ShardIndex, headers: Mapping[str, Header], *, strict: bool, path: str) -> list[str]:
-    """Compare an index with the headers of its shards.
+def check_shards(
+    index: ShardIndex | None, headers: Sequence[Header], *, strict: bool, path: str
+) -> tuple[list[Header], list[str]]:
+    """Compare the headers of all shards with each other, and with the index.
 
     Where they disagree about a tensor, the index decides: without `strict`, and for a part of an index, which is made
     for the names that a caller has selected.
 
     Args:
-        index: The parsed index.
-        headers: Header of each shard that the index names.
+        index: The parsed index; None: there is none.
+        headers: The headers, in the order of the index's shards.
         strict: Whether a difference is an error.
-        path: The index, to name in errors.
+        path: The index or the directory, to name in errors.
 
     Returns:
-        Warnings, as sentences.
+        The headers without the tensors that the index gives to other shards, and warnings, as sentences.
 
     Raises:
-        IndexFormatError: A shard has no header; a tensor is in another shard than the index has it, and not in that
-            one; two shards hold a tensor that the index leaves out; with `strict`, a shard holds a tensor that the
-            index leaves out. If the index does not decide: no shard has a tensor of the index, or two have it.
+        IndexFormatError: A tensor is in another shard than the index has it, and not in that one; two shards hold a
+            tensor that the index leaves out, or there is no index; with `strict`, a shard holds a tensor that the index
+            leaves out, or a rank's part of one. If the index does not decide: no shard has a tensor of the index, or
+            two have it.
     """
-    absent = [shard for shard in index.shards if shard not in headers]
-    if absent:
-        raise IndexFormatError("a shard is missing", path=path, expected=absent[0], found="no header for it")
-    rows_of = {shard: headers[shard].positions for shard in index.shards}
-    warnings = []
+    warnings = _parts_of_tensors(headers, strict=strict, path=path)
+    if index is None:
+        if len(headers) > 1:
+            why = "there is no index that decides; get the index, or load a shard by its path"
+            _shard_of_each({header.shard: header.names for header in headers}, why, path=path)
+        return list(headers), warnings
+    rows_of = {shard: header.positions for shard, header in zip(index.shards, headers, strict=True)}
     decides = index.is_part or not strict
     missing = [name for name, shard in index.weight_map.items() if name not in rows_of[shard]]
     if missing:
         warnings.append(_missing(index, missing, rows_of, decides=decides, path=path))
+    stale: dict[str, list[str]] = {}
     # So if the shards hold as many tensors as the index names for them, they hold nothing else and nothing twice, and
     # the search is not needed.
     if sum(map(len, rows_of.values())) != len(index.weight_map) - len(missing):
         if stale := _stale(index, rows_of):
             warnings.append(_conflict(index, stale, decides=decides, path=path))
         warnings += _unindexed(index, rows_of, strict=strict, path=path)
-    total = sum(headers[shard].data_bytes for shard in index.shards)
-    if index.metadata.get("total_size") is not None and index.total_size != total:
-        claimed = printable(index.metadata["total_size"])
-        warnings.append(f"{printable(path)}: the index claims total_size {claimed}, the shards hold {total} bytes")
-    return warnings
-
-
-def as_in_index(index: ShardIndex, headers: Mapping[str, Header]) -> list[Header]:
-    """Return the headers of the shards, in the order of the index, without the tensors that it gives to other shards.
-
-    Args:
-        index: The index, which `check_against_shards` has compared with the headers.
-        headers: Header of each shard.
-    """
-    rows_of = {shard: headers[shard].positions for shard in index.shards}
-    num_found = sum(name in rows_of[shard] for name, shard in index.weight_map.items())
-    stale = {} if sum(map(len, rows_of.values())) == num_found else _stale(index, rows_of)
-    return [headers[shard].without(stale.get(shard, ())) for shard in index.shards]
-
-
-def require_distinct(headers: Sequence[Header], *, path: str) -> None:
-    """Require that each tensor is in one shard only, of a checkpoint without an index.
-
-    Raises:
-        IndexFormatError: Two shards hold one tensor.
-    """
-    if len(headers) > 1:
-        why = "there is no index that decides; get the index, or load a shard by its path"
-        _shard_of_each({header.shard: header.names for header in headers}, why, path=path)
+    total = sum(header.data_bytes for header in headers)
+    claimed = index.metadata.get("total_size")
+    if claimed is not None and claimed != total:
+        claims = f"the index claims total_size {printable(claimed)}"
+        warnings.append(f"{printable(path)}: {claims}, the shards hold {total} bytes")
+    return [header.without(stale.get(shard, ())) for shard, header in zip(index.shards, headers, strict=True)], warnings
 
 
 def require_one_set(headers: Sequence[Header], *, path: str) -> None:
@@ -195,14 +178,10 @@ def require_one_set(headers: Sequence[Header], *, path: str) -> None:
         raise IndexFormatError(message, path=path, expected=f"{printable(count)} shards", found=len(headers))
 
 
-def require_whole_tensors(headers: Sequence[Header], *, strict: bool, path: str) -> list[str]:
-    """Require that no tensor is one rank's part of it, as torch's HuggingFaceStorageWriter has saved it.
+def _parts_of_tensors(headers: Sequence[Header], *, strict: bool, path: str) -> list[str]:
+    """Return warnings of tensors that are, or may be, one rank's part of them; with `strict`, raise if they are.
 
-    Returns:
-        Warnings, as sentences: without `strict`, and where a tensor may be the first rank's part.
-
-    Raises:
-        IndexFormatError: With `strict`, a tensor is a part.
+    torch's HuggingFaceStorageWriter saves them so.
     """
     warnings = []
     for header in headers:
@@ -217,7 +196,7 @@ def require_whole_tensors(headers: Sequence[Header], *, strict: bool, path: str)
         if cut and strict:
             message = f"the file holds one rank's part of tensor {printable(cut[0])!r}; {WHOLE_BY_TORCH}"
             raise IndexFormatError(f"{message}; {_LENIENT} loads the parts", path=path, found=header.shard)
-        if cut or (parts and rank_of_part(header.shard.rpartition("/")[2]) is not None):
+        if cut or (parts and FileName(header.shard.rpartition("/")[2]).rank is not None):
             maybe = "holds" if cut else "may hold"
             warnings.append(f"{printable(path)}: {printable(header.shard)} {maybe} one rank's part of its tensors")
     return warnings
@@ -294,8 +273,4 @@ def _unindexed(index: ShardIndex, rows_of: Mapping[str, dict[str, int]], *, stri
 
 
 def _count(names: list[str]) -> str:
-    shown = ", ".join(repr(printable(name)) for name in names[:_SHOWN_NAMES])
-    if len(names) == 1:
-        return f"tensor {shown} is"
-    more = len(names) - _SHOWN_NAMES
-    return f"tensors {shown}{f' and {more} more' if more > 0 else ''} are"
+    return f"tensor{'s' if len(names) > 1 else ''} {listed(map(repr, names))} {'are' if len(names) > 1 else 'is'}"
