@@ -7,28 +7,22 @@ file cannot cause code to run. A value of any other type raises an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from stio.errors import FormatError
-from stio.errors import printable
+from stio.errors import FormatError, printable
 from stio.format.files.manifest import HashName
 from stio.format.shared import SharedPolicy
-from stio.format.state.tree import Reference
-from stio.format.state.tree import Tree
+from stio.format.state.tree import Reference, Tree
 from stio.limits import Limits
 from stio.loading.api import load
-from stio.loading.body import collect
-from stio.loading.body import reading_operation
+from stio.loading.body import collect, reading_operation
 from stio.loading.casts import DtypesLike
 from stio.loading.nested import read_nested
-from stio.loading.options import DevicesLike
-from stio.loading.options import LoadOptions
-from stio.loading.options import Memory
+from stio.loading.options import DevicesLike, LoadOptions, Memory
 from stio.loading.select import select_tensors
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused
@@ -36,18 +30,12 @@ from stio.runtime.reports.progress import Progress
 from stio.runtime.reports.trace import Trace
 from stio.saving.api import save
 from stio.saving.nested import flatten
-from stio.saving.options import DEFAULT_PATTERN
-from stio.saving.options import CommitStep
-from stio.saving.options import DestinationLike
-from stio.saving.options import Durability
-from stio.saving.options import SaveResult
-from stio.saving.options import ShardNames
+from stio.saving.options import DEFAULT_PATTERN, CommitStep, DestinationLike, Durability, SaveResult, ShardNames
 from stio.storage.checkpoint.caches import CacheLike
 from stio.storage.checkpoint.open import SourceLike
 from stio.storage.checkpoint.shards import OpenCheckpoint
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.text import described_by
-from stio.text import keywords_for
+from stio.text import described_by, keywords_for
 
 
 @described_by(save)

@@ -7,47 +7,33 @@ checks headers and index, compares each file with the manifest if there is one, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import ExitStack
-from contextlib import closing
-from dataclasses import asdict
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 
 import click
 
-from stio.cli.output import JSON_OPTION
-from stio.cli.output import NO
-from stio.cli.output import NO_PROGRESS_OPTION
-from stio.cli.output import PATH
-from stio.cli.output import Bar
-from stio.cli.output import explained
-from stio.cli.output import print_result
-from stio.errors import FormatError
-from stio.errors import IndexFormatError
-from stio.errors import IntegrityError
-from stio.errors import StioError
-from stio.errors import UnsafePathError
-from stio.errors import listed
-from stio.errors import one_line
-from stio.errors import printable
-from stio.errors import without_path
-from stio.format.files.names import FILE_SUFFIXES
-from stio.format.files.names import INDEX_SUFFIX
-from stio.format.files.names import FileName
+from stio.cli.output import JSON_OPTION, NO, NO_PROGRESS_OPTION, PATH, Bar, explained, print_result
+from stio.errors import (
+    FormatError,
+    IndexFormatError,
+    IntegrityError,
+    StioError,
+    UnsafePathError,
+    listed,
+    one_line,
+    printable,
+    without_path,
+)
+from stio.format.files.names import FILE_SUFFIXES, INDEX_SUFFIX, FileName
 from stio.format.header import Header
-
 from stio.runtime.memory import allocate
 from stio.runtime.operation import Operation
 from stio.storage.base import Source
-from stio.storage.checkpoint.integrity import judge_files
-from stio.storage.checkpoint.integrity import no_manifest
-from stio.storage.checkpoint.integrity import read_manifest
+from stio.storage.checkpoint.integrity import judge_files, no_manifest, read_manifest
 from stio.storage.checkpoint.open import open_checkpoint
 from stio.storage.checkpoint.shards import OpenOptions
-from stio.text import counted
-from stio.text import show_bytes
-from stio.text import without_secrets
+from stio.text import counted, show_bytes, without_secrets
 
 PIECE_BYTES = 4 << 20
 """Bytes of a BOOL tensor that are read at once."""

@@ -8,40 +8,30 @@ which the save writes them, one window ahead of it (`ReadAhead`). Tensors of a p
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from stio.conversion.sources import OpenSource
-from stio.conversion.sources import open_source
-from stio.conversion.torch_files import Key
-from stio.conversion.torch_files import check_key
+from stio.conversion.sources import OpenSource, open_source
+from stio.conversion.torch_files import Key, check_key
 from stio.device.tensors import TORCH_DTYPES
-from stio.errors import ClosedError
-from stio.errors import printable
+from stio.errors import ClosedError, printable
 from stio.format.files.manifest import HashName
 from stio.format.files.names import FILE_SUFFIX
 from stio.format.shared import TensorSource
 from stio.limits import checked_size
 from stio.runtime.memory import default_budget_bytes
 from stio.runtime.operation import Operation
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.progress import progress_callback
+from stio.runtime.reports.progress import Progress, progress_callback
 from stio.runtime.reports.trace import shown
 from stio.saving.api import save
-from stio.saving.options import Durability
-from stio.saving.options import SaveOptions
-from stio.saving.options import SaveResult
-from stio.saving.options import absolute_destination
+from stio.saving.options import Durability, SaveOptions, SaveResult, absolute_destination
 from stio.saving.pending import PendingSave
-from stio.saving.plan import WritePlan
-from stio.saving.plan import plan_writes
+from stio.saving.plan import WritePlan, plan_writes
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.open import open_destination
-from stio.text import described_by
-from stio.text import is_url
+from stio.text import described_by, is_url
 
 PathLike = str | os.PathLike[str]
 

@@ -13,53 +13,43 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from stio.conversion.safe_pickle import PickleRefused
-from stio.conversion.safe_pickle import PlainPickles
-from stio.conversion.safe_pickle import decode_name
-from stio.conversion.safe_pickle import looks_encoded
-from stio.conversion.safe_pickle import shown
-from stio.conversion.torch_files import Key
-from stio.conversion.torch_files import is_safetensors
-from stio.conversion.torch_files import kind_of_file
-from stio.conversion.torch_files import part_beside_code
-from stio.conversion.torch_files import read_pickle
-from stio.conversion.torch_files import read_start
-from stio.conversion.torch_files import tensors_in
-from stio.conversion.torch_files import value_at
+from stio.conversion.safe_pickle import PickleRefused, PlainPickles, decode_name, looks_encoded, shown
+from stio.conversion.torch_files import (
+    Key,
+    is_safetensors,
+    kind_of_file,
+    part_beside_code,
+    read_pickle,
+    read_start,
+    tensors_in,
+    value_at,
+)
 from stio.device.casts import Lost
-from stio.device.describe import LazyTensor
-from stio.device.describe import describe_tensors
+from stio.device.describe import LazyTensor, describe_tensors
 from stio.device.tensors import TORCH_DTYPES
-from stio.errors import AmbiguousCheckpointError
-from stio.errors import CheckpointNotFoundError
-from stio.errors import FormatError
-from stio.errors import IndexFormatError
-from stio.errors import LimitError
-from stio.errors import UnsafePathError
-from stio.errors import listed
-from stio.errors import printable
+from stio.errors import (
+    AmbiguousCheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    IndexFormatError,
+    LimitError,
+    UnsafePathError,
+    listed,
+    printable,
+)
 from stio.format.files.directory import NamedCheckpoint
-from stio.format.files.index import ShardIndex
-from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.names import FileName
-from stio.format.files.names import PICKLE_SUFFIXES
+from stio.format.files.index import ShardIndex, parse_index
+from stio.format.files.names import FILE_SUFFIX, PICKLE_SUFFIXES, FileName
 from stio.format.header import TensorInfo
-from stio.format.shared import TiedNames
-from stio.format.shared import may_be_copied
-from stio.format.shared import resolve_shared
+from stio.format.shared import TiedNames, may_be_copied, resolve_shared
 from stio.limits import Limits
 from stio.loading.body import collect
 from stio.loading.casts import planned_casts
@@ -68,13 +58,10 @@ from stio.loading.select import select_tensors
 from stio.runtime.operation import Operation
 from stio.saving.tensors import tied_names
 from stio.storage.checkpoint.open import open_checkpoint
-from stio.storage.checkpoint.shards import OpenCheckpoint
-from stio.storage.checkpoint.shards import OpenOptions
-from stio.storage.checks import broken_link
-from stio.storage.checks import refusals
+from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
+from stio.storage.checks import broken_link, refusals
 from stio.storage.open import open_directory
-from stio.text import is_url
-from stio.text import log
+from stio.text import is_url, log
 
 _MAX_NAMES = 4096
 """Most tensors in one read. To plan 4,096 tensors takes some milliseconds."""

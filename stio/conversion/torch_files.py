@@ -13,38 +13,31 @@ import sys
 import tarfile
 import warnings
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import nullcontext
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
-from typing import BinaryIO
-from typing import ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import nn
 
 from stio.device.describe import describe_tensors
-from stio.errors import AmbiguousCheckpointError
-from stio.errors import FormatError
-from stio.errors import HostMemoryError
-from stio.errors import StorageError
-from stio.errors import TensorNotFoundError
-from stio.errors import UnsupportedDtypeError
-from stio.errors import listed
-from stio.errors import printable
+from stio.errors import (
+    AmbiguousCheckpointError,
+    FormatError,
+    HostMemoryError,
+    StorageError,
+    TensorNotFoundError,
+    UnsupportedDtypeError,
+    listed,
+    printable,
+)
 from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.other_kinds import FileKind
-from stio.format.files.other_kinds import kind_of
+from stio.format.files.other_kinds import FileKind, kind_of
 from stio.runtime.memory import reporting_shortage
 from stio.runtime.process import contextmanager
-from stio.storage.checks import OPEN_FLAGS
-from stio.storage.checks import require_regular
-from stio.storage.checks import translated_errors
+from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
 from stio.storage.local import log_unmapped
 from stio.text import counted
 
@@ -109,9 +102,9 @@ def read_pickle(
     """
     kind = kind_of_file(path)
     if kind is None or not kind.is_torch_save:
-        is_named = kind is not None and not kind.is_safetensors
-        reason = kind.refusal(path) if is_named else "not a file of torch.save, by its first bytes; fetch it again"
-        raise FormatError(reason, path=path)
+        if kind is None or kind.is_safetensors:
+            raise FormatError("not a file of torch.save, by its first bytes; fetch it again", path=path)
+        raise FormatError(kind.refusal(path), path=path)
     in_zip = read_start(path, len(_ZIP_START)) == _ZIP_START
     if trust_pickle:
         warnings.warn(

@@ -8,40 +8,20 @@ yet waits on its own threads. If the stream waited, the copies of the other save
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from stio import native
 from stio.device.base import Event
-from stio.device.cuda import TorchAccelerator
-from stio.device.cuda import TorchEvent
-from stio.device.cuda import answering
-from stio.device.cuda import bytes_of
-from stio.device.cuda import on_stream
-from stio.device.cuda import queue_copies
-from stio.device.cuda import save_stream
-from stio.device.pinned import PinnedAllocator
-from stio.device.pinned import driver_of
-from stio.device.tensors import PLAIN
-from stio.device.tensors import require_data
-from stio.device.tensors import require_held
-from stio.device.torch_private import INTEGERS
-from stio.device.torch_private import conj_neg_bits
-from stio.device.torch_private import copy_each
-from stio.device.torch_private import without_torch_function
-from stio.errors import DeviceError
-from stio.errors import DeviceMemoryError
-from stio.errors import StioError
+from stio.device.cuda import TorchAccelerator, TorchEvent, answering, bytes_of, on_stream, queue_copies, save_stream
+from stio.device.pinned import PinnedAllocator, driver_of
+from stio.device.tensors import PLAIN, require_data, require_held
+from stio.device.torch_private import INTEGERS, conj_neg_bits, copy_each, without_torch_function
+from stio.errors import DeviceError, DeviceMemoryError, StioError
 from stio.format.shared import TensorSource
 from stio.runtime import memory
 from stio.runtime.memory import Region

@@ -12,31 +12,18 @@ from __future__ import annotations
 import gc
 import operator
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedBuffer
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from stio.device.copy_out import PLAIN_LAYOUT
 from stio.device.cuda import require_streams
-from stio.device.tensors import FORMAT_DTYPES
-from stio.device.tensors import GATHER_FSDP
-from stio.device.tensors import PLAIN
-from stio.device.tensors import dense_parts
-from stio.device.tensors import require_data
-from stio.device.torch_private import traits_of
-from stio.device.torch_private import without_torch_function
-from stio.errors import FormatError
-from stio.errors import UnsupportedDtypeError
-from stio.errors import printable
+from stio.device.tensors import FORMAT_DTYPES, GATHER_FSDP, PLAIN, dense_parts, require_data
+from stio.device.torch_private import traits_of, without_torch_function
+from stio.errors import FormatError, UnsupportedDtypeError, printable
 from stio.format.dtypes import tensor_nbytes
 from stio.format.shared import TensorSource
 

@@ -37,11 +37,9 @@ expected type; torch's own messages (plans and results of its distributed checkp
 from __future__ import annotations
 
 from stio.distributed.dcp_reader import StioStorageReader
-from stio.distributed.dcp_writer import StioStager
-from stio.distributed.dcp_writer import StioStorageWriter
+from stio.distributed.dcp_writer import StioStager, StioStorageWriter
 from stio.distributed.load import load_into
 from stio.distributed.parts import Placements
-from stio.distributed.save import Saver
-from stio.distributed.save import save
+from stio.distributed.save import Saver, save
 
 __all__ = ["Placements", "Saver", "StioStager", "StioStorageReader", "StioStorageWriter", "load_into", "save"]

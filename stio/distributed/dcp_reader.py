@@ -12,66 +12,47 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
-from typing import Any
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import _nested_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.metadata import TensorProperties
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.planner import LoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
 from stio.device.tensors import TORCH_DTYPES
-from stio.distributed.load import describe_opened
-from stio.distributed.load import require_same
+from stio.distributed.load import describe_opened, require_same
 from stio.distributed.parts import part_of
-from stio.errors import ClosedError
-from stio.errors import MismatchError
-from stio.errors import StioError
-from stio.errors import printable
-from stio.format.state.tree import Reference
-from stio.format.state.tree import STATE_KEY
+from stio.errors import ClosedError, MismatchError, StioError, printable
+from stio.format.state.tree import STATE_KEY, Reference
 from stio.limits import Limits
-from stio.loading.api import fill_from
-from stio.loading.api import load
+from stio.loading.api import fill_from, load
 from stio.loading.body import open_with_options
 from stio.loading.nested import read_nested
-from stio.loading.options import LoadOptions
-from stio.loading.options import Memory
-from stio.loading.target import Casting
-from stio.loading.target import LocalPart
-from stio.loading.target import PartsTarget
-from stio.loading.target import checked_casting
+from stio.loading.options import LoadOptions, Memory
+from stio.loading.target import Casting, LocalPart, PartsTarget, checked_casting
 from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Operation
-from stio.runtime.operation import copy_of
+from stio.runtime.operation import Operation, copy_of
 from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace
-from stio.runtime.reports.trace import shown
+from stio.runtime.reports.trace import Trace, shown
 from stio.storage.checkpoint.caches import CacheLike
 from stio.storage.checkpoint.open import SourceLike
 from stio.storage.checkpoint.shards import OpenCheckpoint
-from stio.text import described_by
-from stio.text import is_url
-from stio.text import keywords_for
+from stio.text import described_by, is_url, keywords_for
 
 
 @described_by(load)

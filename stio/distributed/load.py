@@ -32,12 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from stio.device.base import LoadedGroup
 from stio.device.tensors import TORCH_DTYPES
 from stio.distributed.parts import part_of
-from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
-from stio.distributed.transfer import RankTransfer
-from stio.errors import ChangedDuringReadError, FormatError, RankError
-from stio.format.gil_slices import row_slices
-from stio.format.header import Header
-from stio.format.placements import (
+from stio.distributed.placements import (
     NO_ROWS,
     Chunk,
     ChunkRows,
@@ -49,6 +44,11 @@ from stio.format.placements import (
     needed_rows,
     rows_of,
 )
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
+from stio.distributed.transfer import RankTransfer
+from stio.errors import ChangedDuringReadError, FormatError, RankError
+from stio.format.gil_slices import row_slices
+from stio.format.header import Header
 from stio.limits import Limits
 from stio.loading.api import fill_from, load
 from stio.loading.body import scheduled

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate
@@ -16,16 +13,10 @@ from typing import TypeAlias
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Placement
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from stio.distributed.placements import Cut
-from stio.distributed.placements import local_part
-from stio.errors import DeviceError
-from stio.errors import MismatchError
-from stio.errors import printable
+from stio.distributed.placements import Cut, local_part
+from stio.errors import DeviceError, MismatchError, printable
 from stio.loading.select import PlacedPart
 from stio.loading.target import LocalPart
 

@@ -18,14 +18,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from json.encoder import encode_basestring
 from math import prod
@@ -34,26 +28,11 @@ from typing import NoReturn
 
 import msgspec
 
-from stio.errors import FormatError
-from stio.errors import LimitError
-from stio.errors import TruncatedError
-from stio.errors import UnsupportedDtypeError
-from stio.errors import printable
-from stio.format.dtypes import BITS
-from stio.format.dtypes import DTYPES
-from stio.format.dtypes import MAX_ELEMENTS
-from stio.format.dtypes import U64_MAX
-from stio.format.dtypes import WHOLE_BYTES
-from stio.format.dtypes import DtypeName
-from stio.format.dtypes import tensor_nbytes
-from stio.format.gil_slices import ROWS
-from stio.format.gil_slices import WINDOW_BYTES
-from stio.format.gil_slices import row_slices
-from stio.format.gil_slices import sort_in_slices
+from stio.errors import FormatError, LimitError, TruncatedError, UnsupportedDtypeError, printable
+from stio.format.dtypes import BITS, DTYPES, MAX_ELEMENTS, U64_MAX, WHOLE_BYTES, DtypeName, tensor_nbytes
+from stio.format.gil_slices import ROWS, WINDOW_BYTES, row_slices, sort_in_slices
 from stio.format.json_scanner import Scanner
-from stio.limits import Limits
-from stio.limits import advice_on_limit
-from stio.limits import limit_error
+from stio.limits import Limits, limit_error
 
 PREFIX_BYTES = 8
 """Bytes before the JSON: its length as a little-endian u64."""

@@ -7,20 +7,11 @@ Memory is described by spans of a storage. Here is decided which tensors overlap
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
-from collections.abc import Hashable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from typing import Any
-from typing import Literal
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from stio.errors import FormatError
-from stio.errors import SharedTensorsError
-from stio.errors import listed
+from stio.errors import FormatError, SharedTensorsError, listed
 from stio.format.gil_slices import sort_in_slices
 from stio.format.json_scanner import Scanner
 from stio.limits import limit_error

@@ -5,48 +5,34 @@ A load from a path costs two thread switches, to its thread and back: opening, r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import closing
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import Any
-from typing import TypeAlias
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from stio import native
-from stio.device.base import DeviceMap
-from stio.device.base import LoadedGroup
-from stio.errors import FormatError
-from stio.errors import IntegrityError
-from stio.errors import LimitError
+from stio.device.base import DeviceMap, LoadedGroup
+from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.files.index import ShardIndex
-from stio.limits import DEFAULT_BUDGET_BYTES
-from stio.limits import Limits
+from stio.limits import DEFAULT_BUDGET_BYTES, Limits
 from stio.loading.consumers import GroupQueue
 from stio.loading.module import ModuleTarget
 from stio.loading.options import LoadOptions
-from stio.loading.planned import plan_load
-from stio.loading.planned import plan_prefetch
+from stio.loading.planned import plan_load, plan_prefetch
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
-from stio.loading.select import SelectedTensors
-from stio.loading.select import select_tensors
+from stio.loading.select import SelectedTensors, select_tensors
 from stio.loading.target import LoadTarget
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused
 from stio.runtime.process import switch_interval as shortened
-from stio.runtime.reports.trace import shown
-from stio.runtime.reports.trace import traced
+from stio.runtime.reports.trace import shown, traced
 from stio.storage.checkpoint.caches import CachedFile
 from stio.storage.checkpoint.integrity import verify_files
-from stio.storage.checkpoint.open import SourceLike
-from stio.storage.checkpoint.open import open_checkpoint
-from stio.storage.checkpoint.shards import OpenCheckpoint
-from stio.storage.checkpoint.shards import OpenOptions
+from stio.storage.checkpoint.open import SourceLike, open_checkpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
 
 T = TypeVar("T")
 

@@ -8,10 +8,7 @@ quantized module: both are refused. A name that the caller casts by itself, by a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TypeAlias
 
@@ -19,13 +16,8 @@ import torch
 
 from stio.device.casts import Casts
 from stio.device.tensors import TORCH_DTYPES
-from stio.errors import MismatchError
-from stio.errors import UnsupportedDtypeError
-from stio.errors import listed
-from stio.errors import printable
-from stio.loading.companions import Companions
-from stio.loading.companions import find_companions
-from stio.loading.companions import is_quantized
+from stio.errors import MismatchError, UnsupportedDtypeError, listed, printable
+from stio.loading.companions import Companions, find_companions, is_quantized
 from stio.text import log
 
 _AS_STORED = (

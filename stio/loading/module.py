@@ -11,14 +11,9 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections import Counter
-from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from contextlib import ExitStack
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import copy_context
 
 import torch
@@ -28,35 +23,22 @@ from torch.nn.parameter import is_lazy
 from stio.device.base import LoadedGroup
 from stio.device.cuda import TorchAccelerator
 from stio.device.names_in_files import FileNames
-from stio.device.tensors import TORCH_DTYPES
-from stio.device.tensors import typed
-from stio.errors import MismatchError
-from stio.errors import WarmStartError
-from stio.errors import listed
-from stio.errors import one_line
-from stio.errors import printable
-from stio.errors import with_article
-from stio.format.state.tree import STATE_KEY
-from stio.format.state.tree import TREE_TENSOR
-from stio.loading.casts import require_together
-from stio.loading.casts import warn_of_codes
-from stio.loading.module_tree import ModuleTree
-from stio.loading.module_tree import is_on_meta
-from stio.loading.module_tree import memory_key
-from stio.loading.module_tree import memory_keys
-from stio.loading.module_tree import overlapping
-from stio.loading.module_tree import views_in_files
-from stio.loading.module_tree import why_not_copied
-from stio.loading.module_tree import why_refused
+from stio.device.tensors import TORCH_DTYPES, typed
+from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
+from stio.format.state.tree import STATE_KEY, TREE_TENSOR
+from stio.loading.casts import require_together, warn_of_codes
+from stio.loading.module_tree import (
+    ModuleTree,
+    is_on_meta,
+    memory_key,
+    memory_keys,
+    overlapping,
+    views_in_files,
+    why_not_copied,
+    why_refused,
+)
 from stio.loading.options import LoadOptions
-from stio.loading.target import LoadReport
-from stio.loading.target import LoadTarget
-from stio.loading.target import LocalPart
-from stio.loading.target import PartOf
-from stio.loading.target import Place
-from stio.loading.target import Stored
-from stio.loading.target import no_part
-from stio.loading.target import whole_of
+from stio.loading.target import LoadReport, LoadTarget, LocalPart, PartOf, Place, Stored, no_part, whole_of
 from stio.runtime.process import collection_paused
 from stio.storage.checkpoint.shards import OpenCheckpoint
 from stio.text import log

@@ -11,44 +11,33 @@ from __future__ import annotations
 import base64
 import operator
 import re
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
-from typing import Any
-from typing import NoReturn
-from typing import TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 
-from stio.errors import FormatError
-from stio.errors import MismatchError
-from stio.errors import listed
-from stio.errors import printable
+from stio.errors import FormatError, MismatchError, listed, printable
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import TensorInfo
-from stio.format.state.tree import POINTER
-from stio.format.state.tree import Reference
-from stio.format.state.tree import STATE_KEY
-from stio.format.state.tree import TREE_TENSOR
-from stio.format.state.tree import Tree
-from stio.format.state.tree import check_tree_bytes
-from stio.format.state.tree import parse_tree
-from stio.format.state.tree import python_path
+from stio.format.state.tree import (
+    POINTER,
+    STATE_KEY,
+    TREE_TENSOR,
+    Reference,
+    Tree,
+    check_tree_bytes,
+    parse_tree,
+    python_path,
+)
 from stio.limits import Limits
 from stio.loading.casts import require_together
 from stio.loading.options import LoadOptions
-from stio.loading.target import Casting
-from stio.loading.target import LoadReport
-from stio.loading.target import LoadTarget
-from stio.loading.target import PartOf
-from stio.loading.target import Stored
-from stio.loading.target import no_part
-from stio.runtime.memory import Region
-from stio.runtime.memory import allocate
+from stio.loading.target import Casting, LoadReport, LoadTarget, PartOf, Stored, no_part
+from stio.runtime.memory import Region, allocate
 from stio.runtime.process import collection_paused
 from stio.storage.checkpoint.shards import OpenCheckpoint
 

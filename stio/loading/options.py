@@ -15,6 +15,7 @@ import torch
 
 from stio.device.base import Accelerator, with_current_index
 from stio.device.casts import Lost
+from stio.device.cuda import TorchAccelerator
 from stio.limits import Limits, checked_size
 from stio.loading.casts import DtypeOf, DtypesLike, checked_casts
 from stio.runtime.process import check_switch_interval

@@ -10,25 +10,14 @@ from __future__ import annotations
 
 import difflib
 from bisect import bisect_right
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from stio.errors import FormatError
-from stio.errors import SliceError
-from stio.errors import TensorNotFoundError
-from stio.errors import printable
+from stio.errors import FormatError, SliceError, TensorNotFoundError, printable
 from stio.format.dtypes import BITS
 from stio.format.header import Header
-from stio.format.slicing import Selection
-from stio.format.slicing import select
+from stio.format.slicing import Selection, select
 from stio.limits import PAGE_BYTES
 
 GAP_BYTES = 256 << 10

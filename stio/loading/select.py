@@ -10,37 +10,23 @@ how the result is made from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
-from typing import Protocol
-from typing import cast
-from typing import runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from stio.device.base import Accelerator
-from stio.device.base import DeviceMap
+from stio.device.base import Accelerator, DeviceMap
 from stio.device.casts import Casts
 from stio.device.tensors import TORCH_DTYPES
-from stio.errors import MismatchError
-from stio.errors import TensorNotFoundError
-from stio.errors import listed
-from stio.errors import printable
+from stio.errors import MismatchError, TensorNotFoundError, listed, printable
 from stio.format.files.index import ShardIndex
 from stio.format.header import Header
 from stio.format.shared import ALIASES_KEY
 from stio.loading.casts import planned_casts
 from stio.loading.options import LoadOptions
-from stio.loading.plan import Names
-from stio.loading.plan import select_names
-from stio.loading.plan import similar_names
+from stio.loading.plan import Names, select_names, similar_names
 from stio.storage.checkpoint.shards import OpenCheckpoint
 
 

@@ -8,37 +8,33 @@ of another type is refused by its path in the state, before anything is written.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
-from stio.device.describe import LazyTensor
-from stio.device.describe import how_to_save
-from stio.errors import LimitError
-from stio.errors import printable
-from stio.errors import with_article
+from stio.device.describe import LazyTensor, how_to_save
+from stio.errors import LimitError, printable, with_article
 from stio.format.dtypes import LIBRARY_NAMES
 from stio.format.header import MAX_HEADER_BYTES
-from stio.format.state.tree import MAPPING_TAGS
-from stio.format.state.tree import MAX_DEPTH
-from stio.format.state.tree import Node
-from stio.format.state.tree import POINTER
-from stio.format.state.tree import SEQUENCE_TAGS
-from stio.format.state.tree import STATE_KEY
-from stio.format.state.tree import TREE_TENSOR
-from stio.format.state.tree import check_keys
-from stio.format.state.tree import encode_tree
-from stio.format.state.tree import is_json_integer
-from stio.format.state.tree import key_label
-from stio.format.state.tree import python_path
-from stio.format.state.tree import scalar_node
+from stio.format.state.tree import (
+    MAPPING_TAGS,
+    MAX_DEPTH,
+    POINTER,
+    SEQUENCE_TAGS,
+    STATE_KEY,
+    TREE_TENSOR,
+    Node,
+    check_keys,
+    encode_tree,
+    is_json_integer,
+    key_label,
+    python_path,
+    scalar_node,
+)
 from stio.limits import Limits
 from stio.runtime.operation import Operation
 from stio.runtime.process import collection_paused

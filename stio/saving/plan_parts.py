@@ -6,20 +6,13 @@ bytes, each process sends its bytes to those that write the files (`plan_stream`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from stio.format.shared import TensorSource
 from stio.limits import PAGE_BYTES
-from stio.saving.plan import Piece
-from stio.saving.plan import Run
-from stio.saving.plan import ShardPlan
-from stio.saving.plan import WriteBlock
-from stio.saving.plan import WritePlan
+from stio.saving.plan import Piece, Run, ShardPlan, WriteBlock, WritePlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,30 +9,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import closing
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
-from stio.errors import StioError
-from stio.errors import printable
-from stio.format.files.directory import NamedCheckpoint
-from stio.format.files.directory import choose
-from stio.format.files.index import ShardIndex
-from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.names import INDEX_SUFFIX
-from stio.format.files.names import FileName
-from stio.format.files.names import FilePattern
-from stio.format.files.names import step_of
-from stio.format.header import PREFIX_BYTES
-from stio.format.header import header_nbytes
-from stio.format.header import parse_header
+from stio.errors import StioError, printable
+from stio.format.files.directory import NamedCheckpoint, choose
+from stio.format.files.index import ShardIndex, parse_index
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FileName, FilePattern, step_of
+from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
 from stio.limits import Limits
 from stio.saving.options import DEFAULT_PATTERN
-from stio.storage.base import ParallelRoot
-from stio.storage.base import Root
-from stio.storage.base import Source
-from stio.storage.base import read_bytes
+from stio.storage.base import ParallelRoot, Root, Source, read_bytes
 from stio.text import log
 
 _READ_BY_NAME = {"diffusion_pytorch_model.safetensors": "diffusers", "adapter_model.safetensors": "PEFT"}

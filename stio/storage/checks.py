@@ -15,28 +15,18 @@ import re
 import stat
 import sys
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
-from typing import Any
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from stio.errors import CheckpointNotFoundError
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.errors import TruncatedError
-from stio.errors import UnsafePathError
-from stio.errors import printable
-from stio.format.files.names import FILE_SUFFIXES
-from stio.format.files.names import FileName
-from stio.format.files.names import step_of
+from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
+from stio.format.files.names import FILE_SUFFIXES, FileName, step_of
 from stio.format.files.other_kinds import advice_for_path
 from stio.runtime.process import contextmanager
 from stio.storage.base import Identity
-from stio.text import is_url
-from stio.text import without_secrets
+from stio.text import is_url, without_secrets
 
 if sys.platform != "win32":
     import resource

@@ -16,10 +16,8 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import ExitStack
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +25,15 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from fakes import FakeDevice
-from fakes import FaultyRoot
-from fakes import MemoryDestination
-from fakes import MemoryRoot
-from fakes import checkpoint_files
-from fakes import write_checkpoint
-from faults.load_helpers import WAYS
-from faults.load_helpers import Case
-from faults.load_helpers import Scene
-from faults.load_helpers import in_a_child
-from faults.load_helpers import require_closable
-from faults.load_helpers import sparse_file
-from support import eventually
-from support import eventually_async
-from support import nothing_left
-from support import require_equal
-from support import save_file
-from support import spin
+from fakes import FakeDevice, FaultyRoot, MemoryDestination, MemoryRoot, checkpoint_files, write_checkpoint
+from faults.load_helpers import WAYS, Case, Scene, in_a_child, require_closable, sparse_file
+from support import eventually, eventually_async, nothing_left, require_equal, save_file, spin
 from torch import nn
 
 import stio
 from benchmarks import cgroups
 from stio import sync
-from stio.format.files.manifest import FileState
-from stio.format.files.manifest import Manifest
+from stio.format.files.manifest import FileState, Manifest
 from stio.storage.open import open_directory
 
 MIB = 1 << 20

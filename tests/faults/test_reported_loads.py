@@ -15,13 +15,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from counts import count
-from fakes import checkpoint_bytes
-from fakes import write_checkpoint
+from fakes import checkpoint_bytes, write_checkpoint
 from faults.load_helpers import in_a_child
 from integrations import published_vllm
-from support import nothing_left
-from support import require_equal
-from support import save_file
+from support import nothing_left, require_equal, save_file
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -33,12 +30,10 @@ from stio.cli.verify import examine
 from stio.compat import huggingface_hub as hub
 from stio.compat.safetensors import numpy as safetensors_numpy
 from stio.compat.safetensors import torch as safetensors_torch
-from stio.distributed import StioStorageReader
-from stio.distributed import StioStorageWriter
+from stio.distributed import StioStorageReader, StioStorageWriter
 from stio.format.files.directory import choose
 from stio.format.files.names import FileName
-from stio.integrations import iterators
-from stio.integrations import vllm
+from stio.integrations import iterators, vllm
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"

@@ -15,15 +15,8 @@ from dataclasses import dataclass
 import pytest
 import safetensors
 
-from stio.errors import FormatError
-from stio.errors import LimitError
-from stio.errors import TruncatedError
-from stio.format.header import PREFIX_BYTES
-from stio.format.header import Header
-from stio.format.header import TensorInfo
-from stio.format.header import build_header
-from stio.format.header import header_nbytes
-from stio.format.header import parse_header
+from stio.errors import FormatError, LimitError, TruncatedError
+from stio.format.header import PREFIX_BYTES, Header, TensorInfo, build_header, header_nbytes, parse_header
 from stio.format.json_scanner import Scanner
 from stio.limits import Limits
 

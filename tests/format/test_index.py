@@ -13,16 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stio.errors import IndexFormatError
-from stio.errors import UnsafePathError
-from stio.format.files.index import ShardIndex
-from stio.format.files.index import check_shards
-from stio.format.files.index import parse_index
+from stio.errors import IndexFormatError, UnsafePathError
+from stio.format.files.index import ShardIndex, check_shards, parse_index
 from stio.format.files.names import check_shard_name
-from stio.format.header import PREFIX_BYTES
-from stio.format.header import Header
-from stio.format.header import build_header
-from stio.format.header import parse_header
+from stio.format.header import PREFIX_BYTES, Header, build_header, parse_header
 from stio.format.json_scanner import Scanner
 from stio.limits import Limits
 

@@ -10,13 +10,8 @@ import sys
 
 import pytest
 
-from stio.errors import FormatError
-from stio.errors import LimitError
-from stio.format.files.manifest import ALGORITHMS
-from stio.format.files.manifest import FileState
-from stio.format.files.manifest import Manifest
-from stio.format.files.manifest import manifest_change
-from stio.format.files.manifest import new_hasher
+from stio.errors import FormatError, LimitError
+from stio.format.files.manifest import ALGORITHMS, FileState, Manifest, manifest_change, new_hasher
 from stio.runtime.memory import allocate
 
 A, B, C = ("a" * 64, "b" * 64, "c" * 64)

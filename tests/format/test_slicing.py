@@ -10,19 +10,12 @@ import numpy.typing as npt
 import pytest
 import torch
 from counts import count
-from hypothesis import assume
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from stio.device.casts import Casts
-from stio.device.casts import select_and_cast
+from stio.device.casts import Casts, select_and_cast
 from stio.errors import SliceError
-from stio.format.slicing import MANY_CHUNKS
-from stio.format.slicing import PAGE_BYTES
-from stio.format.slicing import SMALL_CHUNK_BYTES
-from stio.format.slicing import Selection
-from stio.format.slicing import select
+from stio.format.slicing import MANY_CHUNKS, PAGE_BYTES, SMALL_CHUNK_BYTES, Selection, select
 
 ITEM = 4
 

@@ -7,28 +7,27 @@ import json
 import math
 import struct
 import time
-from collections import Counter
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import pytest
 from counts import count
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stio.errors import FormatError
-from stio.errors import LimitError
+from stio.errors import FormatError, LimitError
 from stio.format.gil_slices import WINDOW_BYTES
-from stio.format.state.tree import MAX_DEPTH
-from stio.format.state.tree import POINTER
-from stio.format.state.tree import Reference
-from stio.format.state.tree import STATE_KEY
-from stio.format.state.tree import TREE_TENSOR
-from stio.format.state.tree import check_keys
-from stio.format.state.tree import encode_tree
-from stio.format.state.tree import is_json_integer
-from stio.format.state.tree import parse_tree
-from stio.format.state.tree import scalar_node
+from stio.format.state.tree import (
+    MAX_DEPTH,
+    POINTER,
+    STATE_KEY,
+    TREE_TENSOR,
+    Reference,
+    check_keys,
+    encode_tree,
+    is_json_integer,
+    parse_tree,
+    scalar_node,
+)
 from stio.limits import Limits
 
 HEAD, TAIL = b'{"stio.state":1,"nodes":[\n', b"\n]}"

@@ -8,22 +8,14 @@ import json
 import os
 
 import pytest
-from support import HookedRoot
-from support import nothing_left
-from support import ramp
-from support import save_sharded
+from support import HookedRoot, nothing_left, ramp, save_sharded
 
-from stio.errors import ChangedDuringReadError
-from stio.errors import IntegrityError
-from stio.errors import StorageError
-from stio.format.files.manifest import FileState
-from stio.format.files.manifest import Manifest
+from stio.errors import ChangedDuringReadError, IntegrityError, StorageError
+from stio.format.files.manifest import FileState, Manifest
 from stio.runtime import workers
 from stio.runtime.operation import Cancelled
 from stio.storage.checkpoint import integrity
-from stio.storage.checkpoint.integrity import judge_files
-from stio.storage.checkpoint.integrity import read_manifest
-from stio.storage.checkpoint.integrity import verify_files
+from stio.storage.checkpoint.integrity import judge_files, read_manifest, verify_files
 from stio.storage.checkpoint.open import open_checkpoint
 from stio.storage.checkpoint.shards import OpenOptions
 

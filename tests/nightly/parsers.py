@@ -10,24 +10,17 @@ import ntpath
 import pickle
 import posixpath
 from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import fuzz_header
 
-from stio.conversion.safe_pickle import PickleRefused
-from stio.conversion.safe_pickle import PlainPickles
-from stio.errors import FormatError
-from stio.errors import IndexFormatError
-from stio.errors import UnsafePathError
+from stio.conversion.safe_pickle import PickleRefused, PlainPickles
+from stio.errors import FormatError, IndexFormatError, UnsafePathError
 from stio.format.files.index import parse_index
-from stio.format.files.manifest import ALGORITHMS
-from stio.format.files.manifest import FileState
-from stio.format.files.manifest import Manifest
-from stio.format.state.tree import encode_tree
-from stio.format.state.tree import parse_tree
+from stio.format.files.manifest import ALGORITHMS, FileState, Manifest
+from stio.format.state.tree import encode_tree, parse_tree
 from stio.limits import Limits
 from stio.saving.plan import build_index
 

@@ -8,15 +8,13 @@ import time
 
 import pytest
 from counts import count
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stio.format.files.index import parse_index
 from stio.format.files.names import FilePattern
 from stio.limits import parse_size
-from stio.saving.plan import build_index
-from stio.saving.plan import split_into_shards
+from stio.saving.plan import build_index, split_into_shards
 
 PATTERN = "model{suffix}.safetensors"
 

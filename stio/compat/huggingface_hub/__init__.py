@@ -13,9 +13,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,40 +22,43 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 import stio
-from stio.compat.huggingface_hub.save import HubDirectory
-from stio.compat.huggingface_hub.save import index_text
-from stio.compat.huggingface_hub.save import require_plain
-from stio.compat.huggingface_hub.save import save_pickles
-from stio.compat.huggingface_hub.save import save_tensors
-from stio.compat.huggingface_hub.save import without_duplicates
-from stio.compat.safetensors.torch import _is_complete
-from stio.compat.safetensors.torch import _require_contiguous
-from stio.compat.safetensors.torch import _require_no_names
+from stio.compat.huggingface_hub.save import (
+    HubDirectory,
+    index_text,
+    require_plain,
+    save_pickles,
+    save_tensors,
+    without_duplicates,
+)
+from stio.compat.safetensors.torch import _is_complete, _require_contiguous, _require_no_names
 from stio.conversion.sources import pickle_files
 from stio.device.describe import require_values
-from stio.errors import AmbiguousCheckpointError
-from stio.errors import CheckpointNotFoundError
-from stio.errors import FormatError
-from stio.errors import IndexFormatError
-from stio.errors import MismatchError
-from stio.errors import StorageError
-from stio.errors import UnsafePathError
-from stio.errors import install_command
-from stio.errors import printable
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.names import INDEX_SUFFIX
+from stio.errors import (
+    AmbiguousCheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    IndexFormatError,
+    MismatchError,
+    StorageError,
+    UnsafePathError,
+    install_command,
+    printable,
+)
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX
 from stio.limits import parse_size
 from stio.loading.module_tree import ModuleTree
 from stio.runtime.notifier import run_blocking
 from stio.runtime.process import contextmanager
 
 try:
-    from huggingface_hub import StateDictSplit
-    from huggingface_hub import constants
-    from huggingface_hub import get_torch_storage_id
-    from huggingface_hub import get_torch_storage_size
-    from huggingface_hub import split_state_dict_into_shards_factory
-    from huggingface_hub import split_torch_state_dict_into_shards
+    from huggingface_hub import (
+        StateDictSplit,
+        constants,
+        get_torch_storage_id,
+        get_torch_storage_size,
+        split_state_dict_into_shards_factory,
+        split_torch_state_dict_into_shards,
+    )
 except ModuleNotFoundError as error:
     if error.name != "huggingface_hub":  # a package that huggingface_hub itself requires
         raise

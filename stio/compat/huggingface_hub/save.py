@@ -11,9 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,32 +19,20 @@ from typing import Any
 
 import torch
 
-from stio.compat.safetensors.torch import _find_shared_tensors
-from stio.compat.safetensors.torch import _remove_duplicate_names
+from stio.compat.safetensors.torch import _find_shared_tensors, _remove_duplicate_names
 from stio.device.describe import describe_tensors
-from stio.errors import DeviceError
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.errors import printable
+from stio.errors import DeviceError, StioError, StorageError, printable
 from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.names import INDEX_SUFFIX
-from stio.format.files.names import FilePattern
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FilePattern
 from stio.runtime.notifier import run_blocking
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files
-from stio.storage.checks import refusals
-from stio.storage.checks import resolve_links
+from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.destination import CommitPlan
-from stio.storage.commit.destination import LocalDestination
-from stio.storage.commit.destination import existing_checkpoint
+from stio.storage.commit.destination import CommitPlan, LocalDestination, existing_checkpoint
 from stio.storage.commit.directory_lock import directory_lock
-from stio.storage.commit.files import MAX_INDEX_BYTES
-from stio.storage.commit.files import closing
-from stio.storage.commit.files import read_small
-from stio.storage.commit.files import write_refused
+from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, write_refused
 from stio.storage.commit.transaction import LocalTransaction
 
 _FORMAT = {"format": "pt"}

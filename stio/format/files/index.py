@@ -7,28 +7,18 @@ The index is untrusted text that names files to open. `parse_index` therefore ch
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from stio.errors import IndexFormatError
-from stio.errors import listed
-from stio.errors import printable
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.names import PICKLE_SUFFIXES
-from stio.format.files.names import FileName
-from stio.format.files.names import check_shard_name
-from stio.format.files.other_kinds import CONVERT
-from stio.format.files.other_kinds import WHOLE_BY_TORCH
+from stio.errors import IndexFormatError, listed, printable
+from stio.format.files.names import FILE_SUFFIX, PICKLE_SUFFIXES, FileName, check_shard_name
+from stio.format.files.other_kinds import CONVERT, WHOLE_BY_TORCH
 from stio.format.header import Header
 from stio.format.json_scanner import Scanner
-from stio.limits import Limits
-from stio.limits import advice_on_limit
+from stio.limits import Limits, advice_on_limit
 
 _LENIENT = "`stio.load(..., strict=False)`"
 _DEFAULT_LIMITS = Limits()

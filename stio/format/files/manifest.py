@@ -16,18 +16,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated
-from typing import ClassVar
-from typing import Literal
-from typing import Protocol
-from typing import cast
+from typing import Annotated, ClassVar, Literal, Protocol, cast
 
 import msgspec
 
-from stio.errors import FormatError
-from stio.errors import LimitError
-from stio.errors import install_command
-from stio.errors import printable
+from stio.errors import FormatError, LimitError, install_command, printable
 from stio.format.json_scanner import Scanner
 
 # Hashes.

@@ -22,32 +22,20 @@ import math
 import re
 import struct
 import sys
-from collections import Counter
-from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any
-from typing import Literal
-from typing import NoReturn
-from typing import TypeAlias
-from typing import cast
-from typing import get_args
+from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args
 
 import msgspec
 
-from stio.errors import FormatError
-from stio.errors import LimitError
-from stio.errors import printable
+from stio.errors import FormatError, LimitError, printable
 from stio.format.dtypes import U64_MAX
 from stio.format.gil_slices import WINDOW_BYTES
 from stio.format.header import is_encodable
-from stio.limits import Limits
-from stio.limits import limit_error
+from stio.limits import Limits, limit_error
 
 _PLAIN = re.compile(r"(?!(?:True|False|None|nan|inf|__metadata__)\Z)[A-Za-z_][A-Za-z0-9_.\-]*")
 _TYPED = re.compile(r"-?[0-9][0-9.e+-]*|-?inf|nan|True|False|None|\(.*|__metadata__", re.DOTALL)

@@ -7,17 +7,9 @@ Memory counts as free when no storage of the model is referenced any more, by wh
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from contextlib import ExitStack
-from contextlib import closing
-from contextlib import nullcontext
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from dataclasses import dataclass, replace
 from operator import sub
 from typing import Any
 
@@ -30,12 +22,10 @@ from stio.device.base import resolve_device
 from stio.device.casts import Lost
 from stio.device.cuda import TorchAccelerator
 from stio.device.tensors import TORCH_DTYPES
-from stio.errors import listed
-from stio.errors import with_article
+from stio.errors import listed, with_article
 from stio.format.state.tree import STATE_KEY
 from stio.loading.api import fill_from
-from stio.loading.body import collect
-from stio.loading.body import open_with_options
+from stio.loading.body import collect, open_with_options
 from stio.loading.casts import planned_casts
 from stio.loading.module import ModuleTarget
 from stio.loading.module_tree import ModuleTree

@@ -6,28 +6,20 @@ Each file is hashed as a whole, in pieces. This module imports no torch, for `st
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from stio.errors import IntegrityError
-from stio.errors import StioError
-from stio.format.files.manifest import FileState
-from stio.format.files.manifest import Manifest
-from stio.format.files.manifest import new_hasher
+from stio.errors import IntegrityError, StioError
+from stio.format.files.manifest import FileState, Manifest, new_hasher
 from stio.limits import PAGE_BYTES
-from stio.runtime.memory import allocate
-from stio.runtime.memory import default_budget_bytes
+from stio.runtime.memory import allocate, default_budget_bytes
 from stio.runtime.memory.control_groups import num_processors
 from stio.runtime.operation import Cancelled
 from stio.runtime.workers import WorkerPool
-from stio.storage.base import Source
-from stio.storage.base import digest_of_source
+from stio.storage.base import Source, digest_of_source
 from stio.storage.checkpoint.shards import OpenCheckpoint
-from stio.storage.checks import advice_for_hub_cache
-from stio.storage.checks import digest_in_name
+from stio.storage.checks import advice_for_hub_cache, digest_in_name
 
 MAX_WORKERS = 8
 """Most threads that hash, on a machine with as many cores: at 2 GB/s each they are as fast as a fast disk."""

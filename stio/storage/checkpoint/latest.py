@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import closing
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import cache
-from typing import Any
-from typing import TypeAlias
-from typing import TypeVar
-from typing import overload
+from typing import Any, TypeAlias, TypeVar, overload
 
-from stio.errors import AmbiguousCheckpointError
-from stio.errors import CheckpointNotFoundError
-from stio.errors import FormatError
-from stio.errors import IndexFormatError
-from stio.errors import StioError
-from stio.errors import listed
+from stio.errors import (
+    AmbiguousCheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    IndexFormatError,
+    StioError,
+    listed,
+)
 from stio.format.files.directory import NamedCheckpoint
-from stio.format.files.names import FILE_SUFFIXES
-from stio.format.files.names import FileName
-from stio.format.files.names import INDEX_SUFFIX
+from stio.format.files.names import FILE_SUFFIXES, INDEX_SUFFIX, FileName
 from stio.storage.checkpoint.open import open_checkpoint
 from stio.storage.checkpoint.shards import OpenOptions
-from stio.storage.checks import CHECKPOINT_SUFFIXES
-from stio.storage.checks import local_directory
-from stio.storage.checks import refused
-from stio.storage.checks import steps_in
+from stio.storage.checks import CHECKPOINT_SUFFIXES, local_directory, refused, steps_in
 from stio.text import log
 
 _DATED = "its name has a date, whose numbers are no step; load it by its path, or name it such as step-100"

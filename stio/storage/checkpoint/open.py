@@ -23,30 +23,11 @@ from stio.errors import (
     StorageError,
     listed,
 )
-from stio.format.directory import (
-    NamedCheckpoint,
-    advice_for_gone_shards,
-    beside,
-    choose,
-    of_index,
-    warning_of_gone_shards,
-    warning_of_others,
-)
-from stio.format.index import (
-    parse_index,
-    require_one_set,
-)
-from stio.format.manifest import MAX_MANIFEST_BYTES
-from stio.format.naming import MANIFEST_SUFFIX, is_index, names_checkpoint, shard_number
-from stio.format.other_sources import (
-    HEAD_BYTES,
-    PAGE,
-    SAFETENSORS,
-    FileKind,
-    advice_for_index,
-    advice_for_missing,
-    starts_like_safetensors,
-)
+from stio.format.files.directory import NamedCheckpoint, choose
+from stio.format.files.index import parse_index, require_one_set
+from stio.format.files.manifest import Manifest
+from stio.format.files.names import MANIFEST_SUFFIX, FileName
+from stio.format.files.other_kinds import FileKind, advice_for_missing
 from stio.limits import advice_on_limit
 from stio.storage.base import ParallelRoot, Root, Source, read_bytes
 from stio.storage.checkpoint.shards import (

@@ -25,18 +25,10 @@ from stio.errors import (
     UnsupportedDtypeError,
     printable,
 )
-from stio.format.companions import why_packed
-from stio.format.gil_slices import ROWS
+from stio.format.files.index import ShardIndex, check_shards
+from stio.format.files.other_kinds import FileKind, kind_of, why_packed
 from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
-from stio.format.index import (
-    ShardIndex,
-    as_in_index,
-    check_against_shards,
-    require_distinct,
-    require_whole_tensors,
-)
-from stio.format.other_sources import FileKind, kind_of
-from stio.format.shared import ALIASES_KEY, MADE_ANEW, parse_aliases
+from stio.format.shared import ALIASES_KEY, parse_aliases
 from stio.limits import Limits
 from stio.runtime.operation import start_thread
 from stio.runtime.process import collection_paused
