@@ -72,7 +72,6 @@ DYNAMIC_IMPORTS = {
     "compat/safetensors/_serialize.py": "saving a file needs torch, `serialize` does not",
     "format/manifest.py": "xxhash is an extra, needed with hash='xxh3' only",
     "integrations/lightning.py": "torch.distributed is needed with modules that are sharded only",
-    "integrations/transformers.py": "torch.distributed is needed with models that are sharded only",
     "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",
     "runtime/progress.py": "tqdm is an extra, needed with progress=True only",
     "remote/hub.py": "huggingface_hub is an extra, needed with hf:// only",
@@ -225,17 +224,14 @@ PUBLIC_MODULES = {
 
 INTEGRATION_INTERNALS = {
     # What waits, runs and reports.
-    *("runtime/notifier.py", "runtime/operation.py", "runtime/text.py", "format/manifest.py", "runtime/limits.py"),
-    "runtime/spans.py",
+    *("runtime/notifier.py", "runtime/operation.py", "runtime/spans.py", "runtime/text.py"),
     # What is saved, kept and removed.
-    *("saving/nested.py", "saving/pending.py", "saving/retention.py", "storage/commit/retention.py"),
+    *("saving/pending.py", "saving/retention.py", "storage/commit/retention.py"),
     *("storage/commit/destination.py", "storage/commit/transaction.py"),
     # What a source is.
-    *("conversion/torch_files.py", "format/directory.py", "format/naming.py", "format/other_sources.py"),
-    *("format/state_tree.py", "storage/base.py", "storage/open.py"),
+    *("format/directory.py", "format/naming.py", "format/state_tree.py", "storage/base.py", "storage/open.py"),
     # The part of a rank; names of weights in files of transformers.
-    *("device/tensor_memory.py", "distributed/parts.py"),
-    *("device/names_in_files.py", "loading/module_tree.py", "saving/tensors.py"),
+    *("distributed/parts.py", "device/names_in_files.py", "loading/module_tree.py", "saving/tensors.py"),
 }
 """Internals that `integrations/` may use; all else there is built on public names."""
 

@@ -138,14 +138,11 @@ class _Loading:
                 f"load format {LOAD_FORMAT!r} does not take {', '.join(map(printable, unknown))} in the extra "
                 f"configuration; it takes {', '.join(_KEYWORDS)}, {_TRACK}"
             )
-        for key, make in _OBJECTS.items():
-            if isinstance(extra.get(key), Mapping):
-                try:
-                    extra[key] = make(**extra[key])
-                except TypeError as error:
-                    raise ValueError(
-                        f"{key} in the extra configuration of load format {LOAD_FORMAT!r}: {error}"
-                    ) from None
+        for key in _OBJECTS.keys() & extra.keys():
+            try:
+                extra[key] = _OBJECTS[key](**extra[key]) if isinstance(extra[key], Mapping) else extra[key]
+            except TypeError as error:
+                raise ValueError(f"{key} in the extra configuration of load format {LOAD_FORMAT!r}: {error}") from None
         self._trace_path: str | None = None
         if isinstance(extra.get("trace"), str):
             self._trace_path, extra["trace"] = extra["trace"], Trace()
