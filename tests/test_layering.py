@@ -69,7 +69,7 @@ DYNAMIC_IMPORTS = {
     "compat/safetensors/__init__.py": "torch is needed with `PrefetchLoader`",
     "compat/replacement.py": "`install` imports safetensors and torch, `import stio.compat` neither",
     "compat/safetensors/_open.py": "torch is needed with framework='pt' only, loading with another device only",
-    "compat/safetensors/_serialize.py": "saving a file needs torch, `serialize` does not",
+    "compat/safetensors/numpy.py": "saving a file needs torch, `serialize` does not",
     "format/manifest.py": "xxhash is an extra, needed with hash='xxh3' only",
     "integrations/lightning.py": "torch.distributed is needed with modules that are sharded only",
     "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",
@@ -83,7 +83,7 @@ DYNAMIC_IMPORTS = {
 
 CIRCLES: dict[tuple[str, ...], str] = {
     (
-        "compat/safetensors/_serialize.py",
+        "compat/safetensors/numpy.py",
         "compat/safetensors/torch.py",
     ): "`serialize_file` works without torch until it saves, and saves as `torch.py` does",
 }

@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
-from stio.compat.safetensors._file import SafetensorError, copied, reading, require_plain, saving
+from stio.compat.safetensors._file import SafetensorError, fresh, reading, require_plain, saving
 from stio.compat.safetensors._open import path_of, safe_open
-from stio.compat.safetensors._serialize import (
+from stio.compat.safetensors._tensors import Tensors
+from stio.compat.safetensors.numpy import (
     TensorSpec,
     checked_metadata,
     checked_name,
@@ -35,7 +36,6 @@ from stio.compat.safetensors._serialize import (
     parsed,
     unknown_dtype,
 )
-from stio.compat.safetensors._tensors import Tensors
 from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import require_data_of, require_no_placeholders
 from stio.device.tensors import FORMAT_DTYPES, tensors_in
@@ -204,7 +204,9 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
     """
     header = parsed(data)
     require_plain(header.metadata)
-    region = copied(memoryview(data)[header.data_start :])
+    region = fresh(len(data) - header.data_start)
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+    ctypes.memmove(region.address, address + header.data_start, region.nbytes)
     return Tensors("cpu").make(region, header, slice(0, len(header)))
 
 
@@ -261,11 +263,11 @@ def save_model(
     try:
         save_file(tensors, filename, metadata=text)
     except ValueError as error:
-        if force_contiguous:
-            raise
-        raise ValueError(
-            f"{error} Or use save_model(..., force_contiguous=True), read the docs for potential caveats."
-        ) from error
+        if not force_contiguous:
+            error.args = (
+                f"{error} Or use save_model(..., force_contiguous=True), read the docs for potential caveats.",
+            )
+        raise
 
 
 def load_model(
