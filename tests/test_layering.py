@@ -81,10 +81,9 @@ DYNAMIC_IMPORTS = {
     "compat/safetensors/__init__.py": "torch is needed with `PrefetchLoader`",
     "compat/replacement.py": "`install` imports safetensors and torch, `import stio.compat` neither",
     "compat/safetensors/_open.py": "torch is needed with framework='pt' only, loading with another device only",
-    "compat/safetensors/_serialize.py": "saving a file needs torch, `serialize` does not",
+    "compat/safetensors/numpy.py": "saving a file needs torch, `serialize` does not",
     "format/files/manifest.py": "xxhash is an extra, needed with hash='xxh3' only",
     "integrations/lightning.py": "torch.distributed is needed with modules that are sharded only",
-    "integrations/transformers.py": "torch.distributed is needed with models that are sharded only",
     "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",
     "runtime/reports/progress.py": "tqdm is an extra, needed with progress=True only",
     "remote/hub.py": "huggingface_hub is an extra, needed with hf:// only",
@@ -96,7 +95,7 @@ DYNAMIC_IMPORTS = {
 
 CIRCLES: dict[tuple[str, ...], str] = {
     (
-        "compat/safetensors/_serialize.py",
+        "compat/safetensors/numpy.py",
         "compat/safetensors/torch.py",
     ): "`serialize_file` works without torch until it saves, and saves as `torch.py` does",
 }
@@ -240,7 +239,7 @@ INTEGRATION_INTERNALS = {
     *("runtime/notifier.py", "runtime/operation.py", "text.py", "format/files/manifest.py", "limits.py"),
     "runtime/reports/spans.py",
     # What is saved, kept and removed.
-    *("saving/nested.py", "saving/pending.py", "saving/retention.py", "storage/commit/retention.py"),
+    *("saving/pending.py", "saving/retention.py", "storage/commit/retention.py"),
     *("storage/commit/destination.py", "storage/commit/transaction.py"),
     # What a source is.
     *("conversion/torch_files.py", "format/files/directory.py", "format/files/names.py"),

@@ -16,42 +16,41 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
+from typing import Literal
+from typing import TypeAlias
 
 import torch
 
-from stio.conversion.safe_pickle import (
-    MAX_DEPTH,
-    MAX_KEYS,
-    MAX_NAME_BYTES,
-    KeyPath,
-    PickleRefused,
-    PlainPickles,
-    decode_name,
-    looks_encoded,
-    shown,
-)
+from stio.conversion.safe_pickle import KeyPath
+from stio.conversion.safe_pickle import MAX_DEPTH
+from stio.conversion.safe_pickle import MAX_KEYS
+from stio.conversion.safe_pickle import MAX_NAME_BYTES
+from stio.conversion.safe_pickle import PickleRefused
+from stio.conversion.safe_pickle import PlainPickles
+from stio.conversion.safe_pickle import decode_name
+from stio.conversion.safe_pickle import looks_encoded
+from stio.conversion.safe_pickle import shown
+import stio
 from stio.conversion.torch_files import read_pickle
 from stio.device.base import resolve_device
 from stio.device.describe import describe_tensors
-from stio.errors import CheckpointNotFoundError, FormatError, listed, printable
+from stio.errors import CheckpointNotFoundError
+from stio.errors import FormatError
+from stio.errors import listed
+from stio.errors import printable
 from stio.format.files.names import FILE_SUFFIX
 from stio.format.state.tree import STATE_KEY
-from stio.loading.body import collect, reading_operation
-from stio.loading.options import LoadOptions
-from stio.loading.select import select_tensors
 from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Operation
-from stio.saving.api import save
-from stio.saving.nested import flatten
-from stio.saving.options import SaveOptions, SaveResult
+from stio.saving.options import SaveOptions
+from stio.saving.options import SaveResult
 from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files
-from stio.state import restore
 from stio.storage.checkpoint.shards import OpenCheckpoint
 
 __all__ = [
@@ -68,7 +67,6 @@ MAX_LEAF_BYTES = 64 << 20
 
 _PROTOCOL = 4
 _PLAIN_KEYS = (str, int, float, bool, bytes, type(None))
-_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
 def state_dict_to_safetensors_file(
@@ -103,8 +101,7 @@ def _save(state_dict: Mapping[Any, Any], path: str, format: str) -> SaveResult:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
     if format == "stio":
-        tensors_by_path, metadata = run_blocking(flatten(state_dict, None))
-        return run_blocking(save(tensors_by_path, path, metadata=metadata))
+        return run_blocking(stio.save_state(state_dict, path))
     if format != "olmo":
         raise ValueError(f"format= takes 'olmo' or 'stio', not {printable(format)!r}")
     tensors: dict[str, torch.Tensor] = {}
@@ -256,26 +253,24 @@ def safetensors_file_to_state_dict(
 def _load(path: str, map_location: str | int | torch.device | None, trust_pickle: bool) -> Any:
     if map_location is not None and not isinstance(map_location, str | int | torch.device):
         raise TypeError(f"map_location is a device here, not a {type(map_location).__name__}")
-    options = LoadOptions(device="cpu" if map_location is None else map_location, memory="copy")
-    # As the functions of stio.sync, without their warning under an event loop.
-    take, is_own = reading_operation(path, options, partial(_read, options)).result()
+    is_own, loaded = run_blocking(_read(path, "cpu" if map_location is None else map_location))
     if is_own:
-        return take()
-    tensors = take()
-    if tensors and not looks_encoded(tensors):
+        return loaded
+    if loaded and not looks_encoded(loaded):
         raise FormatError(
             "the file holds neither OLMo's nor stio's nested state; load its tensors by stio.load",
             path=path,
-            found=f"the tensor {printable(next(name for name in tensors if not looks_encoded([name])))!r}",
+            found=f"the tensor {printable(next(name for name in loaded if not looks_encoded([name])))!r}",
         )
-    return _Reader(path, trust_pickle).state(tensors)
+    return _Reader(path, trust_pickle).state(loaded)
 
 
-def _read(options: LoadOptions, operation: Operation[Any], opened: OpenCheckpoint) -> tuple[Callable[[], Any], bool]:
-    """Load stio's nested state, or tensors with OLMo's names; return also whether it was stio's."""
-    if STATE_KEY in opened.metadata:
-        return restore(operation, opened, options), True
-    return collect(operation, select_tensors(opened, None, options)), False
+async def _read(path: str, device: str | int | torch.device) -> tuple[bool, Any]:
+    """Load stio's nested state, or tensors with OLMo's names; return before it whether it was stio's."""
+    async with stio.open(path, device=device, memory="copy") as checkpoint:
+        if STATE_KEY not in checkpoint.metadata:
+            return False, await checkpoint.load()
+    return True, await stio.load_state(path, device=device)
 
 
 def nest(leaves: Iterable[tuple[KeyPath, Any]]) -> dict[Any, Any]:
@@ -388,10 +383,8 @@ def load_state_dict(
         CheckpointNotFoundError: Neither file exists.
         DeviceError: There is no such device.
         FormatError: See `safetensors_file_to_state_dict`.
-        ValueError: `checkpoint_dir` is a URL, or `fname` has another ending.
+        ValueError: `fname` has another ending.
     """
-    if _SCHEME.match(os.fspath(checkpoint_dir)):
-        raise ValueError(f"checkpoint_dir is a local directory here, not {printable(os.fspath(checkpoint_dir))!r}")
     if not fname.endswith((".pt", FILE_SUFFIX)):
         raise ValueError(f"fname ends in .pt or {FILE_SUFFIX}, not {printable(fname)!r}")
     folders = [os.fspath(folder) for folder in (local_cache, checkpoint_dir) if folder is not None]

@@ -164,8 +164,6 @@ def _supported_version(any_version: bool) -> str:
     try:
         version = str(import_module("safetensors").__version__)
     except ModuleNotFoundError as error:
-        if error.name != "safetensors":
-            raise
         raise ImportError(
             f"stio.compat.install() replaces the names of safetensors, which is not installed: pip install '{_RANGE}'"
         ) from error

@@ -2,10 +2,8 @@
 
 `transformers.py` saves and resumes trainings of Trainer, `lightning.py` those of Lightning. `vllm.py` is a load format
 of vLLM. `iterators.py` has `weights`, a source for any loader that takes pairs of name and tensor. `sglang.py`
-is a plugin of SGLang, `opentelemetry.py` exports traces. `_tagged.py` converts the values of frameworks to nested state
-and back, `_step_dirs.py` holds directories of checkpoints by training step, `_hub_pushes.py` pushes them to the hub,
-`_sharded.py` puts states into sharded optimizers, and `_processes.py` raises an error of one process on all and has the
-states of random generators.
+is a plugin of SGLang, `opentelemetry.py` exports traces. `_training.py` has what trainings of several frameworks share,
+and `_step_dirs.py` the directories of checkpoints by training step, with their pushes to the hub.
 
 Invariants: only public interfaces of a framework are used, with exceptions that the module names; nothing in a
 checkpoint is executed; a process that is killed at any time leaves a complete checkpoint. Start with the module of your

@@ -33,9 +33,11 @@ import logging
 import os
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from dataclasses import field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,30 +45,38 @@ from typing import Any
 import torch
 
 from stio import sync
-from stio.conversion.torch_files import kind_of_file
-from stio.errors import FormatError, StioError, install_command
+from stio.errors import FormatError
+from stio.errors import StioError
+from stio.errors import install_command
 from stio.format.state.tree import STATE_KEY
-from stio.integrations._processes import exchange, gather, on_all, random_states, set_random_states
-from stio.integrations._tagged import from_plain, to_plain
-from stio.runtime.notifier import run_blocking
+from stio.integrations._training import exchange
+from stio.integrations._training import from_plain
+from stio.integrations._training import gather
+from stio.integrations._training import on_all
+from stio.integrations._training import random_states
+from stio.integrations._training import set_random_states
+from stio.integrations._training import states_of_rank
+from stio.integrations._training import to_plain
 from stio.runtime.operation import Operation
-from stio.saving.nested import flatten
-from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
+from stio.saving.pending import EXIT_PATIENCE_SECONDS
+from stio.saving.pending import PendingSave
 from stio.storage.commit.destination import SingleFile
-from stio.storage.commit.retention import WrittenFiles, describe_file, remove_checkpoint
+from stio.storage.commit.retention import describe_file
+from stio.storage.commit.retention import remove_checkpoint
 from stio.sync import load_state
 from stio.sync import open as open_checkpoint
 
 try:
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.core import saving as lightning_saving
-    from lightning.pytorch.loggers import Logger, TensorBoardLogger
+    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.loggers import TensorBoardLogger
     from lightning.pytorch.plugins import CheckpointIO
     from lightning.pytorch.strategies import ModelParallelStrategy
 except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] != "lightning":  # a package that lightning itself requires
-        raise
     raise ImportError(f"StioCheckpointIO is a plugin of lightning: {install_command('lightning')}") from error
 
 __all__ = ["RandomStates", "StioCheckpointIO", "StioModelParallelStrategy"]
@@ -90,12 +100,8 @@ class _Save:
 
     pending: PendingSave
     file: str
-    removed: set[str] = field(default_factory=set)
-    """Files that Lightning has removed since."""
-    unwanted: list[str] = field(default_factory=list)
-    """Those that still exist. What is taken out of the list is removed by the one that took it."""
-    removal: Operation[None] | None = None
-    """Waits for the save, then removes them."""
+    removals: dict[str, Operation[None]] = field(default_factory=dict)
+    """By file that Lightning has removed since, what waits for the save, then removes it."""
 
 
 class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed by mypy
@@ -148,9 +154,6 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         """Whether a training has begun and not ended. Else saves in `beside_training` return when they are durable."""
         self._beside: str | None = None
         """The file that may be saved or removed while the training goes on."""
-        self._warned = False
-        self._written: dict[str, WrittenFiles] = {}
-        """What was saved and not removed, by path."""
         _plugins.add(self)
 
     def save_checkpoint(
@@ -198,9 +201,9 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
     def expects(self, path: str | os.PathLike[str]) -> bool | None:
         """Return whether a file will exist when all saves and removals are complete; None if none of them is of it."""
         file, save = _local(path), self._under_way
-        if save is None or file not in (save.file, *save.removed):
+        if save is None or file not in (save.file, *save.removals):
             return None
-        return file not in save.removed
+        return file not in save.removals
 
     def _save(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], *, on_ranks: bool) -> None:
         file = _local(path)
@@ -209,8 +212,6 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             self._on_ranks = on_ranks
         is_beside = self._asynchronous and file == self._beside
         earlier = self._failure(wait=True)
-        self._written.pop(file, None)  # it is replaced by the rename, and not removed
-        self._require_random_states(checkpoint)
         where = SingleFile(file, replaces_link=True)  # as Lightning: what the link leads to is another checkpoint
         try:
             state = to_plain(checkpoint)
@@ -221,7 +222,6 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             else:
                 save = sync.distributed.save if on_ranks else sync.save_state
                 save(state, where, budget_bytes=self._budget_bytes, **self._keywords)
-                self._written[file] = describe_file(file)
         except BaseException as error:
             _advise(error)
             if earlier:
@@ -256,8 +256,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, when all saves under way are durable. A missing file is no error.
 
-        Only a checkpoint of this class is removed. A file that another program has replaced since stays, and a warning
-        names it.
+        Only a checkpoint of this class is removed. Another file stays, and a warning names it.
 
         Raises:
             StioError: The operating system reported an error, or an earlier save failed and did not raise it yet.
@@ -269,19 +268,14 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             raise failed.pop()
         save = self._under_way
         if save is None:
-            self._remove(file)
-            return
-        save.removed.add(file)
-        save.unwanted.append(file)
-        if not is_beside or save.pending.done():  # in that case the thread has perhaps looked for the last time
-            self._remove_unwanted(save)
-            if not is_beside and save.removal is not None:
-                save.removal.result()
-        elif save.removal is None:
-            removal = Operation(
-                lambda _: self._remove_unwanted(save), name="remove", exit_patience=EXIT_PATIENCE_SECONDS
+            _remove(file)
+        elif file not in save.removals:
+            removal: Operation[None] = Operation(
+                lambda _: _remove_after(save.pending, file), name="remove", exit_patience=EXIT_PATIENCE_SECONDS
             )
-            save.removal = removal.start()
+            save.removals[file] = removal.start()
+            if not is_beside:
+                removal.result()
 
     def teardown(self) -> None:
         """Wait for saves under way, and release the staging memory.
@@ -305,7 +299,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         return kind(budget_bytes=self._budget_bytes, **self._keywords)
 
     def _failure(self, *, wait: bool) -> list[Exception]:
-        """Collect a save that has ended: remove the files that it replaces, return its error, if it has one.
+        """Collect a save that has ended, with the removals of files that it replaces; return its error, if it has one.
 
         A signal's handler may call this again.
         """
@@ -315,54 +309,35 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
         failed: list[Exception] = []
         try:
             save.pending.result()
-            if save.pending.written is not None:
-                # A directory that the save made is Lightning's, which puts further checkpoints there: it stays.
-                self._written[save.file] = replace(save.pending.written, made=frozenset())
-            if save.removal is not None:
-                save.removal.result()
-            self._remove_unwanted(save)
+            for removal in list(save.removals.values()):
+                removal.result()
         except Exception as error:
             failed.append(error)  # the files that it should replace stay
         if self._under_way is save:  # otherwise the handler has collected it
             self._under_way = None
         return failed
 
-    def _remove_unwanted(self, save: _Save) -> None:
-        """Wait for a save, and remove the files that it replaces; they stay if it fails."""
-        try:
-            save.pending.result()
-        except Exception:
-            return  # `_collect` raises it
-        while save.unwanted:
-            try:
-                file = save.unwanted.pop()
-            except IndexError:  # another thread took it
-                break
-            self._remove(file)
 
-    def _require_random_states(self, checkpoint: dict[str, Any]) -> None:
-        """Warn, once, if a checkpoint from which a training can resume has no random generators."""
-        if "optimizer_states" in checkpoint and _RANDOM not in checkpoint and not self._warned:
-            self._warned = True
-            logger.warning(
-                "the checkpoint holds no random generators: Lightning finds stio's callback only if stio is installed, "
-                "by pip. Or give it: Trainer(callbacks=[RandomStates()])"
-            )
+def _remove_after(save: PendingSave, file: str) -> None:
+    """Delete a checkpoint once the save that replaces it is durable; it stays if that fails."""
+    try:
+        save.result()
+    except Exception:
+        return  # `_failure` returns it
+    _remove(file)
 
-    def _remove(self, file: str) -> None:
-        """Delete a checkpoint of this object, or of an earlier process."""
-        written = self._written.pop(file, None)
-        if os.path.isdir(file):
-            logger.warning("%s stays: it is a directory, and StioCheckpointIO saves files", file)
-            return
-        if written is None:
-            written = describe_file(file)
-            if written.files and not _is_checkpoint(file):
-                logger.warning("%s stays: it is no checkpoint that StioCheckpointIO saved", file)
-                return
-        if written.files:
-            logger.info("%s is deleted, as Lightning requests", file)
-        remove_checkpoint(written)
+
+def _remove(file: str) -> None:
+    """Delete a checkpoint that `StioCheckpointIO` saved, in this process or an earlier one."""
+    written = describe_file(file)
+    is_directory = os.path.isdir(file)
+    if is_directory or (written.files and not _is_checkpoint(file)):
+        what = "a directory, and no file" if is_directory else "no checkpoint"
+        logger.warning("%s stays: it is %s that StioCheckpointIO saved", file, what)
+        return
+    if written.files:
+        logger.info("%s is deleted, as Lightning requests", file)
+    remove_checkpoint(written)
 
 
 class StioModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]  # lightning is not followed by mypy
@@ -411,23 +386,11 @@ class StioModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]  #
         plugin = self._plugin()
         sharded = {key: value for key, value in checkpoint.items() if key in _SHARDED}
         rest = {key: value for key, value in checkpoint.items() if key not in _SHARDED}
-        earlier: list[Exception] = []
-        try:
-            plugin.collect()
-        except Exception as error:
-            earlier.append(error)
-
-        def of_first_rank() -> bytes:
-            if self.global_rank:
-                return b""
-            try:
-                run_blocking(flatten(to_plain(rest), None))  # names what cannot be saved
-                return pickle.dumps((os.fspath(filepath), rest))
-            except Exception as error:
-                _advise(error)
-                raise
-
-        path, of_first = pickle.loads(on_all(self.world_size, of_first_rank)[0])
+        earlier = plugin._failure(wait=True)
+        of_ranks = on_all(
+            self.world_size, lambda: b"" if self.global_rank else pickle.dumps((os.fspath(filepath), rest))
+        )
+        path, of_first = pickle.loads(of_ranks[0])
         plugin.save_on_ranks({**of_first, **sharded}, path)
         exchange(self.world_size, earlier)  # an earlier save that failed on one rank is an error on all
 
@@ -485,23 +448,12 @@ class RandomStates(Callback):  # type: ignore[misc]  # lightning is not followed
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restore this rank's states if a training resumes."""
         states = checkpoint.pop(_RANDOM, None)
-        if states is None or trainer.state.fn != "fit":
-            return
-        if trainer.global_rank >= len(states):
-            logger.warning(
-                "the checkpoint has the random generators of %d ranks, and none of rank %d: they are not restored",
-                len(states),
-                trainer.global_rank,
-            )
-            return
-        self._restored = states[trainer.global_rank]
-        self._restore()
+        if states is not None and trainer.state.fn == "fit":
+            self._restored = states_of_rank(states, trainer.global_rank)
+            self._restore()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore them again: what sets up a strategy may have used them.
-
-        So may an epoch of which only the end was left, for batches that are dropped.
-        """
+        """Restore them again: strategy setup, or skipping batches of a partly finished epoch, may have used them."""
         self._restore()
 
     on_train_epoch_end = on_fit_start
@@ -596,15 +548,9 @@ def _with_saves_under_way(original: Callable[..., bool]) -> Callable[..., bool]:
     return file_exists
 
 
-_METHODS: dict[str, Callable[[Any], Any]] = {
-    "_save_checkpoint": _beside_training,
-    "_remove_checkpoint": _beside_training,
-    "file_exists": _with_saves_under_way,
-}
-"""Methods of `ModelCheckpoint`, with what replaces them. Without one of them each save is durable when it returns."""
-
-for _name, _replacing in _METHODS.items() if all(hasattr(ModelCheckpoint, name) for name in _METHODS) else ():
-    setattr(ModelCheckpoint, _name, _replacing(getattr(ModelCheckpoint, _name)))
+ModelCheckpoint._save_checkpoint = _beside_training(ModelCheckpoint._save_checkpoint)
+ModelCheckpoint._remove_checkpoint = _beside_training(ModelCheckpoint._remove_checkpoint)
+ModelCheckpoint.file_exists = _with_saves_under_way(ModelCheckpoint.file_exists)
 
 
 def _unwrapped(plugin: Any) -> StioCheckpointIO | None:
@@ -623,19 +569,15 @@ def _load(file: str, map_location: Any) -> dict[str, Any]:
     """Load a checkpoint; see `StioCheckpointIO.load_checkpoint`."""
     if not (map_location is None or isinstance(map_location, str | torch.device) or callable(map_location)):
         raise TypeError(f"map_location must be a device, not {type(map_location).__name__}")
-    if (kind := kind_of_file(file)) is not None and kind.is_torch_save:
-        raise FormatError(
-            "this is a checkpoint of torch.save, and StioCheckpointIO loads its own ones. It makes one of it by "
-            "`StioCheckpointIO(asynchronous=False).save_checkpoint(torch.load(OLD, map_location='cpu'), NEW)`",
-            path=file,
-        )
     device = "cpu" if map_location is None or callable(map_location) else map_location
     try:
-        loaded: dict[str, Any] = from_plain(load_state(file, device=device))
+        return from_plain(load_state(file, device=device))  # type: ignore[no-any-return]
     except FormatError as error:
-        error.add_note("StioCheckpointIO loads its own checkpoints only")
+        error.add_note(
+            "StioCheckpointIO loads its own checkpoints only. It makes one of a checkpoint of torch.save by "
+            "`StioCheckpointIO(asynchronous=False).save_checkpoint(torch.load(OLD, map_location='cpu'), NEW)`"
+        )
         raise
-    return loaded
 
 
 def _reads_own(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -653,8 +595,7 @@ def _reads_own(original: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-if hasattr(lightning_saving, "pl_load"):
-    lightning_saving.pl_load = _reads_own(lightning_saving.pl_load)
+lightning_saving.pl_load = _reads_own(lightning_saving.pl_load)
 
 
 def _is_checkpoint(file: str) -> bool:

@@ -27,47 +27,63 @@ Three methods of a trainer are replaced while it resumes: `get_batch_samples` of
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+import uuid
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
-from typing import Any, Literal
+from typing import Any
+from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from stio import PendingSave, sync
+from stio import PendingSave
+from stio import sync
 from stio.device.names_in_files import FileNames
-from stio.errors import CheckpointNotFoundError, MismatchError, install_command, listed
+from stio.errors import CheckpointNotFoundError
+from stio.errors import MismatchError
+from stio.errors import install_command
+from stio.errors import listed
 from stio.format.files.manifest import HashName
-from stio.integrations._hub_pushes import HubPushes
-from stio.integrations._processes import exchange, on_all, random_states, set_random_states
-from stio.integrations._step_dirs import (
-    STATE_NAME,
-    TRAINER_STATE,
-    JoinedSave,
-    PublishedSave,
-    latest_checkpoint,
-    resumable_checkpoints,
-)
-from stio.integrations._tagged import from_plain, to_plain
+from stio.integrations._step_dirs import STATE_NAME
+from stio.integrations._step_dirs import TRAINER_STATE
+from stio.integrations._step_dirs import HubPushes
+from stio.integrations._step_dirs import JoinedSave
+from stio.integrations._step_dirs import PublishedSave
+from stio.integrations._step_dirs import latest_checkpoint
+from stio.integrations._step_dirs import resumable_checkpoints
+from stio.integrations._training import exchange
+from stio.integrations._training import from_plain
+from stio.integrations._training import on_all
+from stio.integrations._training import random_states
+from stio.integrations._training import set_optimizer_state
+from stio.integrations._training import set_random_states
+from stio.integrations._training import states_of_rank
+from stio.integrations._training import to_plain
 from stio.loading.module_tree import views_in_files
 from stio.saving.retention import warn_of_higher_steps
 from stio.saving.tensors import tied_names
 from stio.sync import load_state
 
 try:
-    from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import PreTrainedModel
+    from transformers import Trainer
+    from transformers import TrainerCallback
+    from transformers import TrainerControl
+    from transformers import TrainerState
+    from transformers import TrainingArguments
     from transformers.trainer_callback import ExportableState
 except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] != "transformers":  # a package that transformers itself requires
-        raise
     raise ImportError(f"StioCallback is a callback of transformers: {install_command('transformers')}") from error
 
 __all__ = ["StioCallback", "latest_checkpoint"]
@@ -156,7 +172,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         save_optimizer: bool = True,
         max_shard_size: int | str | None = None,
         durability: Literal["full", "none"] = "full",
-        hash: HashName | None = None,
+        hash: Literal["sha256", "xxh3"] | None = None,
         budget_bytes: int | str | None = None,
     ) -> None:
         if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int)):
@@ -464,9 +480,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
             _write_model_files(now["model"], save.path)
             if now.get("processing_class") is not None:
                 now["processing_class"].save_pretrained(save.path)
-            with_state = self._with_state(args)
-            described = self._describe(state, event.control, with_state, self._directory(args))
-            described.save_to_json(os.path.join(save.path, TRAINER_STATE))
+            self._describe(event).save_to_json(os.path.join(save.path, TRAINER_STATE))
         return save
 
     def _saves_of(self, event: _TrainerEvent, training: dict[str, Any]) -> Sequence[Callable[[str], PendingSave]]:
@@ -510,14 +524,15 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _directory(self, args: TrainingArguments) -> str:
         return os.path.abspath(self._output(args))
 
-    def _describe(self, state: TrainerState, control: TrainerControl, with_state: bool, directory: str) -> TrainerState:
-        """Return the content of `trainer_state.json` in a directory of checkpoints."""
+    def _describe(self, event: _TrainerEvent) -> TrainerState:
+        """Return the content of `trainer_state.json`."""
+        state, control = event.state, event.control
         callbacks = {**state.stateful_callbacks, type(control).__name__: control.state()}
         if self._trainer is not None:
             exported = [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
             callbacks = dataclasses.replace(state, stateful_callbacks=[*exported, control]).stateful_callbacks
-        if with_state:
-            callbacks[_STATE_KEY] = {"args": {}, "attributes": {"saved_to": _digest_of(directory)}}
+        if self._with_state(event.args):
+            callbacks[_STATE_KEY] = {"args": {}, "attributes": {"save_id": uuid.uuid4().hex}}
         return dataclasses.replace(state, stateful_callbacks=callbacks)
 
     # Resuming.
@@ -525,8 +540,8 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
     def _restore(self, event: _TrainerEvent, saved: Mapping[str, Any]) -> None:
         """Restore all that Trainer does not: it restores the model, its own state and the position in the data.
 
-        Trainer does not tell a callback from which directory it resumes. So unless `resume` has determined it, the
-        state that it has loaded is compared with that in the callback's own directory.
+        Trainer does not tell a callback from which directory it resumes. It must be that of `resume`, or the callback's
+        own: the state that Trainer has loaded has the id of a save.
         """
         args, state, now = event.args, event.state, event.now
         checkpoint = self._resume_from or os.path.join(self._directory(args), f"checkpoint-{state.global_step}")
@@ -536,52 +551,20 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         except CheckpointNotFoundError as error:
             error.add_note("resume from another directory with StioCallback.resume(trainer, checkpoint)")
             raise
-        if self._resume_from is None and _identity_of(checkpoint) != _identity(saved, state.log_history):
+        described = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE))
+        is_same_save = described.stateful_callbacks.get(_STATE_KEY) == saved
+        if not is_same_save or training["global_step"] != state.global_step:
             raise MismatchError(
-                "Trainer resumes from a checkpoint of another directory, and the training state of this one is of "
-                "another run; resume with StioCallback.resume(trainer, checkpoint)",
+                "Trainer resumes from another checkpoint: this training state is of another step, or of another run; "
+                "resume with StioCallback.resume(trainer, checkpoint)",
                 path=path,
             )
-        if training["global_step"] != state.global_step:
-            raise MismatchError(
-                "the training state belongs to another checkpoint than the one that Trainer resumes from",
-                path=path,
-                expected=f"step {state.global_step}",
-                found=f"step {training['global_step']}",
-            )
-        if _is_sharded(now["model"]):
-            import_module("stio.integrations._sharded").set_optimizer_state(now["optimizer"], training["optimizer"])
-        else:
-            now["optimizer"].load_state_dict(training["optimizer"])
+        set_optimizer_state(now["optimizer"], training["optimizer"])
         now["lr_scheduler"].load_state_dict(training["scheduler"])
         if training["scaler"] is not None and (scaler := _scaler_of(now)) is not None:
             scaler.load_state_dict(training["scaler"])
-        if len(training["random"]) == args.world_size:
-            self._random, self._random_at_epoch = training["random"][args.process_index], training["at_epoch"]
-        else:
-            logger.warning(
-                "the saved random generators are those of %d processes; they are not restored", len(training["random"])
-            )
-
-
-def _digest_of(directory: str) -> str:
-    """Return a digest of a directory's path: equal for the saves of one run, and no name that a push publishes."""
-    return hashlib.blake2b(os.fsencode(os.path.realpath(directory)), digest_size=16).hexdigest()
-
-
-def _identity_of(checkpoint: str) -> str:
-    """Return `_identity` of what a checkpoint holds."""
-    try:
-        with open(os.path.join(checkpoint, TRAINER_STATE), encoding="utf-8") as file:
-            loaded = json.load(file)
-        return _identity(loaded["stateful_callbacks"][_STATE_KEY], loaded["log_history"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""  # Trainer has read another file
-
-
-def _identity(saved: Mapping[str, Any], log_history: Sequence[Mapping[str, Any]]) -> str:
-    """Return text that differs between checkpoints of one step of two runs: where it was saved, and what was logged."""
-    return json.dumps([saved, log_history], sort_keys=True, default=str)
+        self._random = states_of_rank(training["random"], args.process_index)
+        self._random_at_epoch = training["at_epoch"]
 
 
 class _RequestControl(TrainerControl):  # type: ignore[misc]  # transformers is not followed by mypy
@@ -649,22 +632,23 @@ def _require_supported(args: TrainingArguments, state: TrainerState, model: nn.M
     is_sharded, has_adapters = _is_sharded(model), _has_adapters(model)
     has_own_adapters = getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")
     is_found = {
-        "DeepSpeed": getattr(args, "deepspeed", None),
+        "DeepSpeed": args.deepspeed,
         "a hyperparameter search": state.is_hyper_param_search,
         "a model with adapters that peft.get_peft_model has not made": not has_adapters and has_own_adapters,
         "a quantized model": not has_adapters and getattr(model, "hf_quantizer", None) is not None,
         "a model that transformers has sharded": getattr(model, "is_distributed_loading_by_transformers", False),
-        "FSDP1, or FSDP of XLA,": not is_sharded and getattr(args, "fsdp", None),
-        "a model with DTensors that FSDP2 has not made": not is_sharded and _has_parts(model),
+        "FSDP1": not is_sharded and args.fsdp,
+        "a model with DTensors that FSDP2 has not made": not is_sharded
+        and any(isinstance(parameter, DTensor) for parameter in model.parameters()),
         "a model with adapters under FSDP2": is_sharded and has_adapters,
         "FSDP2 with save_on_each_node=True (False is supported)": is_sharded and args.save_on_each_node,
     }
     for what, is_so in is_found.items():
         if is_so:
             raise ValueError(f"StioCallback: {what} needs Trainer's own saving")
-    others = set(state.stateful_callbacks) - {TrainerControl.__name__, _STATE_KEY}
-    if not args.restore_callback_states_from_checkpoint:
-        others = set()
+    others = set[str]()
+    if args.restore_callback_states_from_checkpoint:
+        others = set(state.stateful_callbacks) - {TrainerControl.__name__, _STATE_KEY}
     loads_weights = state.global_step > 0 or args.load_best_model_at_end
     if not by_resume and (is_sharded or others or (loads_weights and _is_converted(model))):
         what = "under FSDP2" if is_sharded else "Trainer itself loads only weights whose names are those of the module"
@@ -679,13 +663,7 @@ def _has_adapters(model: nn.Module) -> bool:
 
 def _is_sharded(model: nn.Module) -> bool:
     """Return whether FSDP2 shards a module of the model. After an evaluation its parameters may be whole."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a program that has sharded a model has imported it
-    return fsdp is not None and any(isinstance(one, fsdp.FSDPModule) for one in model.modules())
-
-
-def _has_parts(model: nn.Module) -> bool:
-    tensor = sys.modules.get("torch.distributed.tensor")  # a program that has sharded a model has imported it
-    return tensor is not None and any(isinstance(one, tensor.DTensor) for one in model.parameters())
+    return any(isinstance(one, FSDPModule) for one in model.modules())
 
 
 def _load_weights_by_stio(trainer: Trainer) -> None:

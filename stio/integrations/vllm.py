@@ -13,10 +13,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from collections.abc import Generator
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -29,16 +36,25 @@ import torch
 from torch import nn
 
 from stio import sync
-from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, MismatchError, StioError, listed, printable
-from stio.format.files.directory import NamedCheckpoint, choose
-from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FileName
+from stio.errors import AmbiguousCheckpointError
+from stio.errors import CheckpointNotFoundError
+from stio.errors import MismatchError
+from stio.errors import StioError
+from stio.errors import listed
+from stio.errors import printable
+from stio.format.files.directory import NamedCheckpoint
+from stio.format.files.directory import choose
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import INDEX_SUFFIX
+from stio.format.files.names import FileName
 from stio.limits import Limits
 from stio.loading.options import LoadOptions
 from stio.remote.disk_cache import DiskCache
 from stio.runtime.reports.trace import Trace
 from stio.storage.base import Root
 from stio.storage.checkpoint.open import SourceLike
-from stio.storage.open import SingleFileRoot, open_directory
+from stio.storage.open import SingleFileRoot
+from stio.storage.open import open_directory
 from stio.text import is_url
 
 __all__ = ["LOAD_FORMAT", "register"]
@@ -139,14 +155,11 @@ class _Loading:
                 f"load format {LOAD_FORMAT!r} does not take {', '.join(map(printable, unknown))} in the extra "
                 f"configuration; it takes {', '.join(_KEYWORDS)}, {_TRACK}"
             )
-        for key, make in _OBJECTS.items():
-            if isinstance(extra.get(key), Mapping):
-                try:
-                    extra[key] = make(**extra[key])
-                except TypeError as error:
-                    raise ValueError(
-                        f"{key} in the extra configuration of load format {LOAD_FORMAT!r}: {error}"
-                    ) from None
+        for key in _OBJECTS.keys() & extra.keys():
+            try:
+                extra[key] = _OBJECTS[key](**extra[key]) if isinstance(extra[key], Mapping) else extra[key]
+            except TypeError as error:
+                raise ValueError(f"{key} in the extra configuration of load format {LOAD_FORMAT!r}: {error}") from None
         self._trace_path: str | None = None
         if isinstance(extra.get("trace"), str):
             self._trace_path, extra["trace"] = extra["trace"], Trace()

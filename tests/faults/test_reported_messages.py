@@ -217,7 +217,7 @@ def test_c321_an_old_checkpoint_of_lightning(tmp_path: Path, zipped: bool) -> No
     checkpoint = {"state_dict": module().state_dict(), "epoch": 3, "optimizer_states": [optimizer().state_dict()]}
     torch.save(checkpoint, old, _use_new_zipfile_serialization=zipped)
     plugin = lightning.StioCheckpointIO()
-    with pytest.raises(stio.FormatError, match=r"this is a checkpoint of torch\.save.*`StioCheckpointIO\(asynchronous"):
+    with pytest.raises(stio.FormatError, match=r"(?s)this is a file of torch\.save.*`StioCheckpointIO\(asynchronous"):
         plugin.load_checkpoint(old)
     lightning.StioCheckpointIO(asynchronous=False).save_checkpoint(torch.load(old, map_location="cpu"), new)
     found = plugin.load_checkpoint(new)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GPT2LMHeadModel, Trainer
 
 import stio
-from stio.integrations._sharded import set_optimizer_state
+from stio.integrations._training import set_optimizer_state
 from stio.integrations.transformers import StioCallback, latest_checkpoint
 from stio.storage.commit import syscalls as calls
 

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 import stio
 from stio import sync
-from stio.integrations._processes import random_states
+from stio.integrations._training import random_states
 from stio.integrations.lightning import RandomStates, StioCheckpointIO, StioModelParallelStrategy
 from stio.storage.commit import syscalls as calls
 
@@ -358,17 +358,6 @@ def test_a_rank_that_the_checkpoint_does_not_have(tmp_path: Path, caplog: pytest
         RandomStates().on_load_checkpoint(trainer, Small(), {"stio.random": [{"python": {}}]})
 
 
-def test_a_training_without_the_callback_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = make_trainer(tmp_path, StioCheckpointIO(), epochs=1, enable_checkpointing=False)
-    trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, RandomStates)]
-    trainer.fit(Small(), loader())
-    for _ in range(2):
-        trainer.save_checkpoint(tmp_path / "a.ckpt")
-    trainer.save_checkpoint(tmp_path / "b.ckpt", weights_only=True)
-    trainer.strategy.checkpoint_io.teardown()
-    assert caplog.text.count("holds no random generators") == 1
-
-
 def test_the_callback_is_for_stio_only(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, TorchCheckpointIO(), epochs=1, enable_checkpointing=False)
     assert sum(isinstance(one, RandomStates) for one in trainer.callbacks) == 1
@@ -561,7 +550,7 @@ def test_wrong_calls(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="durability"):
         StioCheckpointIO(durability="some")  # type: ignore[arg-type]
     torch.save({"state_dict": {}}, tmp_path / "theirs.ckpt")
-    with pytest.raises(stio.FormatError, match=r"checkpoint of torch\.save"):
+    with pytest.raises(stio.FormatError, match=r"file of torch\.save"):
         plugin.load_checkpoint(tmp_path / "theirs.ckpt")
     save_file({"w": torch.ones(1)}, tmp_path / "weights.ckpt")
     with pytest.raises(stio.FormatError) as caught:

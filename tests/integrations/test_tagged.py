@@ -16,7 +16,7 @@ from support import same
 
 import stio
 from stio import sync
-from stio.integrations._tagged import TAG, from_plain, to_plain
+from stio.integrations._training import TAG, from_plain, to_plain
 
 
 class Kind(Enum):

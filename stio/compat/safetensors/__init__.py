@@ -4,9 +4,9 @@ Reading runs in the caller's thread. It maps the file and copies nothing, or rea
 (`backend="pread"`). Saving is atomic and durable. Intended differences are described at each function.
 
 Start with `_open`, which has `safe_open` and numpy's arrays. `_file` has the open file, the base class of a framework
-and the errors; `_tensors` makes torch's tensors, and loads them to devices and in the background; `_serialize` has raw
-tensors without torch, `torch` the saves and shared memory, `_installed` the objects of `stio.compat.install`. `numpy`
-works without torch.
+and the errors; `_tensors` makes torch's tensors, and loads them to devices and in the background; `numpy` has raw
+tensors too, and works without torch; `torch` has the saves and shared memory, `_installed` the objects of
+`stio.compat.install`.
 """
 
 from importlib import import_module
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from stio.compat.safetensors._file import SafetensorError
 from stio.compat.safetensors._open import PySafeSlice, TensorMeta, _safe_open_handle, safe_open
-from stio.compat.safetensors._serialize import TensorSpec, deserialize, serialize, serialize_file
+from stio.compat.safetensors.numpy import TensorSpec, deserialize, serialize, serialize_file
 
 if TYPE_CHECKING:
     from stio.compat.safetensors._tensors import PrefetchLoader as PrefetchLoader

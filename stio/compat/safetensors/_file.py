@@ -4,9 +4,8 @@ The errors are the original's single class and what `open` would raise: a malfor
 `SafetensorError` with the original's phrase, then stio's details. If the operating system refuses a read, the error is
 an `OSError`.
 
-`mmap` maps the whole file privately; the mapping needs no descriptor and exists as long as an array over it. `pread`
-keeps the descriptor as long as the file or a slice of it is referenced, and reads exactly the requested bytes. A file
-that the system does not map is read so too. A load to an accelerator keeps the descriptor too.
+`mmap` maps the whole file privately; the mapping exists as long as an array over it. `pread` reads exactly the
+requested bytes into memory of their own. A file that the system does not map is read so too.
 
 A slice of torch over a mapping takes what torch takes. `checked` checks the index of the others as the original does.
 That takes ints, slices, one Ellipsis and `[]`. An int or a stop past the end is an error there, although numpy would
@@ -20,21 +19,38 @@ import ctypes
 import errno
 import operator
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from abc import ABC
+from abc import abstractmethod
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import Literal
 
 import numpy as np
 
-from stio.errors import CheckpointNotFoundError, LimitError, StioError, StorageError, TruncatedError, printable
-from stio.format.files.other_kinds import kind_of, why_packed
-from stio.format.header import PREFIX_BYTES, Header, header_nbytes, parse_header
+from stio.errors import CheckpointNotFoundError
+from stio.errors import LimitError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import TruncatedError
+from stio.errors import printable
+from stio.format.files.other_kinds import kind_of
+from stio.format.files.other_kinds import why_packed
+from stio.format.header import PREFIX_BYTES
+from stio.format.header import Header
+from stio.format.header import header_nbytes
+from stio.format.header import parse_header
 from stio.format.slicing import Selection
 from stio.limits import HUGE_PAGE_BYTES
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.runtime.process import contextmanager
-from stio.storage.local import LocalFile, map_if_possible, open_file
+from stio.storage.local import LocalFile
+from stio.storage.local import map_if_possible
+from stio.storage.local import open_at
+from stio.storage.local import open_file
 
 
 class ErrorBase(Exception):
@@ -137,14 +153,6 @@ def fresh(nbytes: int) -> Region:
     return Region(ctypes.addressof(buffer), nbytes, buffer)
 
 
-def copied(data: bytes | bytearray | memoryview) -> Region:
-    """Return a copy of bytes, in memory of its own."""
-    region = fresh(len(data))
-    if len(data):
-        ctypes.memmove(region.address, np.frombuffer(data, np.uint8).ctypes.data, len(data))
-    return region
-
-
 def header_of(read: Callable[[int, int], bytes], *, file_bytes: int, path: str, what: str) -> Header:
     """Return the checked header of a file.
 
@@ -223,7 +231,6 @@ class DropInFile:
     Args:
         path: The file.
         backend: `mmap` or `pread`; see the module.
-        keep_open: Keep the descriptor of a mapped file too, for `source`.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -231,79 +238,42 @@ class DropInFile:
         SafetensorError: The file breaks the format.
     """
 
-    def __init__(self, path: str, backend: Backend, *, keep_open: bool = False) -> None:
+    def __init__(self, path: str, backend: Backend) -> None:
         self.path = path
-        self._file: LocalFile | None = None
         if "\0" in path:
             raise not_found(path)
         with reading(path):
-            file = open_file(path)
-        self._file = file
-        self._identity = file.identity
+            self.file = open_file(path)
+        """Open as long as this object or a slice of it is referenced."""
         try:
-            self.header = self._read_header(file)
-            self._mapped: Region | None = None
-            if backend == "mmap":
-                mapped = map_if_possible(file, lazy=True)
-                self._mapped = None if mapped is None else mapped.region
-                if mapped is not None and not keep_open:
-                    self.close()
+            nbytes = self.file.identity.nbytes
+            first = self._read(0, min(nbytes, _FIRST_READ_BYTES))
+            self.header = header_of(
+                lambda begin, end: first[begin:end] if end <= len(first) else self._read(begin, end),
+                file_bytes=nbytes,
+                path=path,
+                what="deserializing header",
+            )
+            mapped = map_if_possible(self.file, lazy=True) if backend == "mmap" else None
         except BaseException:
-            self.close()
+            self.file.close()
             raise
-
-    def _read_header(self, file: LocalFile) -> Header:
-        nbytes = file.identity.nbytes
-        with reading(self.path):
-            first = _read(file, 0, min(nbytes, _FIRST_READ_BYTES))
-
-        def read(begin: int, end: int) -> bytes:
-            if end <= len(first):
-                return first[begin:end]
-            with reading(self.path):
-                return first[begin:] + _read(file, len(first), end - len(first))
-
-        return header_of(read, file_bytes=nbytes, path=self.path, what="deserializing header")
+        self._mapped = None if mapped is None else mapped.region
 
     @property
     def is_mapped(self) -> bool:
         """Whether regions are ranges of one mapping."""
         return self._mapped is not None
 
-    @property
-    def source(self) -> LocalFile:
-        """The open file.
-
-        Raises:
-            SafetensorError: It was closed, or `keep_open` is false.
-        """
-        if self._file is None:
-            raise SafetensorError("File is closed")
-        return self._file
-
     def opened_again(self) -> LocalFile:
         """Return the file once more, for a load that outlives this object; the caller closes it.
 
         Raises:
-            OSError: The system refuses, or the file was changed since it was opened. A mapped file has no descriptor:
-                if another file is at its path now, that is a change too.
+            OSError: The system refuses, or the file was changed since it was opened.
         """
         with reading(self.path):
-            if self._file is None:
-                file = open_file(self.path)
-            else:
-                fd = os.dup(self._file.fd)
-                try:
-                    file = LocalFile(fd, self.path)
-                except BaseException:
-                    os.close(fd)
-                    raise
-            try:
-                self._identity.require_same(file.identity, self.path)
-            except BaseException:
-                file.close()
-                raise
-            return file
+            self.file.check_unchanged()
+            return open_at(f"/proc/self/fd/{self.file.fd}", self.path, None)
 
     def region_of(self, rows: slice) -> Region:
         """Return the bytes of the tensors of consecutive rows; see `region`."""
@@ -316,7 +286,7 @@ class DropInFile:
         if self._mapped is not None:
             return self._mapped.sub(start, nbytes)
         region = fresh(nbytes)
-        self._read_into(start, [region])
+        self._read_into(start, region)
         return region
 
     def gather(self, row: int, selection: Selection) -> Region:
@@ -325,28 +295,21 @@ class DropInFile:
         region = fresh(len(starts) * nbytes)
         first = self.header.data_start + self.header.begins[row]
         for k, start in enumerate(starts):
-            self._read_into(first + start, [region.sub(k * nbytes, nbytes)])
+            self._read_into(first + start, region.sub(k * nbytes, nbytes))
         return region
 
-    def _read_into(self, offset: int, regions: list[Region]) -> None:
-        file = self.source
-        with reading(self.path):
-            file.read_into(offset, regions)
+    def _read(self, begin: int, end: int) -> bytes:
+        region = fresh(end - begin)
+        self._read_into(begin, region)
+        return region.tobytes()
 
-    def close(self) -> None:
-        """Close the descriptor; a mapping exists until its arrays are freed. Idempotent."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+    def _read_into(self, offset: int, region: Region) -> None:
+        with reading(self.path):
+            self.file.read_into(offset, [region])
 
     def __del__(self) -> None:
-        self.close()
-
-
-def _read(file: LocalFile, offset: int, nbytes: int) -> bytes:
-    region = fresh(nbytes)
-    file.read_into(offset, [region])
-    return region.tobytes()
+        if hasattr(self, "file"):
+            self.file.close()
 
 
 def checked(index: Any, shape: Sequence[int], *, negative_steps: bool) -> tuple[int | slice, ...]:

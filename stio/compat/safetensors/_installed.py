@@ -9,18 +9,18 @@ forms of all supported releases.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
+from functools import update_wrapper
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 
-from stio.compat.safetensors import _open, _serialize
+from stio.compat.safetensors import _open, _tensors
 from stio.compat.safetensors import numpy as numpy_names
 from stio.compat.safetensors import torch as torch_names
 from stio.compat.safetensors._file import SafetensorError
-from stio.compat.safetensors._serialize import TensorSpec
+from stio.compat.safetensors.numpy import TensorSpec
 from stio.format.dtypes import LIBRARY_NAMES
 
 originals: dict[str, Any] = {}
@@ -30,8 +30,8 @@ originals: dict[str, Any] = {}
 class _KnowsOriginal(type):
     """Type of the classes here: the drop-in's class and the original's are subclasses, for `isinstance` too."""
 
-    drop_in: type | None
-    """The drop-in's class; None for that of a prefetch, which is imported with the first one."""
+    drop_in: type
+    """The drop-in's class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return type.__instancecheck__(cls, instance) or isinstance(instance, _kinds(cls))
@@ -43,8 +43,7 @@ class _KnowsOriginal(type):
 def _kinds(cls: _KnowsOriginal) -> tuple[type, ...]:
     if "drop_in" not in vars(cls):  # a subclass of users
         return ()
-    drop_in = cls.drop_in or getattr(sys.modules.get("stio.compat.safetensors._tensors"), cls.__name__, None)
-    return tuple(kind for kind in (drop_in, originals.get(cls.__name__)) if isinstance(kind, type))
+    return tuple(kind for kind in (cls.drop_in, originals.get(cls.__name__)) if isinstance(kind, type))
 
 
 class safe_open(_open.safe_open, metaclass=_KnowsOriginal):  # noqa: N801 -- the original's name
@@ -75,7 +74,7 @@ class PySafeSlice(metaclass=_KnowsOriginal):
 class PrefetchLoader(metaclass=_KnowsOriginal):
     """What `safe_open.prefetch` returns, for `isinstance`."""
 
-    drop_in = None
+    drop_in = _tensors.PrefetchLoader
 
 
 class TensorMeta(metaclass=_KnowsOriginal):
@@ -97,7 +96,7 @@ def serialize(tensor_dict: dict[str, Any], metadata: dict[str, str] | None = Non
         TypeError: A value of a wrong type.
     """
     buffers: list[Any] = []
-    return _serialize.serialize(_specs(tensor_dict, buffers), metadata)
+    return numpy_names.serialize(_specs(tensor_dict, buffers), metadata)
 
 
 def serialize_file(
@@ -115,50 +114,41 @@ def serialize_file(
         TypeError: A value of a wrong type.
     """
     buffers: list[Any] = []
-    _serialize.serialize_file(_specs(tensor_dict, buffers), filename, metadata)
+    numpy_names.serialize_file(_specs(tensor_dict, buffers), filename, metadata)
 
 
 def _specs(tensor_dict: Any, buffers: list[Any]) -> Any:
     """Return tensors of any form as `TensorSpec`; `buffers` keeps the memory of those that are given as bytes."""
     if not isinstance(tensor_dict, dict):
         return tensor_dict  # refused by the drop-in
+    return {name: _spec(name, value, buffers) for name, value in tensor_dict.items()}
+
+
+def _spec(name: str, value: Any, buffers: list[Any]) -> Any:
     original = originals.get("TensorSpec")
-    specs = {}
-    for name, value in tensor_dict.items():
-        if isinstance(value, dict):
-            value = _spec_of_dict(name, value, buffers)
-        elif isinstance(original, type) and isinstance(value, original):
-            value = _spec_of_original(value)
-        specs[name] = value
-    return specs
-
-
-def _spec_of_dict(name: str, value: dict[str, Any], buffers: list[Any]) -> TensorSpec:
-    missing = [key for key in ("dtype", "shape", "data") if key not in value]
-    if missing:
-        raise SafetensorError(f"Missing `{missing[0]}` in tensor {name!r}")
-    buffer = np.frombuffer(value["data"], np.uint8)
-    buffers.append(buffer)
-    return TensorSpec(dtype=value["dtype"], shape=value["shape"], data_ptr=buffer.ctypes.data, data_len=buffer.nbytes)
-
-
-def _spec_of_original(value: Any) -> TensorSpec:
-    shape = list(value.shape)
-    if value.dtype == "F4" and shape:
-        shape[-1] //= 2  # the constructor takes pairs
-    return TensorSpec(dtype=LIBRARY_NAMES[value.dtype], shape=shape, data_ptr=value.data_ptr, data_len=value.data_len)
+    if isinstance(value, dict):
+        try:
+            buffer, dtype, shape = np.frombuffer(value["data"], np.uint8), value["dtype"], value["shape"]
+        except KeyError as error:
+            raise SafetensorError(f"Missing `{error.args[0]}` in tensor {name!r}") from None
+        buffers.append(buffer)
+        return TensorSpec(dtype=dtype, shape=shape, data_ptr=buffer.ctypes.data, data_len=buffer.nbytes)
+    if original is not None and isinstance(value, original):
+        shape = list(value.shape)
+        if value.dtype == "F4" and shape:
+            shape[-1] //= 2  # the constructor takes pairs
+        dtype = LIBRARY_NAMES[value.dtype]
+        return TensorSpec(dtype=dtype, shape=shape, data_ptr=value.data_ptr, data_len=value.data_len)
+    return value
 
 
 def _own(function: Callable[..., Any], module: str) -> Any:
     """Return a function as an object of its own, which pickles by its place in this module."""
     assert isinstance(function, FunctionType)
     place = f"{module}_{function.__name__}"
-    own = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
+    own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
     own.__kwdefaults__ = function.__kwdefaults__
-    own.__annotations__ = function.__annotations__
-    own.__doc__ = function.__doc__
+    update_wrapper(own, function)
     own.__module__, own.__qualname__ = __name__, place
     globals()[place] = own
     return own
@@ -172,7 +162,7 @@ REPLACEMENTS: dict[str, dict[str, Any]] = {
         "PrefetchLoader": PrefetchLoader,
         "PySafeSlice": PySafeSlice,
         "TensorMeta": TensorMeta,
-        "deserialize": _own(_serialize.deserialize, "raw"),
+        "deserialize": _own(numpy_names.deserialize, "raw"),
         "safe_open": safe_open,
         "serialize": serialize,
         "serialize_file": serialize_file,

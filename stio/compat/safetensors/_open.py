@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import operator
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -181,7 +180,7 @@ class safe_open:  # noqa: N801 -- the original's name
             raise wrong_type("backend", backend, "str")
         if backend not in ("mmap", "pread"):
             raise SafetensorError(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')
-        file = DropInFile(path, cast(Backend, backend), keep_open=device != "cpu")
+        file = DropInFile(path, cast(Backend, backend))
         self._framework = make()
         self._device = device
         self._file = file
@@ -325,26 +324,13 @@ def _row(file: DropInFile, name: str) -> int:
 
 Array = np.ndarray[Any, Any]
 
-_IN_NUMPY = ("F64", "F32", "F16", "I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8", "C64")
-NUMPY_TYPES: dict[str, Any] = {name: getattr(np, LIBRARY_NAMES[name]) for name in _IN_NUMPY} | {"BOOL": bool}
-"""Types that numpy has by itself. It finds the others by name once `ml_dtypes` has registered them."""
-
-# On a little-endian machine `newbyteorder("<")` would be another object, with "<f4" for memoryview, which it refuses.
-_DTYPES: dict[str, np.dtype[Any]] = {
-    name: np.dtype(kind) if sys.byteorder == "little" else np.dtype(kind).newbyteorder("<")
-    for name, kind in NUMPY_TYPES.items()
-}
-
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """Return numpy's dtype for one of the format.
+    """Return numpy's dtype for one of the format. numpy finds others than its own once `ml_dtypes` has registered them.
 
     Raises:
         UnsupportedDtypeError: numpy has none.
     """
-    found = _DTYPES.get(dtype)
-    if found is not None:
-        return found
     name = LIBRARY_NAMES.get(dtype)
     if name is None or dtype == "F4":  # packed in the file, and in no type of `ml_dtypes`
         raise UnsupportedDtypeError(f"Dtype not understood: {dtype}; numpy has no such type")

@@ -20,28 +20,32 @@ not taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, Self
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import Self
 
 import torch
 
-from stio.compat.safetensors._file import (
-    DropInFile,
-    Framework,
-    SafetensorError,
-    UnsupportedDtypeError,
-    checked,
-    offsets_in,
-    reading,
-    wrong_type,
-)
+from stio.compat.safetensors._file import DropInFile
+from stio.compat.safetensors._file import Framework
+from stio.compat.safetensors._file import SafetensorError
+from stio.compat.safetensors._file import UnsupportedDtypeError
+from stio.compat.safetensors._file import checked
+from stio.compat.safetensors._file import offsets_in
+from stio.compat.safetensors._file import reading
+from stio.compat.safetensors._file import wrong_type
 from stio.device.base import resolve_device
-from stio.device.casts import Casts, select_and_cast
+from stio.device.casts import Casts
+from stio.device.casts import select_and_cast
 from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES, tensors_in, typed
+from stio.device.tensors import TORCH_DTYPES
+from stio.device.tensors import tensors_in
+from stio.device.tensors import typed
 from stio.device.torch_private import moved
-from stio.errors import DeviceError, DeviceMemoryError
+from stio.errors import DeviceError
+from stio.errors import DeviceMemoryError
 from stio.format.header import Header
 from stio.format.slicing import select
 from stio.loading.body import collect
@@ -64,18 +68,15 @@ _WHOLE_ROWS_BYTES = 64 << 20
 def require_torch_dtypes(dtypes: Sequence[str], shapes: Sequence[Shape]) -> None:
     """Raise `UnsupportedDtypeError` for the first tensor that torch cannot hold."""
     for dtype, shape in zip(dtypes, shapes, strict=True):
-        if dtype not in TORCH_DTYPES or dtype == "F4":
-            _require_torch_dtype(dtype, shape)
-
-
-def _require_torch_dtype(dtype: str, shape: Shape) -> None:
-    if dtype not in TORCH_DTYPES:
-        raise UnsupportedDtypeError(
-            f"Dtype not understood: {dtype}; torch has no such type, get_slice() tells shape and dtype, "
-            "deserialize() gives the bytes"
-        )
-    if dtype == "F4" and (not shape or shape[-1] % 2):
-        raise SafetensorError(f"f4_x2 dtype requires that the last dim be divisible by 2 in torch: got {list(shape)}")
+        if dtype not in TORCH_DTYPES:
+            raise UnsupportedDtypeError(
+                f"Dtype not understood: {dtype}; torch has no such type, get_slice() tells shape and dtype, "
+                "deserialize() gives the bytes"
+            )
+        if dtype == "F4" and (not shape or shape[-1] % 2):
+            raise SafetensorError(
+                f"f4_x2 dtype requires that the last dim be divisible by 2 in torch: got {list(shape)}"
+            )
 
 
 class Tensors(Framework):
@@ -108,7 +109,7 @@ class Tensors(Framework):
         if target is None:
             return super().make_all(file)
         require_torch_dtypes(file.header.dtypes, file.header.shapes)
-        opened, options = _opened(file, file.source), LoadOptions(device=target)
+        opened, options = _opened(file, file.file), LoadOptions(device=target)
         operation = Operation(lambda operation: collect(operation, select_tensors(opened, None, options)), name="load")
         with loading(file.path):
             return operation.result()()
@@ -116,16 +117,15 @@ class Tensors(Framework):
     def make_part(self, file: DropInFile, row: int, index: Any) -> torch.Tensor:
         header = file.header
         dtype, shape = header.dtypes[row], header.shapes[row]
-        _require_torch_dtype(dtype, shape)
+        require_torch_dtypes([dtype], [shape])
+        if dtype == "F4":
+            require_whole_pairs(index, shape)
         tensor = (_view if file.is_mapped else _read)(file, row, dtype, shape, index)
         return tensor if self._device == "cpu" else moved(tensor, self._device)
 
 
 def _view(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> torch.Tensor:
     whole = tensors_in(file.region_of(slice(row, row + 1)), [""], [dtype], [shape], [0])[""]
-    if dtype == "F4":
-        nothing = torch.empty(1, dtype=torch.uint8)  # an index by a mask needs values
-        require_whole_pairs(shape, lambda sizes: nothing.expand(sizes)[index].shape)
     # As integers: torch does not index tensors of every dtype, and no bit may change.
     item = whole.itemsize
     numbers = whole.view((torch.uint8, torch.int16, torch.int32, torch.int64)[item.bit_length() - 1])
@@ -145,8 +145,6 @@ def _read(file: DropInFile, row: int, dtype: str, shape: Shape, index: Any) -> t
     sizes, item = TORCH_DTYPES.shape(dtype, shape), TORCH_DTYPES[dtype].itemsize
     index = checked(index, shape, negative_steps=False)
     with reading(file.path):
-        if dtype == "F4":
-            require_whole_pairs(shape, partial(selected_shape, index))
         selection = select(index, sizes, item, gap_bytes=_GAP_BYTES, image_bytes=_WHOLE_ROWS_BYTES)
     region = file.gather(row, selection)
     tensors = tensors_in(region, [""], [dtype], [_format_shape(dtype, selection.read_shape)], [0])
@@ -159,23 +157,20 @@ def _format_shape(dtype: str, sizes: Shape) -> Shape:
     return (*sizes[:-1], sizes[-1] * 2) if dtype == "F4" else sizes
 
 
-def selected_shape(index: Any, shape: Shape) -> Sequence[int]:
-    """Return the shape of a part that `select` takes; of one whose last dimension is reversed, one without it."""
-    selection = select(index, shape, 1)
-    return selection.shape[:-1] if len(selection.shape) - 1 in selection.flip else selection.shape
+def require_whole_pairs(index: Any, shape: Shape) -> None:
+    """Refuse an index into F4 that may cut its last dimension: the elements are packed in pairs there.
 
-
-def require_whole_pairs(shape: Shape, part_of: Callable[[Shape], Sequence[int]]) -> None:
-    """Refuse an index into packed pairs: it means different elements for the file's shape and for torch's.
-
-    Args:
-        shape: The tensor's shape in the file.
-        part_of: Returns the shape of the part that the index takes of a shape.
+    The same number would mean different elements for the file's shape and for torch's.
     """
-    by_elements = part_of(shape)
-    is_whole = bool(by_elements) and by_elements[-1] == shape[-1]
-    by_pairs = part_of(TORCH_DTYPES.shape("F4", shape)) if is_whole else ()
-    if not by_pairs or by_pairs[-1] * 2 != shape[-1]:
+    terms = index if isinstance(index, tuple) else (index,)
+    plain = all(
+        term is Ellipsis
+        or isinstance(term, int | slice)
+        or (isinstance(term, list) and all(isinstance(item, int | slice) for item in term))
+        for term in terms
+    )
+    reaches_last = len(terms) >= len(shape) or any(term is Ellipsis for term in terms[:-1])
+    if not plain or (reaches_last and terms and terms[-1] is not Ellipsis and terms[-1] != slice(None)):
         raise SafetensorError("F4 packs two elements into a byte: slice its other dimensions, not the last one")
 
 
@@ -328,6 +323,5 @@ def _checked(plan: Mapping[str, Any] | None, file: DropInFile) -> tuple[list[str
     for name, index in slices.items():
         row = header.positions[name]
         if header.dtypes[row] == "F4":
-            with reading(file.path):
-                require_whole_pairs(header.shapes[row], partial(selected_shape, index))
+            require_whole_pairs(index, header.shapes[row])
     return [header.names[row] for row in rows], slices

@@ -18,35 +18,48 @@ import ctypes
 import errno
 import os
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from stio.compat.safetensors._file import SafetensorError, copied, reading, require_plain, saving
-from stio.compat.safetensors._open import path_of, safe_open
-from stio.compat.safetensors._serialize import (
-    TensorSpec,
-    checked_metadata,
-    checked_name,
-    header_for,
-    parsed,
-    unknown_dtype,
-)
+from stio.compat.safetensors._file import SafetensorError
+from stio.compat.safetensors._file import fresh
+from stio.compat.safetensors._file import reading
+from stio.compat.safetensors._file import require_plain
+from stio.compat.safetensors._file import saving
+from stio.compat.safetensors._open import path_of
+from stio.compat.safetensors._open import safe_open
 from stio.compat.safetensors._tensors import Tensors
-from stio.device.describe import describe_tensors, require_values
-from stio.device.tensors import TORCH_DTYPES, tensors_in
-from stio.device.torch_private import copy_of, traits_of
-from stio.errors import SharedTensorsError, printable
-from stio.format.shared import TensorSource, overlap_groups
+from stio.compat.safetensors.numpy import TensorSpec
+from stio.compat.safetensors.numpy import checked_metadata
+from stio.compat.safetensors.numpy import checked_name
+from stio.compat.safetensors.numpy import header_for
+from stio.compat.safetensors.numpy import parsed
+from stio.compat.safetensors.numpy import unknown_dtype
+from stio.device.describe import describe_tensors
+from stio.device.describe import require_values
+from stio.device.tensors import TORCH_DTYPES
+from stio.device.tensors import tensors_in
+from stio.device.torch_private import copy_of
+from stio.device.torch_private import traits_of
+from stio.errors import SharedTensorsError
+from stio.errors import printable
+from stio.format.shared import TensorSource
+from stio.format.shared import overlap_groups
 from stio.loading.module_tree import ModuleTree
 from stio.runtime.memory import Region
 from stio.runtime.notifier import run_blocking
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
-from stio.saving.plan import WritePlan, plan_files
+from stio.saving.plan import WritePlan
+from stio.saving.plan import plan_files
 from stio.storage.commit.destination import SingleFile
 
 
@@ -201,7 +214,9 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
     """
     header = parsed(data)
     require_plain(header.metadata)
-    region = copied(memoryview(data)[header.data_start :])
+    region = fresh(len(data) - header.data_start)
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+    ctypes.memmove(region.address, address + header.data_start, region.nbytes)
     return Tensors("cpu").make(region, header, slice(0, len(header)))
 
 
@@ -258,11 +273,11 @@ def save_model(
     try:
         save_file(tensors, filename, metadata=text)
     except ValueError as error:
-        if force_contiguous:
-            raise
-        raise ValueError(
-            f"{error} Or use save_model(..., force_contiguous=True), read the docs for potential caveats."
-        ) from error
+        if not force_contiguous:
+            error.args = (
+                f"{error} Or use save_model(..., force_contiguous=True), read the docs for potential caveats.",
+            )
+        raise
 
 
 def load_model(

@@ -3,17 +3,32 @@
     from stio.compat.huggingface_hub import load_torch_model
     from stio.compat.huggingface_hub import save_torch_model
 
-The split into files is huggingface_hub's own; that package must be installed. Saves are atomic and durable, and remove
-the old checkpoint after the new one is in place (`save.py`). A load of safetensors fills the model's own memory, as
-`stio.load_into` does, and its rules about files of a directory are those of every load of stio.
+The split into files is huggingface_hub's own; that package must be installed. A load of safetensors fills the model's
+own memory, as `stio.load_into` does, and its rules about files of a directory are those of every load of stio.
+
+Saves are atomic and durable, and remove the old checkpoint after the new one is in place. The transaction is that of
+every save; its policy is `HubDirectory.plan`. Of names whose tensors overlap on one storage, one is saved: the first of
+those that cover the storage. The files always have the hub's names, and the same files are removed as by the hub. A
+directory is a `Destination`, so shards are written as in any other save; `torch.save` writes pickles into the
+transaction's staging directory. Several processes may save to one directory at once: each publication replaces the
+files that exist at that moment.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +37,59 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 import stio
-from stio.compat.huggingface_hub.save import (
-    HubDirectory,
-    index_text,
-    require_plain,
-    save_pickles,
-    save_tensors,
-    without_duplicates,
-)
-from stio.compat.safetensors.torch import _is_complete, _require_contiguous, _require_no_names
+from stio.compat.safetensors.torch import _find_shared_tensors
+from stio.compat.safetensors.torch import _is_complete
+from stio.compat.safetensors.torch import _remove_duplicate_names
+from stio.compat.safetensors.torch import _require_contiguous
+from stio.compat.safetensors.torch import _require_no_names
 from stio.conversion.sources import pickle_files
+from stio.device.describe import describe_tensors
 from stio.device.describe import require_values
-from stio.errors import (
-    AmbiguousCheckpointError,
-    CheckpointNotFoundError,
-    FormatError,
-    IndexFormatError,
-    MismatchError,
-    StorageError,
-    UnsafePathError,
-    install_command,
-    printable,
-)
-from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX
+from stio.device.tensor_memory import ON_META
+from stio.errors import AmbiguousCheckpointError
+from stio.errors import CheckpointNotFoundError
+from stio.errors import DeviceError
+from stio.errors import FormatError
+from stio.errors import IndexFormatError
+from stio.errors import MismatchError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import UnsafePathError
+from stio.errors import install_command
+from stio.errors import printable
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import INDEX_SUFFIX
+from stio.format.index import parse_index
+from stio.format.naming import index_name
+from stio.format.naming import is_checkpoint_file
 from stio.limits import parse_size
 from stio.loading.module_tree import ModuleTree
 from stio.runtime.notifier import run_blocking
 from stio.runtime.process import contextmanager
+from stio.saving.options import SaveOptions
+from stio.saving.pending import PendingSave
+from stio.saving.plan import plan_files
+from stio.storage.checks import refusals
+from stio.storage.checks import resolve_links
+from stio.storage.commit import syscalls as calls
+from stio.storage.commit.destination import CommitPlan
+from stio.storage.commit.destination import LocalDestination
+from stio.storage.commit.destination import existing_checkpoint
+from stio.storage.commit.directory_lock import directory_lock
+from stio.storage.commit.files import MAX_INDEX_BYTES
+from stio.storage.commit.files import closing
+from stio.storage.commit.files import read_small
+from stio.storage.commit.files import write_refused
+from stio.storage.commit.transaction import LocalTransaction
 
 try:
-    from huggingface_hub import (
-        StateDictSplit,
-        constants,
-        get_torch_storage_id,
-        get_torch_storage_size,
-        split_state_dict_into_shards_factory,
-        split_torch_state_dict_into_shards,
-    )
+    from huggingface_hub import StateDictSplit
+    from huggingface_hub import constants
+    from huggingface_hub import get_torch_storage_id
+    from huggingface_hub import get_torch_storage_size
+    from huggingface_hub import split_state_dict_into_shards_factory
+    from huggingface_hub import split_torch_state_dict_into_shards
 except ModuleNotFoundError as error:
-    if error.name != "huggingface_hub":  # a package that huggingface_hub itself requires
-        raise
     raise ImportError(
         f"this is a drop-in for huggingface_hub, which is not installed: {install_command('hub')}"
     ) from error
@@ -152,32 +180,35 @@ def save_torch_state_dict(
         StorageError: The system refused.
     """
     pattern = filename_pattern or (_SAFETENSORS if safe_serialization else _PICKLES)
-    require_plain(pattern)
+    _require_plain(pattern)
     described: dict[str, Any] = dict(metadata or {})
     counted = tensors = dict(state_dict)
     if safe_serialization:
-        tensors, dropped = without_duplicates(tensors, shared_tensors_to_discard or ())
+        tensors, dropped = _without_duplicates(tensors, shared_tensors_to_discard or ())
         described = {**described, **dropped, **described}
         for name in tensors if not force_contiguous else ():
             _require_contiguous(name, tensors[name])
         counted = {name: _as_counted(tensor) for name, tensor in tensors.items()}
-    else:
-        logger.warning(_UNSAFE)
-        # torch.save would write a file that nothing can read, or that has no values.
-        require_values(tensors)
     max_bytes = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     if max_bytes < 0:
         raise ValueError(f"max_shard_size must be zero or more bytes, not {max_shard_size}")
     split = split_torch_state_dict_into_shards(counted, filename_pattern=pattern, max_shard_size=max_bytes)
     files = split.filename_to_tensors
-    index = index_text({**split.metadata, **described}, split.tensor_to_filename) if split.is_sharded else None
+    listed = {"metadata": {**split.metadata, **described}, "weight_map": split.tensor_to_filename}
+    index = json.dumps(listed, indent=2).encode() if split.is_sharded else None
     place = HubDirectory(os.fsdecode(save_directory), pattern, tuple(files), removes=is_main_process)
     if not files:
         place.clear()
     elif safe_serialization:
-        save_tensors(place, tensors, files, described, index)
+        _save_tensors(place, tensors, files, described, index)
     else:
-        save_pickles(place, tensors, files, index)
+        _save_pickles(place, tensors, files, index)
+
+
+def _require_plain(pattern: str) -> None:
+    """Require a pattern that names files of one directory, each by a name of its own."""
+    if set(FilePattern(pattern).index) & {"/", "\\", "\0"}:
+        raise ValueError(f"filename_pattern {printable(pattern)!r} must name files, without a directory or NUL")
 
 
 def _as_counted(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,14 +221,153 @@ def _as_counted(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
+def _without_duplicates(
+    tensors: Mapping[str, torch.Tensor], discard: Collection[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors without all but one of the names that share memory, and the saved name of each dropped one.
+
+    A tensor that overlaps with none is saved whether or not it covers its storage.
+
+    Raises:
+        SharedTensorsError: Tensors overlap, and none of them covers the storage.
+        DeviceError: A tensor on meta.
+        TypeError: A value is not a tensor, or a tensor without memory of its own; a name is not text.
+        ValueError: A tensor that cannot be saved: sparse, nested, freed.
+    """
+    on_meta = {name: one for name, one in tensors.items() if isinstance(one, torch.Tensor) and one.is_meta}
+    try:
+        describe_tensors(on_meta or tensors)  # refuses what cannot be saved
+    except ValueError as error:
+        raise DeviceError(str(error)) if on_meta else error from None
+    groups = [group for group in _find_shared_tensors(tensors) if len(group) > 1]
+    shared = {name: tensors[name] for group in groups for name in group}
+    duplicates = _remove_duplicate_names(shared, discard_names=discard)
+    dropped = {name: saved for saved, names in duplicates.items() for name in names}
+    return {name: tensor for name, tensor in tensors.items() if name not in dropped}, dropped
+
+
+@dataclass(frozen=True, slots=True)
+class HubDirectory:
+    """An existing directory, as the destination of a save."""
+
+    path: str
+    """As the caller gave it."""
+    pattern: str
+    """Pattern of the files' names; contains `{suffix}` once."""
+    files: tuple[str, ...]
+    """Names of the new files of tensors."""
+    removes: bool
+    """Whether the files of an older checkpoint are removed."""
+
+    def begin(self, **_: object) -> LocalTransaction:
+        """Begin a save. It is durable and uses the hub's names, independent of its options.
+
+        Raises:
+            FileNotFoundError, NotADirectoryError: There is no such directory; the hub's callers catch these.
+            StorageError: The operating system refused.
+        """
+        real, home_fd = self._open()
+        destination = LocalDestination(self.path, "update", real, "")
+        return LocalTransaction(destination, self.plan, durable=True, last_wins=True, home_fd=home_fd)
+
+    def clear(self) -> None:
+        """Remove the old checkpoint if no new one replaces it; its index first."""
+        with closing(self._open()[1]) as home_fd, _saving(self.path), directory_lock(home_fd, self.path):
+            for name in self.plan(home_fd, "").existing.files:
+                calls.unlink(name, dir_fd=home_fd)
+                if name.endswith(INDEX_SUFFIX):
+                    calls.sync_directory(home_fd)
+            calls.sync_directory(home_fd)
+
+    def plan(self, home_fd: int, save_id: str) -> CommitPlan:
+        """Make the plan of a save by the hub's rules; a `CommitPolicy`."""
+        index = FilePattern(self.pattern).index
+        raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=self.path)
+        is_sharded = len(self.files) > 1
+        old = self._old_names(home_fd, index, raw) if self.removes else []
+        names = [name for name in (*old, *self.files) if not (is_sharded and name == index)]
+        existing = existing_checkpoint(home_fd, index, raw, names)
+        if not is_sharded:
+            return CommitPlan("file", self.files, None, existing)
+        # Existing names are replaced one by one. After a crash, recovery completes the replacement from a record.
+        taken = existing.files.keys() & set(self.files)
+        return CommitPlan("files" if taken else "index", self.files, index, existing)
+
+    def _old_names(self, home_fd: int, index: str, raw: bytes | None) -> list[str]:
+        """Return the names that the hub removes, the index first, and stio's own shards that the index names."""
+        before, _, after = self.pattern.partition("{suffix}")
+        rule = re.compile(
+            rf"{re.escape(before)}(-[0-9]{{5}}-of-[0-9]{{5}})?{re.escape(after)}({re.escape(INDEX_SUFFIX)})?"
+        )
+        names = [name for name in sorted(os.listdir(home_fd)) if rule.fullmatch(name)]
+        if raw is not None and index.endswith(FILE_SUFFIX + INDEX_SUFFIX):
+            with suppress(StioError):  # a broken index names no files
+                # Shards with a save id in their names are found by the index only: later saves need it to remove them.
+                names += [
+                    name for name in parse_index(raw, path=index).shards if FilePattern(self.pattern).matches(name)
+                ]
+        return sorted(dict.fromkeys(names), key=lambda name: not name.endswith(INDEX_SUFFIX))
+
+    def _open(self) -> tuple[str, int]:
+        """Return the path of the directory without links, and the directory, open."""
+        os.scandir(self.path).close()  # raises what the hub's callers catch
+        with _saving(self.path):
+            real = resolve_links(self.path)
+            return real, calls.open_directory(real)
+
+
+_saving = partial(refusals, "saving", error_of=write_refused, caught=(OSError,))
+
+
+def _save_tensors(
+    place: HubDirectory,
+    tensors: Mapping[str, torch.Tensor],
+    split: Mapping[str, Sequence[str]],
+    metadata: Mapping[str, str],
+    index: bytes | None,
+) -> None:
+    """Save safetensors files; returns when they are durable and in place.
+
+    Args:
+        place: The directory.
+        tensors: By name.
+        split: Names of the tensors in each file.
+        metadata: Text for the header, if there is one file.
+        index: The index, if there are several.
+    """
+    header = {"format": "pt", **(metadata if index is None else {})}
+    planner = partial(plan_files, files=[(list(names), header) for names in split.values()], index=index)
+    # A manifest is found by the pattern. The hub writes safetensors under any name, stio under such patterns only.
+    pattern = place.pattern if place.pattern.endswith(FILE_SUFFIX) else place.pattern + FILE_SUFFIX
+    run_blocking(PendingSave(tensors, place, SaveOptions(filename_pattern=pattern), planner=planner).complete())
+
+
+def _save_pickles(
+    place: HubDirectory, state_dict: Mapping[str, Any], split: Mapping[str, Sequence[str]], index: bytes | None
+) -> None:
+    """Save files by `torch.save`; returns when they are durable and in place."""
+    logger.warning(_UNSAFE)
+    # torch.save would write a file that nothing can read, or that has no values.
+    require_data_of(state_dict)
+    require_values(state_dict)
+    transaction = place.begin()
+    try:
+        with _saving(place.path):
+            for file, names in split.items():
+                # By path: torch names the archive's inner directory after the file.
+                torch.save({name: state_dict[name] for name in names}, os.path.join(transaction.files_path, file))
+                transaction.finish_file(file)
+            transaction.commit(index=index)
+    finally:
+        transaction.roll_back()
+
+
 # Loading.
 
 MapLocation = Any
 """What `torch.load` takes: a device, its name or index, a mapping of them; for pickles a function too."""
 
 _FORMATS = ("pt", "mlx")
-_BY_STIO = ("cpu", "cuda")
-"""Devices that tensors are loaded to; to others they are moved from the CPU."""
 
 
 class NoCheckpointError(CheckpointNotFoundError, ValueError):
@@ -254,14 +424,14 @@ def load_torch_model(
     if path.is_file():
         return _load(model, path, **how)
     if filename_pattern is None:
-        is_pickled = not safe and not (path / _index_of(_SAFETENSORS)).is_file()
+        is_pickled = not safe and not (path / index_name(_SAFETENSORS)).is_file()
         filename_pattern = _PICKLES if is_pickled else _SAFETENSORS
     elif safe and not _is_safetensors(filename_pattern.format(suffix="")):
         raise ValueError(
             f"`filename_pattern={printable(filename_pattern)!r}` does not describe safetensors files but `safe=True`: "
             "pass `safe=False` to load pickles"
         )
-    if os.path.lexists(path / _index_of(filename_pattern)):
+    if os.path.lexists(path / index_name(filename_pattern)):
         return _load_sharded_checkpoint(model, path, filename_pattern=filename_pattern, **how)
     return _load(model, path, **how)
 
@@ -271,12 +441,8 @@ def _load_sharded_checkpoint(
 ) -> _IncompatibleKeys:
     """Load the shards of an index into a model; see `load_torch_model`."""
     # In the directory stio takes the whole file if all shards are gone.
-    index = "" if filename_pattern == _SAFETENSORS else _index_of(filename_pattern)
+    index = "" if filename_pattern == _SAFETENSORS else index_name(filename_pattern)
     return _load(model, Path(save_directory, index), **how)
-
-
-def _index_of(pattern: str) -> str:
-    return pattern.format(suffix="") + INDEX_SUFFIX
 
 
 def _load(model: nn.Module, path: Path, *, strict: bool = False, safe: bool = True, **how: Any) -> _IncompatibleKeys:
@@ -374,15 +540,14 @@ def load_state_dict_from_file(
     device = _device(map_location)
 
     async def load() -> dict[str, torch.Tensor]:
-        async with stio.open(path, device=device if device.type in _BY_STIO else "cpu") as checkpoint:
+        async with stio.open(path, device=device) as checkpoint:
             _require_format(checkpoint)
             return await checkpoint.load()
 
     with _refusals(path, safe=safe):
         if path.endswith(INDEX_SUFFIX):
             raise FormatError("an index holds no tensors", path=path)  # stio would load its shards
-        tensors = run_blocking(load())
-    return tensors if device.type in _BY_STIO else {name: tensor.to(device) for name, tensor in tensors.items()}
+        return run_blocking(load())
 
 
 def _device(map_location: MapLocation) -> torch.device:
@@ -431,15 +596,16 @@ def _refusals(path: str | os.PathLike[str], *, safe: bool) -> Iterator[None]:
     except CheckpointNotFoundError as error:
         raise NoCheckpointError(f"{none}: {error}") from error
     except (AmbiguousCheckpointError, IndexFormatError, UnsafePathError) as error:
-        before, after = "Invalid index file: ", ""
-        if error.message.startswith("shard name"):
-            before = "Invalid shard filename in index file: "
-            after = f". Expected '{FILE_SUFFIX}' extension"
-        if isinstance(error, UnsafePathError):
-            before, after = before if after else "", ". Shard filenames must be relative paths without '..' components"
-        elif isinstance(error, AmbiguousCheckpointError):
-            before = f"{none}: "
         message = error.message.replace("pass follow_symlinks=True", "load by `stio.load_into(follow_symlinks=True)`")
-        error.message = before + message + after
+        if isinstance(error, AmbiguousCheckpointError):
+            message = f"{none}: {message}"
+        elif message.startswith("shard name"):
+            message = (
+                f"Invalid shard filename in index file: {message}. Expected '{FILE_SUFFIX}' extension; shard filenames "
+                "must be relative paths without '..' components"
+            )
+        elif isinstance(error, IndexFormatError):
+            message = f"Invalid index file: {message}"
+        error.message = message
         error.args = (error.message,)
         raise
