@@ -17,41 +17,33 @@ import base64
 import os
 import pickle
 import warnings
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from typing import Any
-from typing import Literal
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
 
 import torch
 
-from stio.conversion.safe_pickle import KeyPath
-from stio.conversion.safe_pickle import MAX_DEPTH
-from stio.conversion.safe_pickle import MAX_KEYS
-from stio.conversion.safe_pickle import MAX_NAME_BYTES
-from stio.conversion.safe_pickle import PickleRefused
-from stio.conversion.safe_pickle import PlainPickles
-from stio.conversion.safe_pickle import decode_name
-from stio.conversion.safe_pickle import looks_encoded
-from stio.conversion.safe_pickle import shown
 import stio
+from stio.conversion.safe_pickle import (
+    MAX_DEPTH,
+    MAX_KEYS,
+    MAX_NAME_BYTES,
+    KeyPath,
+    PickleRefused,
+    PlainPickles,
+    decode_name,
+    looks_encoded,
+    shown,
+)
 from stio.conversion.torch_files import read_pickle
 from stio.device.base import resolve_device
 from stio.device.describe import describe_tensors
-from stio.errors import CheckpointNotFoundError
-from stio.errors import FormatError
-from stio.errors import listed
-from stio.errors import printable
+from stio.errors import CheckpointNotFoundError, FormatError, listed, printable
 from stio.format.files.names import FILE_SUFFIX
 from stio.format.state.tree import STATE_KEY
 from stio.runtime.notifier import run_blocking
-from stio.saving.options import SaveOptions
-from stio.saving.options import SaveResult
+from stio.saving.options import SaveOptions, SaveResult
 from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files
-from stio.storage.checkpoint.shards import OpenCheckpoint
 
 __all__ = [
     "load_state_dict",

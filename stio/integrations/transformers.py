@@ -31,57 +31,46 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from stio import PendingSave
-from stio import sync
+from stio import PendingSave, sync
 from stio.device.names_in_files import FileNames
-from stio.errors import CheckpointNotFoundError
-from stio.errors import MismatchError
-from stio.errors import install_command
-from stio.errors import listed
-from stio.format.files.manifest import HashName
-from stio.integrations._step_dirs import STATE_NAME
-from stio.integrations._step_dirs import TRAINER_STATE
-from stio.integrations._step_dirs import HubPushes
-from stio.integrations._step_dirs import JoinedSave
-from stio.integrations._step_dirs import PublishedSave
-from stio.integrations._step_dirs import latest_checkpoint
-from stio.integrations._step_dirs import resumable_checkpoints
-from stio.integrations._training import exchange
-from stio.integrations._training import from_plain
-from stio.integrations._training import on_all
-from stio.integrations._training import random_states
-from stio.integrations._training import set_optimizer_state
-from stio.integrations._training import set_random_states
-from stio.integrations._training import states_of_rank
-from stio.integrations._training import to_plain
+from stio.errors import CheckpointNotFoundError, MismatchError, install_command, listed
+from stio.integrations._step_dirs import (
+    STATE_NAME,
+    TRAINER_STATE,
+    HubPushes,
+    JoinedSave,
+    PublishedSave,
+    latest_checkpoint,
+    resumable_checkpoints,
+)
+from stio.integrations._training import (
+    exchange,
+    from_plain,
+    on_all,
+    random_states,
+    set_optimizer_state,
+    set_random_states,
+    states_of_rank,
+    to_plain,
+)
 from stio.loading.module_tree import views_in_files
 from stio.saving.retention import warn_of_higher_steps
 from stio.saving.tensors import tied_names
 from stio.sync import load_state
 
 try:
-    from transformers import PreTrainedModel
-    from transformers import Trainer
-    from transformers import TrainerCallback
-    from transformers import TrainerControl
-    from transformers import TrainerState
-    from transformers import TrainingArguments
+    from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import ExportableState
 except ModuleNotFoundError as error:
     raise ImportError(f"StioCallback is a callback of transformers: {install_command('transformers')}") from error

@@ -13,17 +13,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from collections.abc import Generator
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import cache
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -36,25 +29,16 @@ import torch
 from torch import nn
 
 from stio import sync
-from stio.errors import AmbiguousCheckpointError
-from stio.errors import CheckpointNotFoundError
-from stio.errors import MismatchError
-from stio.errors import StioError
-from stio.errors import listed
-from stio.errors import printable
-from stio.format.files.directory import NamedCheckpoint
-from stio.format.files.directory import choose
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.names import INDEX_SUFFIX
-from stio.format.files.names import FileName
+from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, MismatchError, StioError, listed, printable
+from stio.format.files.directory import NamedCheckpoint, choose
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FileName
 from stio.limits import Limits
 from stio.loading.options import LoadOptions
 from stio.remote.disk_cache import DiskCache
 from stio.runtime.reports.trace import Trace
 from stio.storage.base import Root
 from stio.storage.checkpoint.open import SourceLike
-from stio.storage.open import SingleFileRoot
-from stio.storage.open import open_directory
+from stio.storage.open import SingleFileRoot, open_directory
 from stio.text import is_url
 
 __all__ = ["LOAD_FORMAT", "register"]

@@ -15,12 +15,9 @@ from support import same
 
 import stio
 from stio import sync
-from stio.distributed import StioStorageReader
-from stio.distributed import StioStorageWriter
-from stio.format.state.tree import STATE_KEY
-from stio.format.state.tree import encode_tree
-from stio.integrations._training import from_plain
-from stio.integrations._training import to_plain
+from stio.distributed import StioStorageReader, StioStorageWriter
+from stio.format.state.tree import STATE_KEY, encode_tree
+from stio.integrations._training import from_plain, to_plain
 
 CODES = ["?", *"bBhHiIlLqQefdFD", "S3", "U3", "M8[ns]", "m8[s]", ">f4", ">i8", ">U2"]
 LARGE = np.arange(40_000, dtype=np.float64).reshape(4, 100, 100)

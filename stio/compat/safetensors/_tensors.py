@@ -20,32 +20,27 @@ not taken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from typing import Any
-from typing import Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 
-from stio.compat.safetensors._file import DropInFile
-from stio.compat.safetensors._file import Framework
-from stio.compat.safetensors._file import SafetensorError
-from stio.compat.safetensors._file import UnsupportedDtypeError
-from stio.compat.safetensors._file import checked
-from stio.compat.safetensors._file import offsets_in
-from stio.compat.safetensors._file import reading
-from stio.compat.safetensors._file import wrong_type
+from stio.compat.safetensors._file import (
+    DropInFile,
+    Framework,
+    SafetensorError,
+    UnsupportedDtypeError,
+    checked,
+    offsets_in,
+    reading,
+    wrong_type,
+)
 from stio.device.base import resolve_device
-from stio.device.casts import Casts
-from stio.device.casts import select_and_cast
+from stio.device.casts import Casts, select_and_cast
 from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES
-from stio.device.tensors import tensors_in
-from stio.device.tensors import typed
+from stio.device.tensors import TORCH_DTYPES, tensors_in, typed
 from stio.device.torch_private import moved
-from stio.errors import DeviceError
-from stio.errors import DeviceMemoryError
+from stio.errors import DeviceError, DeviceMemoryError
 from stio.format.header import Header
 from stio.format.slicing import select
 from stio.loading.body import collect

@@ -18,48 +18,28 @@ import ctypes
 import errno
 import os
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from stio.compat.safetensors._file import SafetensorError
-from stio.compat.safetensors._file import fresh
-from stio.compat.safetensors._file import reading
-from stio.compat.safetensors._file import require_plain
-from stio.compat.safetensors._file import saving
-from stio.compat.safetensors._open import path_of
-from stio.compat.safetensors._open import safe_open
+from stio.compat.safetensors._file import SafetensorError, fresh, reading, require_plain, saving
+from stio.compat.safetensors._open import path_of, safe_open
 from stio.compat.safetensors._tensors import Tensors
-from stio.compat.safetensors.numpy import TensorSpec
-from stio.compat.safetensors.numpy import checked_metadata
-from stio.compat.safetensors.numpy import checked_name
-from stio.compat.safetensors.numpy import header_for
-from stio.compat.safetensors.numpy import parsed
-from stio.compat.safetensors.numpy import unknown_dtype
-from stio.device.describe import describe_tensors
-from stio.device.describe import require_values
-from stio.device.tensors import TORCH_DTYPES
-from stio.device.tensors import tensors_in
-from stio.device.torch_private import copy_of
-from stio.device.torch_private import traits_of
-from stio.errors import SharedTensorsError
-from stio.errors import printable
-from stio.format.shared import TensorSource
-from stio.format.shared import overlap_groups
+from stio.compat.safetensors.numpy import TensorSpec, checked_metadata, checked_name, header_for, parsed, unknown_dtype
+from stio.device.describe import describe_tensors, require_values
+from stio.device.tensors import TORCH_DTYPES, tensors_in
+from stio.device.torch_private import copy_of, traits_of
+from stio.errors import SharedTensorsError, printable
+from stio.format.shared import TensorSource, overlap_groups
 from stio.loading.module_tree import ModuleTree
 from stio.runtime.memory import Region
 from stio.runtime.notifier import run_blocking
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
-from stio.saving.plan import WritePlan
-from stio.saving.plan import plan_files
+from stio.saving.plan import WritePlan, plan_files
 from stio.storage.commit.destination import SingleFile
 
 

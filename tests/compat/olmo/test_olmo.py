@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import torch
 from counts import count
-from safetensors.torch import load_file
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import stio
 from stio.compat import olmo
