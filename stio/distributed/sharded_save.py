@@ -35,7 +35,7 @@ from stio.saving.options import DestinationLike, SaveOptions, SaveResult
 from stio.saving.pending import PendingSave
 from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.plan_parts import WrittenPart, data_places, plan_parts
-from stio.storage.base import Ending, FileWriter, Note, Published, Transaction
+from stio.storage.base import FileWriter, Note, Published, Transaction
 from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction
 
 _MAX_COMPARED_BYTES = 16 << 20
@@ -368,7 +368,7 @@ class RankTransaction(Transaction):
         self._ranks.share("agreed")
         run_blocking(self._ranks.fetch("committed"))
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self) -> None:
         """End the writes of this rank, before it leaves the others. What they wrote is the first rank's."""
         raise NotImplementedError
 
@@ -429,7 +429,7 @@ class FileTransaction(RankTransaction):
             self._ranks.share("staging", self._files.invite().to_json())
         return writers
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self) -> None:
         """Close the files; `ShardedSave` removes them on the first rank."""
         if self._first is None:
             self._files.roll_back()

@@ -45,7 +45,7 @@ from stio.saving.options import SaveResult
 from stio.saving.plan import WritePlan
 from stio.saving.plan_parts import Packet, Window, WrittenPart, plan_stream
 from stio.saving.scheduler import PIECE_BYTES
-from stio.storage.base import Ending, FileWriter, Transaction
+from stio.storage.base import FileWriter, Transaction
 
 _Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
@@ -169,9 +169,9 @@ class _ObjectTransaction(RankTransaction):
         self._exchange.start()
         return [self._exchange.stream]
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self) -> None:
         """End the exchange on all ranks, and begin to end the uploads of this one. `ShardedSave` deletes them later."""
-        if ending != "published":
+        if self.state != "published":
             self._uploads.stop()
             if self._exchange is not None:
                 self._exchange.close()

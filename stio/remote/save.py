@@ -55,7 +55,7 @@ from stio.runtime import clock
 from stio.runtime.calls import Call
 from stio.runtime.operation import Cancelled
 from stio.runtime.text import log, without_secrets
-from stio.storage.base import Ending, Note, Root, Transaction
+from stio.storage.base import Note, Root, Transaction
 from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
 
 
@@ -195,14 +195,14 @@ class Uploads(Transaction):
 
     def leave(self) -> None:
         """Leave the objects, which are complete, to the process that publishes or deletes them."""
-        self.state = "published"
+        self._after("leave")
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self) -> None:
         """Abort the uploads, and delete what was uploaded, as far as the store answers, if the save is rolled back.
 
         After a cancel it returns within a second, and a slow store deletes the rest while this process lives.
         """
-        if ending != "rolled back":
+        if self.state != "rolled back":
             return
         self.stop()
         uploaded = {upload.name for upload in self._writers if upload.abort()}
@@ -265,9 +265,9 @@ class RemoteTransaction(Uploads):
                     self._change(note.name, self._notes[note.name][0], state)
             raise
 
-    def _end(self, ending: Ending) -> None:
-        super()._end(ending)
-        if ending == "published":
+    def _end(self) -> None:
+        super()._end()
+        if self.state == "published":
             try:
                 for note, state in self._written.items():
                     self._written[note] = self._change(note.name, note.after, state)

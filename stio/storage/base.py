@@ -8,9 +8,9 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from stio.errors import ChangedDuringReadError, CommitUncertainError
 from stio.format.manifest import Hasher
@@ -211,11 +211,25 @@ class Note:
     """Its content after the commit."""
 
 
-Ending: TypeAlias = Literal["published", "uncertain", "rolled back"]
-"""How a save ends. Uncertain: it is not known whether readers find the new checkpoint, also after a power cut."""
+State: TypeAlias = Literal["open", "prepared", "committing", "published", "uncertain", "rolled back"]
+"""What has become of a save. Uncertain: it is not known whether readers find the new checkpoint, or whether they still
+will after a power cut."""
 
-State: TypeAlias = Literal["open", "prepared", "committing"] | Ending
-"""The life of a save; see `Transaction`."""
+Event: TypeAlias = Literal["prepare", "commit", "publish", "doubt", "leave", "roll back"]
+"""What a save does, or what became of its commit."""
+
+LIFE_CYCLE: Mapping[tuple[State, Event], State] = {
+    ("open", "prepare"): "prepared",
+    ("prepared", "commit"): "committing",
+    ("committing", "publish"): "published",
+    ("committing", "doubt"): "uncertain",
+    ("open", "leave"): "published",  # another process publishes the files, or removes them
+    ("prepared", "leave"): "published",
+    ("open", "roll back"): "rolled back",
+    ("prepared", "roll back"): "rolled back",
+    ("committing", "roll back"): "rolled back",
+}
+"""The state of a save after an event. A state without a row is an end; in each other one a save can be rolled back."""
 
 
 class Transaction:
@@ -226,16 +240,11 @@ class Transaction:
     `FileWriter.write_from` and `finish` of all files, then `prepare_commit` and `commit`. Before the commit it may call
     `roll_back`.
 
-    | state | `prepare_commit` | `commit` | its step succeeds | is uncertain | fails | `roll_back` |
-    |---|---|---|---|---|---|---|
-    | open | prepared | prepared, then committing | | | | rolled back |
-    | prepared | prepared | committing | | | | rolled back |
-    | committing | | `ValueError` | published | uncertain | rolled back | rolled back |
-    | one of the endings | the same | `ValueError` | | | | the same |
-
-    A save ends in one of three ways (`Ending`), once. A commit that raises a `StioError` has rolled back; only after
-    `CommitUncertainError` the new files stay, since the checkpoint may consist of them. After another exception in the
-    middle, such as a `MemoryError`, the next save there, or `stio gc`, completes the commit or rolls it back.
+    `LIFE_CYCLE` has the states. `prepare_commit` works in the first one only, and `roll_back` does nothing after an end;
+    `create`, `read_note` and `commit` raise `ValueError` once a commit has begun. A commit that raises a `StioError`
+    has rolled back; only after `CommitUncertainError` the new files stay, since the checkpoint may consist of them.
+    After another exception in the middle, such as a `MemoryError`, the next save there, or `stio gc`, completes the
+    commit or rolls it back.
     """
 
     path: str
@@ -254,7 +263,7 @@ class Transaction:
     @property
     def has_ended(self) -> bool:
         """Whether it was committed or rolled back."""
-        return self.state in get_args(Ending)
+        return (self.state, "roll back") not in LIFE_CYCLE
 
     def require_names(self, *names: str) -> None:
         """Require that files can have names of this length.
@@ -306,7 +315,7 @@ class Transaction:
         """
         if self.state == "open":
             self._prepare(check)
-            self.state = "prepared"
+            self._after("prepare")
 
     def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
         """Publish the new files. A commit that has started cannot be cancelled.
@@ -326,15 +335,15 @@ class Transaction:
         self._require_complete(notes)
         try:
             self.prepare_commit()
-            self.state = "committing"
+            self._after("commit")
             self._publish(index, notes)
         except BaseException as error:
             if isinstance(error, CommitUncertainError):
-                self._end_once("uncertain")
+                self._after("doubt")
             elif self._rolls_back_at_once:
-                self._end_once("rolled back")
+                self.roll_back()
             raise
-        self._end_once("published")
+        self._after("publish")
 
     def published(self) -> Published | None:
         """Return what was published, if it `is_recorded`; called after the commit.
@@ -346,7 +355,8 @@ class Transaction:
 
     def roll_back(self) -> None:
         """Remove all new files. Idempotent; never raises; does nothing after a commit."""
-        self._end_once("rolled back")
+        if not self.has_ended:
+            self._after("roll back")
 
     # What a destination does.
 
@@ -364,13 +374,13 @@ class Transaction:
         """Make the new files visible in one step; see `commit`."""
         raise NotImplementedError
 
-    def _end(self, ending: Ending) -> None:
-        """Release everything, and remove what the ending leaves without use. Called once; never raises."""
+    def _end(self) -> None:
+        """Release everything, and remove what has no use in this `state`. Called once, at the end; never raises."""
 
-    def _end_once(self, ending: Ending) -> None:
-        if not self.has_ended:
-            self.state = ending
-            self._end(ending)
+    def _after(self, event: Event) -> None:
+        self.state = LIFE_CYCLE[self.state, event]
+        if self.has_ended:
+            self._end()
 
     def _require_open(self) -> None:
         self._require(self.state in ("open", "prepared"), "the save has ended")

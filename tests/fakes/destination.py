@@ -20,7 +20,7 @@ from stio.errors import CommitUncertainError, ConcurrentSaveError
 from stio.format.naming import index_name, is_checkpoint_file
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
-from stio.storage.base import Ending, Identity, Note, Transaction
+from stio.storage.base import Identity, Note, Transaction
 from stio.storage.commit.destination import CommitPlan, ExistingCheckpoint, LocalDestination, choose_names
 from stio.storage.commit.files import digest_of, write_refused
 
@@ -227,7 +227,7 @@ class _MemoryTransaction(Transaction):
             self._destination.publish(new, self._old | {note.name for note in notes}, self._num_commits)
             self._destination.step("confirm")
         finally:
-            self._end_once("published")
+            self._after("leave")
 
     def roll_back(self) -> None:
         for sink in self._sinks:
@@ -237,7 +237,7 @@ class _MemoryTransaction(Transaction):
     def _require(self, condition: bool, message: str) -> None:
         self._destination.require(condition, message)
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self) -> None:
         for sink in self._sinks:
             sink.close()
         self._destination.count(transactions=-1)

@@ -32,7 +32,7 @@ from stio.format.manifest import Hasher
 from stio.runtime.memory import allocate
 from stio.runtime.operation import mark_progress
 from stio.runtime.text import log
-from stio.storage.base import Ending, Note, Transaction, digest_of_source
+from stio.storage.base import Note, Transaction, digest_of_source
 from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.destination import (
@@ -480,7 +480,7 @@ class LocalTransaction(FilesTransaction):
         """Return what the commit published."""
         return self._publication.written
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self) -> None:
         """Close everything, and remove the staging directory, unless recovery reads it; see `Publication`."""
         self._lock.close()
         for writer in self._writers:
@@ -571,7 +571,7 @@ class JoinedTransaction(FilesTransaction):
     def _publish(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Do nothing: the owner commits."""
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self) -> None:
         """Close all descriptors; no write may be under way."""
         for writer in self._writers:
             writer.close()
