@@ -6,6 +6,7 @@ first error names the paths of keys that lead to tensors by name, so that the se
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import re
@@ -14,7 +15,7 @@ import tarfile
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, BinaryIO, ClassVar
@@ -37,9 +38,9 @@ from stio.format.naming import FILE_SUFFIX
 from stio.format.other_sources import HEAD_BYTES, TORCH_SAVE, FileKind, kind_of, starts_like_safetensors
 from stio.runtime.memory import reporting_shortage
 from stio.runtime.process import contextmanager
-from stio.runtime.text import counted
-from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
-from stio.storage.local import log_unmapped
+from stio.runtime.text import counted, log
+from stio.storage.checks import refusals
+from stio.storage.local import LocalFile
 
 
 @contextmanager
@@ -50,10 +51,12 @@ def _opened(path: str) -> Iterator[tuple[BinaryIO, int]]:
         CheckpointNotFoundError: There is no such file.
         StorageError: It is no regular file, or the operating system reported an error.
     """
-    with translated_errors(path, "reading the file"), open(os.open(path, OPEN_FLAGS), "rb") as file:
-        status = os.fstat(file.fileno())
-        require_regular(status, path)
-        yield file, status.st_size
+    with (
+        refusals("reading the file", path),
+        closing(LocalFile.open(path)) as opened,
+        open(opened.fd, "rb", closefd=False) as file,
+    ):
+        yield file, opened.identity.nbytes
 
 
 def read_start(path: str, nbytes: int) -> bytes:
@@ -138,10 +141,10 @@ def read_pickle(
 
 def _load(path: str, *, mmap: bool, **options: Any) -> Any:
     """Return `torch.load` of a file; one that the system does not map is read."""
-    with reporting_shortage(path), ExitStack() as closing:
+    with reporting_shortage(path), ExitStack() as opened:
         source: Any = path
         if path.endswith(FILE_SUFFIX):  # torch would read it as safetensors
-            source = closing.enter_context(open(path, "rb"))
+            source = opened.enter_context(open(path, "rb"))
         try:
             return torch.load(source, mmap=mmap, **options)
         except Warning:  # an error by the filters of the caller, such as `python -W error`; the file is not damaged
@@ -153,8 +156,12 @@ def _load(path: str, *, mmap: bool, **options: Any) -> Any:
         except RuntimeError as error:  # before anything is unpickled
             if not mmap or not str(error).startswith("unable to mmap "):
                 raise
-            log_unmapped(path, _reason(error))
+            _log_unmapped(path, _reason(error))
             return torch.load(source, mmap=False, **options)
+
+
+def _log_unmapped(path: str, reason: str) -> None:
+    log(logging.WARNING, "%s is read into memory, since it cannot be mapped: %s", printable(path), reason)
 
 
 _READERS: Any = torch.serialization
@@ -192,7 +199,7 @@ def _mapped(path: str, file: BinaryIO, nbytes: int) -> Any:
     try:
         return torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", False, nbytes)
     except RuntimeError as error:
-        log_unmapped(path, _reason(error))
+        _log_unmapped(path, _reason(error))
         return None
 
 

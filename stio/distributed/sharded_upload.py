@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
 from time import perf_counter
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -479,15 +479,15 @@ class Exchange(RankTransfer):
 
 
 class _Messages:
-    """Has the bytes of this rank until they are sent; an `OrderedWriter`.
+    """Has the bytes of this rank until they are sent; a `FileWriter` in order.
 
     Args:
         plan: What is sent.
         changed: Guards it.
     """
 
-    is_ordered: Literal[True] = True
-    """See `OrderedWriter`."""
+    is_ordered = True
+    """See `FileWriter`."""
 
     def __init__(self, plan: SendPlan, changed: Condition) -> None:
         self.path = plan.path

@@ -54,7 +54,7 @@ from stio.runtime.operation import Operation
 from stio.saving.nested import flatten
 from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.storage.commit.destination import SingleFile
-from stio.storage.commit.retention import WrittenFiles, describe_file, remove_checkpoint
+from stio.storage.commit.retention import WrittenFiles
 from stio.sync import load_state
 from stio.sync import open as open_checkpoint
 
@@ -222,7 +222,7 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             else:
                 save = sync.distributed.save if on_ranks else sync.save_state
                 save(state, where, budget_bytes=self._budget_bytes, **self._keywords)
-                self._written[file] = describe_file(file)
+                self._written[file] = WrittenFiles.of_file(file)
         except BaseException as error:
             _advise(error)
             if earlier:
@@ -357,13 +357,13 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             logger.warning("%s stays: it is a directory, and StioCheckpointIO saves files", file)
             return
         if written is None:
-            written = describe_file(file)
+            written = WrittenFiles.of_file(file)
             if written.files and not _is_checkpoint(file):
                 logger.warning("%s stays: it is no checkpoint that StioCheckpointIO saved", file)
                 return
         if written.files:
             logger.info("%s is deleted, as Lightning requests", file)
-        remove_checkpoint(written)
+        written.remove()
 
 
 class StioModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]  # lightning is not followed by mypy

@@ -19,7 +19,7 @@ from stio.device.cuda import TorchAccelerator, ring_of
 from stio.errors import StorageError
 from stio.loading.plan import Block, Group
 from stio.loading.read_paths import Delivery, DevicePath, StagingSlots
-from stio.storage.local import GdsFile, LocalFile, require_cufile
+from stio.storage.local import GdsFile, LocalFile
 
 logger = logging.getLogger("stio")
 
@@ -43,7 +43,7 @@ class GdsDevice:
         self._files = ExitStack()
         self._accelerator = accelerator
         if ring_of(accelerator) is not None and torch.version.hip is None:
-            require_cufile()
+            GdsFile.require_library()
         else:
             self.disable("it needs " + ("a GPU of NVIDIA" if native.available() else "the engine"))
 

@@ -49,7 +49,7 @@ from stio.runtime import memory
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.runtime.trace import traced
 from stio.storage.base import RequestedSource, Requests, Source
-from stio.storage.local import LocalFile, MappedFile, map_if_possible
+from stio.storage.local import LocalFile, MappedFile
 
 GROUP_BYTES = 64 << 20
 """Size of groups: memory is allocated, and tensors are made, for one at a time."""
@@ -259,7 +259,7 @@ class DeviceLoad:
             memory_, on_host = self.options.memory, self._slots is None
             copies = memory_ == "copy" or self.options.host_cache is not None
             maps = on_host and not copies and (memory_ in ("map", "lazy") or file.on_local_filesystem)
-            self._mapped[file] = map_if_possible(file, lazy=not self._populates) if maps else None
+            self._mapped[file] = file.map(lazy=not self._populates) if maps else None
         return self._mapped[file]
 
     @cached_property

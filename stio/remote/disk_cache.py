@@ -17,6 +17,7 @@ An error of the disk never fails a load: it reads from the store, and a line is 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -43,11 +44,11 @@ from stio.runtime.locks import new_lock
 from stio.runtime.process import after_fork_in_child, contextmanager
 from stio.runtime.text import log, show_bytes
 from stio.storage.base import Identity, RequestedSource, Source
-from stio.storage.checks import OPEN_FLAGS, identity_of, local_directory, stat_of
+from stio.storage.checks import local_directory
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import FileLock
 from stio.storage.commit.files import status_at
-from stio.storage.local import HAVE_PREADV, LocalFile
+from stio.storage.local import LocalFile
 from stio.storage.open import max_open_files
 
 T = TypeVar("T")
@@ -309,7 +310,7 @@ class DiskCache:
         """
         name = key + FILE_SUFFIX
         try:
-            fd = calls.open_file(name, OPEN_FLAGS, dir_fd=dir_fd)
+            fd = calls.open_file(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=dir_fd)
         except FileNotFoundError:
             return None
         try:
@@ -346,7 +347,7 @@ class DiskCache:
 
     def _key(self, source: Source) -> str:
         identity = source.identity
-        return object_key(source.path, identity) if identity.nbytes and HAVE_PREADV and calls.fcntl else ""
+        return object_key(source.path, identity) if identity.nbytes else ""
 
     def _count(self, **more: int) -> None:
         with _counting:
@@ -375,12 +376,7 @@ class _EntryFile(LocalFile):
 
     def __init__(self, fd: int, path: str, identity: Identity) -> None:
         super().__init__(fd, path)
-        self._own_identity = self.identity
         self.identity = identity
-
-    def check_unchanged(self) -> None:
-        """Raise `ChangedDuringReadError` if the file was changed."""
-        self._own_identity.require_same(identity_of(stat_of(self.fd, self.path)), self.path)
 
 
 def _differ(file: LocalFile, source: Source) -> bool:
@@ -399,7 +395,6 @@ def _share(fd: int) -> bool:
     Raises:
         OSError: The filesystem has no locks.
     """
-    fcntl: Any = calls.fcntl
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -458,7 +453,7 @@ def _unused(files: Sequence[_StoredFile], dir_fd: int, locked: ExitStack) -> Ite
     for file in sorted(files, key=lambda file: file.used_at):
         if file.suffix == FILE_SUFFIX:
             with suppress(OSError):
-                fd = calls.open_file(file.name, OPEN_FLAGS, dir_fd=dir_fd)
+                fd = calls.open_file(file.name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=dir_fd)
                 locked.callback(calls.close, fd)
                 if calls.try_lock(fd):
                     locked.callback(calls.unlock, fd)

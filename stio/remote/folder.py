@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -274,7 +274,7 @@ class PartMemory:
 
 
 class Upload:
-    """One object; an `OrderedWriter`. With its last byte the upload is completed, unless that is the commit.
+    """One object; a `FileWriter` in order. With its last byte the upload is completed, unless that is the commit.
 
     Args:
         folder: The directory.
@@ -284,8 +284,8 @@ class Upload:
         save_id: The object is the checkpoint: `complete` publishes it, and not `finish`. Stored with it.
     """
 
-    is_ordered: Literal[True] = True
-    """See `OrderedWriter`."""
+    is_ordered = True
+    """See `FileWriter`."""
 
     def __init__(self, folder: Folder, name: str, nbytes: int, parts: PartMemory, *, save_id: str = "") -> None:
         self._folder, self.name, self._nbytes, self._save_id = folder, name, nbytes, save_id

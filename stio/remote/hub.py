@@ -26,7 +26,6 @@ from stio.runtime.calls import Call
 from stio.runtime.text import log, without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Source
-from stio.storage.checks import commits_in
 from stio.storage.open import open_file
 
 T = TypeVar("T")
@@ -283,7 +282,10 @@ class HubRoot:
 
     def _cached_commits(self) -> str:
         """Return a clause with the URLs of the commits that the cache has, "" without any."""
-        commits = commits_in(place_of_url(self._location.shown(None)))
+        commits: list[str] = []
+        with suppress(OSError):
+            names = os.listdir(os.path.join(place_of_url(self._location.shown(None)), "snapshots"))
+            commits = sorted(filter(_COMMIT.fullmatch, names))
         shown = " and ".join(map(self._location.shown, commits))
         commit = self._commit or self._cached_commit()
         if not shown or commit in commits:

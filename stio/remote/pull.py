@@ -40,14 +40,15 @@ from stio.remote.download import (
     wait_until,
 )
 from stio.runtime.limits import DEFAULT_BUDGET_BYTES
+from stio.runtime.schemes import scheme_of
 from stio.runtime.text import is_url, without_secrets
 from stio.storage.base import ParallelRoot, RequestedSource, Requests, Source
 from stio.storage.checks import local_directory, refusals
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import FileLock
-from stio.storage.commit.files import read_small, remove_file, status_at, write_small
+from stio.storage.commit.files import read_small, status_at, write_small
 from stio.storage.local import LocalFile
-from stio.storage.open import SingleFileRoot, is_hub
+from stio.storage.open import SingleFileRoot
 
 RECORD_NAME = "stio-pull.json"
 """File of a pulled directory that names its source, and the state of each of its files in the store."""
@@ -125,7 +126,7 @@ def pull(
         owned.callback(lock.release)
         wait_until(lock.try_lock)
         place, commit = url, ""
-        if is_hub(url):
+        if scheme_of(url) == "hf":
             root, object_name = hub.open_url(url)
             commit = root.resolve()
             place = f"{commit}/{object_name}"
@@ -289,7 +290,7 @@ class _Copy:
         sizes = _sizes(fd, [name for name, state in states.items() if state and before.get(name) == state])
         ready = {name for name, nbytes in sizes.items() if nbytes == self.result.files[name]}
         for name in states.keys() - ready:
-            remove_file(fd, name)
+            calls.unlink(name, dir_fd=fd)
         kept = {name.partition("/")[0] for name in ready} | {state + PART_SUFFIX for state in states.values() if state}
         for name in {*os.listdir(fd)} - kept - {RECORD_NAME}:
             calls.remove_tree(name, dir_fd=fd)

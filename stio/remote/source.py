@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from stio.errors import CheckpointNotFoundError, StioError, StorageError
+from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, names_file
 from stio.remote.requests import (
     WEB_PAGE,
@@ -35,7 +35,6 @@ from stio.runtime.memory import Region
 from stio.runtime.text import log, without_secrets
 from stio.runtime.workers import WorkerPool
 from stio.storage.base import Identity, Requests
-from stio.storage.checks import cut_short
 
 REQUESTS = Requests(nbytes=8 << 20, num_in_flight=32, gap_bytes=1 << 20)
 """At 30 ms to the first byte and 60 MB/s a connection, 8 MiB take 0.17 s, a fifth of it latency, and 32 connections
@@ -67,7 +66,7 @@ def open_url(url: str, *, is_file: bool | None = None) -> tuple[RemoteRoot, str]
 
 
 def place_of_url(url: str) -> str:
-    """Return the URL below which all sources of a URL are; see `stio.storage.open.place_of_url`."""
+    """Return the URL below which all sources of a URL are; see `stio.runtime.schemes.register`."""
     return without_secrets(url).rstrip("/")
 
 
@@ -274,7 +273,14 @@ class RemoteSource:
         """
         end, nbytes = offset + sum(region.nbytes for region in regions), self.identity.nbytes
         if end > nbytes:
-            raise cut_short(self.path, nbytes, end - max(offset, nbytes))
+            missing = f"{end - max(offset, nbytes):,} more bytes"
+            raise TruncatedError(
+                "the object ends before its tensors do; it was cut short",
+                path=self.path,
+                offset=nbytes,
+                expected=missing,
+                found="the end of the object",
+            )
         head = self.head
         if end <= len(head):
             _Target(regions).fill(head, offset, end)

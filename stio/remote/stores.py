@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
 from stio.errors import CheckpointNotFoundError, StorageError, install_command, listed, one_line
 from stio.runtime.operation import without_panic
 from stio.runtime.text import without_secrets
-from stio.storage.checks import refused
+from stio.storage.checks import refusals
 
 STALL_SECONDS = 30.0
 """Longest time without a byte before a request counts as failed."""
@@ -294,10 +294,8 @@ def added_authorities(scheme: str) -> dict[str, Any]:
         path = os.environ.get(name)
         if not path or os.path.isdir(path):  # a directory of many: those of the system are used
             continue
-        try:
+        with refusals(f"reading the certificates of {name}", path):
             return {"root_certificate": Path(path).read_bytes()}
-        except (OSError, ValueError) as error:
-            raise refused(f"reading the certificates of {name}", path, error) from error
     return {}
 
 

@@ -63,6 +63,21 @@ class Destination(Protocol):
         """Begin one save; see `stio.storage.commit.transaction.begin_local`."""
 
 
+@runtime_checkable
+class BufferedDestination(Protocol):
+    """A destination of saves that needs memory of its own, as a source behind a network does (`Requests`)."""
+
+    def within(self, budget_bytes: int) -> tuple[Any, int]:
+        """Return the destination with less memory of its own.
+
+        Args:
+            budget_bytes: Of the whole save.
+
+        Returns:
+            The destination, and most bytes that it uses.
+        """
+
+
 DestinationLike: TypeAlias = str | os.PathLike[str] | Destination | Root
 """A path or URL ending in `.safetensors` (one file), any other (a directory), a `RemoteRoot`, an object with `begin`.
 

@@ -32,14 +32,21 @@ from stio.runtime.progress import progress_callback
 from stio.runtime.spans import CALLER
 from stio.runtime.text import log
 from stio.runtime.trace import shown, traced
-from stio.saving.options import Destination, DestinationLike, SaveOptions, SaveResult, absolute_destination
+from stio.saving.options import (
+    BufferedDestination,
+    Destination,
+    DestinationLike,
+    SaveOptions,
+    SaveResult,
+    absolute_destination,
+)
 from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.retention import Retention
 from stio.saving.scheduler import SaveScheduler
 from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES, StagingPool, block_bytes_for
 from stio.saving.surroundings import Saved, warn_of_link_to_step, warn_of_surroundings
 from stio.saving.tensors import TensorsLike, tensors_of
-from stio.storage.base import BufferedDestination, Note, Root, Transaction
+from stio.storage.base import Note, Root, Transaction
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import begin_local
 from stio.storage.open import open_directory
@@ -243,15 +250,16 @@ class PendingSave:
 
     def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
         options, where = self._options, self._absolute_destination
-        local = partial(begin_local, lock_timeout=options.lock_timeout, check=operation.check)
-        begin = where.begin if isinstance(where, Destination) else partial(local, where)
-        transaction = begin(
-            num_shards=num_shards,
-            filename_pattern=options.filename_pattern,
-            shard_names=options.shard_names,
-            commit=options.commit,
-            durability=options.durability,
-        )
+        if isinstance(where, Destination):
+            transaction = where.begin(
+                num_shards=num_shards,
+                filename_pattern=options.filename_pattern,
+                shard_names=options.shard_names,
+                commit=options.commit,
+                durability=options.durability,
+            )
+        else:
+            transaction = begin_local(where, num_shards, options, operation.check)
         try:
             if isinstance(self.destination, str | os.PathLike) and isinstance(where, str):
                 warn_of_link_to_step(where, transaction.path)

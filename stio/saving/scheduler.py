@@ -37,7 +37,7 @@ from stio.runtime.workers import WorkerPool
 from stio.saving.plan import Run, WriteBlock, WritePlan
 from stio.saving.staging_pool import StagingPool
 from stio.saving.tensors import ProducedTensors
-from stio.storage.base import FileWriter, OrderedWriter
+from stio.storage.base import FileWriter
 from stio.storage.commit.files import LocalFileWriter
 
 WRITE_DEPTH = 4
@@ -142,7 +142,7 @@ class SaveScheduler:
     def write_to(self, writers: Sequence[FileWriter]) -> None:
         """Set the files to write to; before this call nothing is written."""
         with self._changed:
-            self._in_order = self._in_order or any(isinstance(writer, OrderedWriter) for writer in writers)
+            self._in_order = self._in_order or any(writer.is_ordered for writer in writers)
             self._writers = writers
             self._changed.notify_all()
         if any(block.runs for block in self._blocks) or not isinstance(writers[0], LocalFileWriter):

@@ -27,7 +27,7 @@ from stio.loading.options import LoadOptions, SourceLike
 from stio.loading.planned import plan_prefetch
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
-from stio.runtime import clock, memory
+from stio.runtime import clock, memory, schemes
 from stio.runtime.limits import Limits, checked_size
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
@@ -38,7 +38,6 @@ from stio.runtime.text import described_by, is_url, keywords_for
 from stio.runtime.trace import Trace
 from stio.serving.entries import CacheEntries, RequestedFile
 from stio.storage.base import Root, Source
-from stio.storage.open import place_of_url
 
 T = TypeVar("T")
 logger = logging.getLogger("stio")
@@ -259,8 +258,8 @@ class HostCache:
 def _place_of(source: SourceLike) -> str:
     path = source.path if isinstance(source, Root) else os.fsdecode(source)
     if is_url(path):
-        path = place_of_url(path)
-        return path.rpartition("/")[0] if is_index(path) else path
+        place: str = schemes.reader_of(path).place_of_url(path)
+        return place.rpartition("/")[0] if is_index(place) else place
     if is_index(path):
         path = os.path.dirname(path) or "."
     return os.path.realpath(path) if os.path.isdir(path) else _label(path)

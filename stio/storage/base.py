@@ -164,6 +164,13 @@ class ParallelRoot(Root, Protocol):
 class FileWriter(Protocol):
     """One new file, written from several worker threads at once. Each byte is written exactly once."""
 
+    is_ordered: bool
+    """Whether `write_from` waits until the bytes before were written.
+
+    Then the calls must begin in the order of the offsets. Otherwise all threads may wait for a block that none of them
+    has.
+    """
+
     @property
     def path(self) -> str:
         """Name for messages: the path that the file will have."""
@@ -188,17 +195,6 @@ class FileWriter(Protocol):
         """
 
 
-@runtime_checkable
-class OrderedWriter(FileWriter, Protocol):
-    """A file that is written from its begin to its end: `write_from` waits until the bytes before were written.
-
-    The calls must begin in the order of the offsets. Otherwise all threads may wait for a block that none of them has.
-    """
-
-    is_ordered: Literal[True]
-    """Marks it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Note:
     """A small file beside the checkpoint, with a content before and one after the commit; None: it does not exist."""
@@ -209,6 +205,30 @@ class Note:
     """Its content from shortly before the commit on; it must be valid for the old and for the new checkpoint."""
     after: bytes | None
     """Its content after the commit."""
+
+
+class SaveRules(Protocol):
+    """What a transaction needs of `SaveOptions`, which has checked the values."""
+
+    @property
+    def filename_pattern(self) -> str:
+        """Pattern of the names of files in a directory."""
+
+    @property
+    def shard_names(self) -> Literal["auto", "hub"]:
+        """Names of shards: "hub", or "auto": the same, but with the save's id beside an old checkpoint."""
+
+    @property
+    def commit(self) -> Literal["index", "files"]:
+        """What publishes a checkpoint in a directory that holds one: the index, or its files one by one."""
+
+    @property
+    def durability(self) -> Literal["full", "none"]:
+        """Whether anything is synced."""
+
+    @property
+    def lock_timeout(self) -> float:
+        """Seconds for which the whole save waits for locks of other saves."""
 
 
 State: TypeAlias = Literal["open", "prepared", "committing", "published", "uncertain", "rolled back"]
@@ -240,7 +260,7 @@ class Transaction:
     `FileWriter.write_from` and `finish` of all files, then `prepare_commit` and `commit`. Before the commit it may call
     `roll_back`.
 
-    `LIFE_CYCLE` has the states. `prepare_commit` works in the first one only, and `roll_back` does nothing after an end;
+    `LIFE_CYCLE` has the states. `prepare_commit` works in the first one only, `roll_back` does nothing after an end;
     `create`, `read_note` and `commit` raise `ValueError` once a commit has begun. A commit that raises a `StioError`
     has rolled back; only after `CommitUncertainError` the new files stay, since the checkpoint may consist of them.
     After another exception in the middle, such as a `MemoryError`, the next save there, or `stio gc`, completes the
@@ -405,21 +425,6 @@ class Published(Protocol):
 
         Raises:
             StioError: It cannot be deleted.
-        """
-
-
-@runtime_checkable
-class BufferedDestination(Protocol):
-    """A destination of saves that needs memory of its own, as a source behind a network does (`Requests`)."""
-
-    def within(self, budget_bytes: int) -> tuple[Any, int]:
-        """Return the destination with less memory of its own.
-
-        Args:
-            budget_bytes: Of the whole save.
-
-        Returns:
-            The destination, and most bytes that it uses.
         """
 
 

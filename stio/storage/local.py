@@ -145,16 +145,6 @@ def _filesystem(fd: int) -> str | None:
     return _LOCAL_FILESYSTEMS.get(buffer[0] & 0xFFFFFFFF)
 
 
-def open_file(path: str) -> LocalFile:
-    """Open one file that the caller named; it may be a link to any place.
-
-    Raises:
-        CheckpointNotFoundError: It does not exist.
-        StorageError: It is no regular file, or the operating system reported an error.
-    """
-    return open_at(path, path, None)
-
-
 def open_at(name: str, path: str, dir_fd: int | None) -> LocalFile:
     """Open one file of a directory.
 
@@ -279,18 +269,28 @@ class LocalFile:
     """
 
     def __init__(self, fd: int, path: str) -> None:
-        found = stat_of(fd, path)
-        require_regular(found, path)
+        status = stat_of(fd, path)
+        require_regular(status, path)
         self.fd = fd
         """The descriptor, for mappings; -1 once it is closed."""
         self.path = path
         """Name for messages."""
-        self.identity = identity_of(found)
+        self.identity = self._state = identity_of(status)
         """The state of the file when it was opened."""
-        self._answers_at_once = answers_at_once(fd, found)
+        self._answers_at_once = answers_at_once(fd, status)
         self._opening = new_lock()
         self.direct_fd = -1
         """A descriptor for reads of the engine past the page cache; -1: they go through it."""
+
+    @classmethod
+    def open(cls, path: str) -> LocalFile:
+        """Open one file that the caller named; it may be a link to any place.
+
+        Raises:
+            CheckpointNotFoundError: It does not exist.
+            StorageError: It is no regular file, or the operating system reported an error.
+        """
+        return open_at(path, path, None)
 
     @cached_property
     def on_local_filesystem(self) -> bool:
@@ -327,6 +327,21 @@ class LocalFile:
             resident += counts[0]
         return min(1.0, resident / looked)
 
+    def map(self, *, lazy: bool = False) -> MappedFile | None:
+        """Return a mapping; None, with a line in the log, where the system refuses: the caller reads the file then.
+
+        Some filesystems map no files (ENODEV), and a limit may leave too little address space for a file of which few
+        tensors are needed.
+        """
+        try:
+            return MappedFile(self, lazy=lazy)
+        except (HostMemoryError, StorageError) as error:
+            reason = without_path(error)
+            log(
+                _refusals.level(), "%s is read into memory, since it cannot be mapped: %s", printable(self.path), reason
+            )
+            return None
+
     def use_direct(self) -> None:
         """Let the engine read past the page cache from now on, where the filesystem supports that."""
         with self._opening:  # two loads of one open checkpoint may both call this
@@ -361,7 +376,7 @@ class LocalFile:
     def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if size or time of change differ from when the file was opened."""
         quick = _identity_at_once(self.fd) if self._answers_at_once else None
-        self.identity.require_same(quick[0] if quick else identity_of(stat_of(self.fd, self.path)), self.path)
+        self._state.require_same(quick[0] if quick else identity_of(stat_of(self.fd, self.path)), self.path)
 
     def close(self) -> None:
         """Close the descriptors. Idempotent; no read may be under way."""
@@ -397,24 +412,6 @@ def _read_at(fd: int, address: int, nbytes: int, offset: int) -> int:
 
 
 _refusals = RareWarnings()
-
-
-def map_if_possible(file: LocalFile, *, lazy: bool = False) -> MappedFile | None:
-    """Return a mapping of a file; None, with a line in the log, where the system refuses: the caller reads it then.
-
-    Some filesystems map no files (ENODEV), and a limit may leave too little address space for a file of which few
-    tensors are needed.
-    """
-    try:
-        return MappedFile(file, lazy=lazy)
-    except (HostMemoryError, StorageError) as error:
-        log_unmapped(file.path, without_path(error))
-        return None
-
-
-def log_unmapped(path: str, reason: str) -> None:
-    """Write into the log that a file is read into memory."""
-    log(_refusals.level(), "%s is read into memory, since it cannot be mapped: %s", printable(path), reason)
 
 
 class MappedFile:
@@ -483,24 +480,6 @@ def _cufile_paths() -> Iterator[str]:
 _load_cufile = cache(native.load_cufile)
 
 
-def require_cufile() -> int:
-    """Load cuFile; return the table of its functions.
-
-    Raises:
-        ImportError: It is not installed, or cannot be loaded here.
-    """
-    reasons = []
-    for path in _cufile_paths():
-        try:
-            return _load_cufile(path)
-        except OSError as error:
-            reasons.append(str(error))
-    raise ImportError(
-        f"memory='gds' reads with NVIDIA's cuFile ({_CUFILE}): {install_command('gds')}, or, with a torch for "
-        f"CUDA 12, pip install nvidia-cufile-cu12; {reasons[0]}"
-    )
-
-
 class GdsFile(native.CuFile):
     """One open file that cuFile reads. The device is the current one of the thread that makes it.
 
@@ -513,7 +492,7 @@ class GdsFile(native.CuFile):
     """
 
     def __init__(self, file: LocalFile) -> None:
-        table, self._file = require_cufile(), file
+        table, self._file = self.require_library(), file
         if not _MODULES.exists():  # cuFile 1.20 reads that file without end if it cannot be opened
             raise self._refused(f"this system has no {_MODULES}, which cuFile needs")
         link, flags = f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC
@@ -529,6 +508,24 @@ class GdsFile(native.CuFile):
                 raise
         except OSError as error:
             raise self._refused(str(error)) from error
+
+    @staticmethod
+    def require_library() -> int:
+        """Load cuFile; return the table of its functions.
+
+        Raises:
+            ImportError: It is not installed, or cannot be loaded here.
+        """
+        reasons = []
+        for path in _cufile_paths():
+            try:
+                return _load_cufile(path)
+            except OSError as error:
+                reasons.append(str(error))
+        raise ImportError(
+            f"memory='gds' reads with NVIDIA's cuFile ({_CUFILE}): {install_command('gds')}, or, with a torch for "
+            f"CUDA 12, pip install nvidia-cufile-cu12; {reasons[0]}"
+        )
 
     @property
     def error(self) -> StorageError | None:

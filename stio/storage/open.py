@@ -34,7 +34,7 @@ def open_file(path: str) -> Source:
         CheckpointNotFoundError: It does not exist.
         StorageError: It is no regular file, or the operating system reported an error.
     """
-    return local.open_file(path) if local.HAVE_PREADV else async_files.open_at(path, path, None)
+    return local.LocalFile.open(path) if local.HAVE_PREADV else async_files.open_at(path, path, None)
 
 
 def open_url(url: str, *, is_file: bool | None = None) -> tuple[Root, str]:
@@ -73,12 +73,6 @@ def open_destination(url: str | Root) -> Any:
     if saver is None:
         raise TypeError(f"a destination is a path, a URL or a RemoteRoot, not {type(url).__name__}")
     return saver.open_destination(url)
-
-
-def place_of_url(url: str) -> str:
-    """Return the path, or the URL, below which all sources of a URL are that `open_url` opens."""
-    place: str = schemes.reader_of(url).place_of_url(url)
-    return place
 
 
 def is_hub(url: str) -> bool:

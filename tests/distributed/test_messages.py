@@ -20,7 +20,7 @@ from stio.distributed.ranks import MAX_VALUE_BYTES, Ranks, _described, _RankFail
 from stio.distributed.sharded_upload import _unpack
 from stio.errors import LimitError, MismatchError, RankError, StioError, StorageError
 from stio.runtime.operation import PanicError
-from stio.storage.commit.transaction import begin_local
+from tests.storage.transactions import begin_local
 
 
 def sent(error: Exception) -> BaseException | None:

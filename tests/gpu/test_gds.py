@@ -82,7 +82,7 @@ def cufile_itself() -> Iterator[None]:
     if simdevice.installed():
         pytest.skip("cuFile reads to devices of NVIDIA's")
     try:
-        local.require_cufile()
+        local.GdsFile.require_library()
     except ImportError as error:
         pytest.skip(str(error))
     yield

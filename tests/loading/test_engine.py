@@ -26,7 +26,7 @@ from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.runtime.spans import Span
 from stio.runtime.trace import Trace
-from stio.storage.local import LocalFile, MappedFile, open_file
+from stio.storage.local import LocalFile, MappedFile
 
 pytestmark = needs_engine
 
@@ -42,7 +42,7 @@ def data() -> bytes:
 @pytest.fixture
 def file(tmp_path: Path, data: bytes) -> Iterator[LocalFile]:
     (tmp_path / "data").write_bytes(data)
-    opened = open_file(str(tmp_path / "data"))
+    opened = LocalFile.open(str(tmp_path / "data"))
     yield opened
     opened.close()
 

@@ -15,7 +15,7 @@ from support import needs_engine
 
 from stio.errors import StorageError
 from stio.storage import local
-from stio.storage.local import GdsFile, LocalFile, open_file
+from stio.storage.local import GdsFile, LocalFile
 
 pytestmark = [
     needs_engine,
@@ -27,7 +27,7 @@ pytestmark = [
 def file(tmp_path: Path) -> Iterator[LocalFile]:
     path = tmp_path / "data"
     path.write_bytes(b"x" * 10_000)
-    file = open_file(str(path))
+    file = LocalFile.open(str(path))
     yield file
     file.close()
 
@@ -118,7 +118,7 @@ def test_without_cufile(file: LocalFile, monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_library_that_is_not_cufile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_cufile_paths", lambda: ["libc.so.6"])
     with pytest.raises(ImportError, match="libc.so.6 has no function cuFileDriverOpen"):
-        local.require_cufile()
+        GdsFile.require_library()
 
 
 @pytest.mark.parametrize("place", ["cufile", "cu13", "toolkit"])
@@ -134,4 +134,4 @@ def test_the_library_is_found_in_wheels_and_in_the_toolkit(
     library = tmp_path / place / "lib" / "libstand_in.so.0"
     library.parent.mkdir(parents=True)
     library.write_bytes(cufile_stand_in.library().read_bytes())
-    assert local.require_cufile()
+    assert GdsFile.require_library()

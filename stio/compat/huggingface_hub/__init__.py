@@ -43,7 +43,7 @@ from stio.errors import (
     install_command,
     printable,
 )
-from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX
+from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, index_name
 from stio.loading.module_tree import require_memory_of
 from stio.runtime.limits import parse_size
 from stio.runtime.notifier import run_blocking
@@ -171,7 +171,7 @@ def save_torch_state_dict(
     split = split_torch_state_dict_into_shards(counted, filename_pattern=pattern, max_shard_size=max_bytes)
     files = split.filename_to_tensors
     index = index_text({**split.metadata, **described}, split.tensor_to_filename) if split.is_sharded else None
-    place = HubDirectory(os.fsdecode(save_directory), pattern, tuple(files), removes=is_main_process)
+    place = HubDirectory(os.fsdecode(save_directory), tuple(files), index_name(pattern), pattern, is_main_process)
     if not files:
         place.clear()
     elif safe_serialization:

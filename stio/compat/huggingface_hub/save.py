@@ -1,4 +1,4 @@
-"""Saves to a directory by the hub's rules. The transaction is that of every save; its policy is `HubDirectory.plan`.
+"""Saves to a directory by the hub's rules. The transaction is that of every save; a `HubDirectory` names the files.
 
 Of names whose tensors overlap on one storage, one is saved: the first of those that cover the storage.
 The files always have the hub's names, and the same files are removed as by the hub. A directory is a `Destination`, so
@@ -22,19 +22,15 @@ import torch
 from stio.compat.safetensors.torch import _find_shared_tensors, _remove_duplicate_names
 from stio.device.describe import describe_tensors
 from stio.device.tensor_memory import ON_META
-from stio.errors import DeviceError, StioError, StorageError, printable
+from stio.errors import DeviceError, StioError, printable
 from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, index_name, is_checkpoint_file
 from stio.runtime.notifier import run_blocking
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files
-from stio.storage.checks import refusals, resolve_links
-from stio.storage.commit import syscalls as calls
-from stio.storage.commit.destination import CommitPlan, LocalDestination, existing_checkpoint
-from stio.storage.commit.directory_lock import directory_lock
-from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, write_refused
-from stio.storage.commit.transaction import LocalTransaction
+from stio.storage.checks import refusals
+from stio.storage.commit.transaction import NamedFiles
 
 _FORMAT = {"format": "pt"}
 
@@ -70,79 +66,29 @@ def without_duplicates(
 
 
 @dataclass(frozen=True, slots=True)
-class HubDirectory:
-    """An existing directory, as the destination of a save."""
+class HubDirectory(NamedFiles):
+    """An existing directory with files that have the hub's names, as the destination of a save."""
 
-    path: str
-    """As the caller gave it."""
     pattern: str
     """Pattern of the files' names; contains `{suffix}` once."""
-    files: tuple[str, ...]
-    """Names of the new files of tensors."""
     removes: bool
     """Whether the files of an older checkpoint are removed."""
 
-    def begin(self, **_: object) -> LocalTransaction:
-        """Begin a save. It is durable and uses the hub's names, independent of its options.
-
-        Raises:
-            FileNotFoundError, NotADirectoryError: There is no such directory; the hub's callers catch these.
-            StorageError: The operating system refused.
-        """
-        real, home_fd = self._open()
-        destination = LocalDestination(self.path, "update", real, "")
-        return LocalTransaction(destination, self.plan, durable=True, last_wins=True, home_fd=home_fd)
-
-    def clear(self) -> None:
-        """Remove the old checkpoint if no new one replaces it; its index first."""
-        with closing(self._open()[1]) as home_fd, _refusals(self.path), directory_lock(home_fd, self.path):
-            for name in self.plan(home_fd, "").existing.files:
-                calls.unlink(name, dir_fd=home_fd)
-                if name.endswith(INDEX_SUFFIX):
-                    calls.sync_directory(home_fd)
-            calls.sync_directory(home_fd)
-
-    def plan(self, home_fd: int, save_id: str) -> CommitPlan:
-        """Make the plan of a save by the hub's rules; a `CommitPolicy`."""
-        index = index_name(self.pattern)
-        raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=self.path)
-        is_sharded = len(self.files) > 1
-        old = self._old_names(home_fd, index, raw) if self.removes else []
-        names = [name for name in (*old, *self.files) if not (is_sharded and name == index)]
-        existing = existing_checkpoint(home_fd, index, raw, names)
-        if not is_sharded:
-            return CommitPlan("file", self.files, None, existing)
-        # Existing names are replaced one by one. After a crash, recovery completes the replacement from a record.
-        taken = existing.files.keys() & set(self.files)
-        return CommitPlan("files" if taken else "index", self.files, index, existing)
-
-    def _old_names(self, home_fd: int, index: str, raw: bytes | None) -> list[str]:
+    def old_names(self, names: Sequence[str], index: bytes | None) -> Sequence[str]:
         """Return the names that the hub removes, the index first, and stio's own shards that the index names."""
+        if not self.removes:
+            return ()
         before, _, after = self.pattern.partition("{suffix}")
         rule = re.compile(
             rf"{re.escape(before)}(-[0-9]{{5}}-of-[0-9]{{5}})?{re.escape(after)}({re.escape(INDEX_SUFFIX)})?"
         )
-        names = [name for name in sorted(os.listdir(home_fd)) if rule.fullmatch(name)]
-        if raw is not None and index.endswith(FILE_SUFFIX + INDEX_SUFFIX):
+        old = [name for name in names if rule.fullmatch(name)]
+        if index is not None and self.index.endswith(FILE_SUFFIX + INDEX_SUFFIX):
             with suppress(StioError):  # a broken index names no files
                 # Shards with a save id in their names are found by the index only: later saves need it to remove them.
-                names += [
-                    name for name in parse_index(raw, path=index).shards if is_checkpoint_file(name, self.pattern)
-                ]
-        return sorted(dict.fromkeys(names), key=lambda name: not name.endswith(INDEX_SUFFIX))
-
-    def _open(self) -> tuple[str, int]:
-        """Return the path of the directory without links, and the directory, open."""
-        try:
-            real = resolve_links(self.path)
-            return real, calls.open_directory(real)
-        except (StorageError, FileNotFoundError, NotADirectoryError):
-            raise
-        except OSError as error:
-            raise write_refused("opening the directory", self.path, error) from error
-
-
-_refusals = partial(refusals, "saving", error_of=write_refused, caught=(OSError,))
+                shards = parse_index(index, path=self.index).shards
+                old += [name for name in shards if is_checkpoint_file(name, self.pattern)]
+        return sorted(dict.fromkeys(old), key=lambda name: not name.endswith(INDEX_SUFFIX))
 
 
 def index_text(metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> bytes:
@@ -184,7 +130,7 @@ def save_pickles(
     """Save files by `torch.save`; returns when they are durable and in place."""
     transaction = place.begin()
     try:
-        with _refusals(place.path):
+        with refusals("saving", place.path, caught=(OSError,)):
             for file, names in split.items():
                 # By path: torch names the archive's inner directory after the file.
                 torch.save({name: state_dict[name] for name in names}, os.path.join(transaction.files_path, file))

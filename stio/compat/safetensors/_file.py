@@ -35,7 +35,7 @@ from stio.runtime import memory
 from stio.runtime.limits import HUGE_PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.runtime.process import contextmanager
-from stio.storage.local import LocalFile, map_if_possible, open_file
+from stio.storage.local import LocalFile
 
 
 class ErrorBase(Exception):
@@ -238,14 +238,14 @@ class DropInFile:
         if "\0" in path:
             raise not_found(path)
         with reading(path):
-            file = open_file(path)
+            file = LocalFile.open(path)
         self._file = file
         self._identity = file.identity
         try:
             self.header = self._read_header(file)
             self._mapped: Region | None = None
             if backend == "mmap":
-                mapped = map_if_possible(file, lazy=True)
+                mapped = file.map(lazy=True)
                 self._mapped = None if mapped is None else mapped.region
                 if mapped is not None and not keep_open:
                     self.close()
@@ -291,7 +291,7 @@ class DropInFile:
         """
         with reading(self.path):
             if self._file is None:
-                file = open_file(self.path)
+                file = LocalFile.open(self.path)
             else:
                 fd = os.dup(self._file.fd)
                 try:

@@ -14,7 +14,7 @@ from stio.errors import StioError, StorageError
 from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, index_name, is_checkpoint_file, shard_name
 from stio.runtime.limits import Limits
-from stio.storage.base import Identity
+from stio.storage.base import Identity, SaveRules
 from stio.storage.checks import identity_of, kind_of_file, refusals, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.files import (
@@ -60,6 +60,8 @@ class LocalDestination:
     """Directory in which the save works: the destination itself if it exists, else its parent."""
     name: str
     """Name in `home` of the file or the fresh directory; empty for an update."""
+    last_wins: bool = False
+    """Whether, of several saves at once, the last one replaces the others. Otherwise the first one wins."""
 
     @property
     def real(self) -> str:
@@ -100,7 +102,7 @@ def resolve(destination: str | os.PathLike[str]) -> LocalDestination:
     if is_one_file(destination):
         if stat.S_ISDIR(mode):
             raise wrong(errno.EISDIR, f"the destination is a directory; a name ending in {FILE_SUFFIX} means one file")
-        return LocalDestination(path, "file", parent, name)
+        return LocalDestination(path, "file", parent, name, last_wins=isinstance(destination, SingleFile))
     if stat.S_ISREG(mode):
         raise wrong(errno.ENOTDIR, f"the destination is a file; a name that means one file ends in {FILE_SUFFIX}")
     return LocalDestination(path, "update", real, "") if mode else LocalDestination(path, "fresh", parent, name)
@@ -255,18 +257,14 @@ class CommitPlan:
 
 CommitPolicy: TypeAlias = Callable[[int, str], CommitPlan]
 """Makes a save's plan from the descriptor of `LocalDestination.home` and the save's id. It changes nothing, and raises
-`ValueError`, `StorageError` or `OSError` if the save is not possible. `begin_local` has one, and so has the
-drop-in for the hub."""
+`ValueError`, `StorageError` or `OSError` if the save is not possible."""
 
 
 def choose_names(
     destination: LocalDestination,
     existing: ExistingCheckpoint,
-    *,
+    rules: SaveRules,
     num_shards: int,
-    pattern: str,
-    shard_names: Literal["auto", "hub"],
-    commit: Literal["index", "files"],
     save_id: str,
 ) -> CommitPlan:
     """Choose the names of the new files and the step that publishes them; pure.
@@ -276,6 +274,7 @@ def choose_names(
     """
     if destination.kind == "file":
         return CommitPlan("file", (destination.name,), None, existing)
+    pattern = rules.filename_pattern
     index = index_name(pattern)
     hub = tuple(shard_name(pattern, k, num_shards) for k in range(num_shards))
     if destination.kind == "fresh":
@@ -287,10 +286,10 @@ def choose_names(
         return CommitPlan("file", hub, None, existing)
     # A checkpoint that has an index, or gets one now. If there was an index the new checkpoint has one too; otherwise a
     # reader could load the wrong files.
-    if shard_names == "auto":
+    if rules.shard_names == "auto":
         names = tuple(shard_name(pattern, k, num_shards, save_id=save_id) for k in range(num_shards))
         return CommitPlan("index", names, index, existing)
-    if commit != "files":
+    if rules.commit != "files":
         raise ValueError(
             f'{destination.path}: the directory holds a checkpoint; shard_names="hub" would replace its files one by '
             'one. Allow that by commit="files" (see its documentation), or save to a fresh directory'

@@ -30,17 +30,15 @@ import hashlib
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from stio import native
-from stio.errors import NoSpaceError, StorageError
+from stio.errors import StorageError
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
-from stio.runtime.process import contextmanager
 from stio.storage.base import Identity
 from stio.storage.checks import OPEN_FLAGS, UNSUPPORTED, open_by_rule, refusals, refused, require_regular, stat_by_rule
 from stio.storage.commit import syscalls as calls
@@ -109,13 +107,19 @@ class Stamp:
         return cls(file.nbytes, file.mtime_ns)
 
 
-@contextmanager
-def closing(fd: int) -> Iterator[int]:
+class closing:  # noqa: N801 - a context manager, as `contextlib.closing`
     """Give an open file or directory to a block, and close it at the end of the block."""
-    try:
-        yield fd
-    finally:
-        calls.close(fd)
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __enter__(self) -> int:
+        return self._fd
+
+    def __exit__(self, *_: object) -> None:
+        calls.close(self._fd)
 
 
 def write_small(
@@ -185,16 +189,6 @@ def read_small(dir_fd: int, name: str, limit_bytes: int, *, where: str = "") -> 
     return data
 
 
-def remove_file(dir_fd: int, name: str) -> None:
-    """Remove a file; if it does not exist, do nothing.
-
-    Raises:
-        OSError: The operating system reported an error.
-    """
-    with suppress(FileNotFoundError):
-        calls.unlink(name, dir_fd=dir_fd)
-
-
 def digest_of(data: bytes | None) -> str | None:
     """Return the SHA-256 of bytes, None for None."""
     return None if data is None else hashlib.sha256(data).hexdigest()
@@ -233,7 +227,6 @@ def stamp_of(dir_fd: int, name: str) -> Stamp | None:
 
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _WRITEBACK_BYTES = 8 << 20
 """Buffered writes of at least this size are sent to the disk at once; below it the call costs more than it saves."""
 
@@ -254,41 +247,6 @@ def free_bytes(fd: int) -> int | None:
     return space.f_bavail * space.f_frsize if space.f_blocks else None
 
 
-def write_refused(
-    action: str,
-    path: str,
-    error: OSError | ValueError,
-    *,
-    offset: int | None = None,
-    needed_bytes: int | None = None,
-    free: int | None = None,
-) -> StorageError:
-    """Return the error to raise for a refused write: `NoSpaceError` if space was missing.
-
-    Args:
-        action: The action that failed, as a participle.
-        path: File or directory.
-        error: The system's error.
-        offset: Byte offset in the file.
-        needed_bytes: Space that was needed.
-        free: Space that was free.
-    """
-    number = getattr(error, "errno", None)
-    if number not in _NO_SPACE:
-        return refused(action, path, error, offset=offset, again="save")
-    reason = {
-        errno.EDQUOT: "the quota of this user is used up",
-        errno.EFBIG: "the file would be larger than the filesystem or the process's limit (ulimit -f) allows",
-    }.get(number or 0, "there is too little space on the filesystem")
-    if needed_bytes is not None:
-        reason += f"; {needed_bytes:,} bytes are needed"
-    if free is not None:
-        reason += f", {free:,} are free" if needed_bytes is not None else f"; {free:,} bytes are free"
-    return NoSpaceError(
-        f"{action} failed: {reason}", path=path, errno=number, offset=offset, needed_bytes=needed_bytes, free_bytes=free
-    )
-
-
 class LocalFileWriter:
     """One new file; a `FileWriter`. `create_files` creates the file.
 
@@ -299,8 +257,10 @@ class LocalFileWriter:
         nbytes: Its size.
         attributes: Those that `finish` gives it; None: those that a new file gets.
         durable: Whether `finish` syncs.
-        is_shared: Whether other processes write the file too.
     """
+
+    is_ordered = False
+    """See `FileWriter`."""
 
     def __init__(
         self,
@@ -311,7 +271,6 @@ class LocalFileWriter:
         *,
         attributes: FileAttributes | None,
         durable: bool,
-        is_shared: bool = False,
     ) -> None:
         self.name = name
         """Name in the staging directory; a commit does not change it."""
@@ -326,9 +285,14 @@ class LocalFileWriter:
         """Bytes that this process writes; `finish` requires them. Less than the size where others write the rest."""
         self.direct_refused = not _O_DIRECT
         """True once a file could not be opened for direct I/O. The engine finds out by itself what refuses a write."""
-        self._takes_exact_ranges = is_shared and not self.direct_refused and not is_local(dir_fd)
+        self._takes_exact_ranges = False
         self.finished = False
         """True once the file is complete, and durable if `durable` is set."""
+
+    def share(self, own_bytes: int) -> None:
+        """Note that other processes write the file too, and how many bytes this one writes. Called before it writes."""
+        self.own_bytes = own_bytes
+        self._takes_exact_ranges = not self.direct_refused and not is_local(self._dir_fd)
 
     def write_from(self, offset: int, region: Region) -> None:
         """Write a region's bytes at `offset`, which here may be any; see `FileWriter.write_from`.
@@ -436,7 +400,7 @@ class LocalFileWriter:
         except OSError as error:
             # The kernel has dropped what it could not write, and marked the pages clean: a second fsync would succeed
             # and prove nothing. https://wiki.postgresql.org/wiki/Fsync_Errors
-            failure = write_refused("syncing", self.path, error)
+            failure = refused("syncing", self.path, error)
             failure.message += "; the content of this file is not reliable, and the save is rolled back"
             raise failure from error
 
@@ -475,8 +439,8 @@ class LocalFileWriter:
                 raise self._refused(error, offset + done, region.nbytes - done) from error
 
     def _refused(self, error: OSError, offset: int, missing: int) -> StorageError:
-        free = free_bytes(self._dir_fd) if error.errno in _NO_SPACE else None
-        return write_refused("writing", self.path, error, offset=offset, needed_bytes=missing, free=free)
+        space = {"needed_bytes": missing, "free_bytes": free_bytes(self._dir_fd)}
+        return refused("writing", self.path, error, offset=offset, **space)
 
 
 def create_files(dir_fd: int, writers: Sequence[LocalFileWriter], *, path: str) -> None:
@@ -496,10 +460,10 @@ def create_files(dir_fd: int, writers: Sequence[LocalFileWriter], *, path: str) 
     if free is not None and needed > free:
         # ext4 allocates all free space before it reports an error: until the files are removed no other process could
         # write a byte. And space that is reserved for the system is not used for checkpoints, even if root saves.
-        raise write_refused("reserving space", path, OSError(errno.ENOSPC, ""), needed_bytes=needed, free=free)
+        raise refused("reserving space", path, OSError(errno.ENOSPC, ""), needed_bytes=needed, free_bytes=free)
     for writer in writers:
         try:
             with closing(calls.open_file(writer.name, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=dir_fd)) as fd:
                 calls.reserve(fd, writer.own_bytes)
         except OSError as error:
-            raise write_refused("reserving space", writer.path, error, needed_bytes=needed, free=free) from error
+            raise refused("reserving space", writer.path, error, needed_bytes=needed, free_bytes=free) from error

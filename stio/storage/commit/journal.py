@@ -33,7 +33,6 @@ from stio.storage.commit.files import (
     closing,
     digest_of,
     read_small,
-    remove_file,
     stamp_of,
     write_small,
 )
@@ -222,7 +221,7 @@ def remove_record(staging_fd: int, *, durable: bool) -> None:
     Raises:
         OSError: The operating system reported an error; the record may still be there, or come back after a power cut.
     """
-    remove_file(staging_fd, _RECORD_NAME)
+    calls.unlink(_RECORD_NAME, dir_fd=staging_fd)
     if durable:
         calls.sync_directory(staging_fd)
 
@@ -299,7 +298,7 @@ def apply_notes(
         if new == expected or digest_of(read_small(home_fd, note.name, MAX_NOTE_BYTES)) != expected:
             continue  # nothing to do, or done already, or another program has changed it
         if new is None:
-            remove_file(home_fd, note.name)
+            calls.unlink(note.name, dir_fd=home_fd)
         elif phase == "before" or stamp_of(staging_fd, _staged_note(k, phase)) is not None:
             calls.rename(_staged_note(k, phase), note.name, source_fd=staging_fd, target_fd=home_fd)
 
@@ -347,7 +346,7 @@ def clean_up(home_fd: int, staging_fd: int, record: JournalRecord, *, durable: b
     apply_notes(home_fd, staging_fd, record.notes, "after")
     for name, stamp in record.unlink.items():
         if name != record.last and name not in record.moves and stamp_of(home_fd, name) == stamp:
-            remove_file(home_fd, name)
+            calls.unlink(name, dir_fd=home_fd)
             if durable and name.endswith(INDEX_SUFFIX):
                 calls.sync_directory(home_fd)  # its shards are removed only when no reader can find the index
     if durable and (record.notes or record.unlink):
@@ -378,7 +377,7 @@ def roll_back(home_fd: int, staging_fd: int, record: JournalRecord, *, durable: 
         # superfluous file stays, which does no harm.
         is_named = any(quote(name).encode() in index for quote in (encode_basestring, encode_basestring_ascii))
         if stamp_of(home_fd, name) == stamp and not is_named:
-            remove_file(home_fd, name)
+            calls.unlink(name, dir_fd=home_fd)
     apply_notes(home_fd, staging_fd, record.notes, "was")
     if durable:
         calls.sync_directory(home_fd)

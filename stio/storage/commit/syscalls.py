@@ -117,8 +117,9 @@ def exists(name: str, *, dir_fd: int) -> bool:
 
 
 def unlink(name: str, *, dir_fd: int) -> None:
-    """Remove a file; of a link, the link itself."""
-    os.unlink(name, dir_fd=dir_fd)
+    """Remove a file; of a link, the link itself. If it does not exist, do nothing."""
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=dir_fd)
 
 
 def remove_directory(name: str, *, dir_fd: int | None = None) -> None:

@@ -28,8 +28,7 @@ from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import DIRECTORY_LOCK_NAME, FileLock, LockTimeout, directory_lock
 from stio.storage.commit.files import closing
 from stio.storage.commit.recovery import collect_garbage
-from stio.storage.commit.transaction import begin_local
-from tests.storage.transactions import Killed, System, names_in, read, save
+from tests.storage.transactions import Killed, System, begin_local, names_in, read, save
 
 root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs other users to be")
 NOBODY, MAKER, MEMBER, GROUP = 65534, 64001, 64002, 64100

@@ -52,7 +52,8 @@ def create(
 
 
 def create_shared(place: int, nbytes: int) -> LocalFileWriter:
-    writer = LocalFileWriter(place, "a", "p/a", nbytes, attributes=None, durable=True, is_shared=True)
+    writer = LocalFileWriter(place, "a", "p/a", nbytes, attributes=None, durable=True)
+    writer.share(nbytes)
     create_files(place, [writer], path="p")
     return writer
 
@@ -556,7 +557,8 @@ def test_between_hosts_less_than_a_page_goes_past_the_page_cache_too(
 @linux
 def test_an_error_of_an_exact_range_is_raised(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "is_local", lambda fd: False)
-    writer = LocalFileWriter(place, "a", "final/a", len(DATA), attributes=None, durable=True, is_shared=True)
+    writer = LocalFileWriter(place, "a", "final/a", len(DATA), attributes=None, durable=True)
+    writer.share(len(DATA))
     create(place, ("a", len(DATA)))
 
     def fail(*args: object) -> int:

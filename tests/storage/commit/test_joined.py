@@ -20,12 +20,13 @@ from stio.errors import StorageError
 from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate
 from stio.storage.commit import files, transaction
-from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction, begin_local
+from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction
 from tests.storage.transactions import (
     INDEX,
     SINGLE,
     Killed,
     System,
+    begin_local,
     content,
     index_of,
     names_in,
@@ -178,7 +179,7 @@ def test_the_death_of_the_owner_is_found_in_spite_of_others(tmp_path: Path, monk
     script = textwrap.dedent(
         f"""
         import sys, time
-        from stio.storage.commit.transaction import begin_local
+        from tests.storage.transactions import begin_local
         owner = begin_local({str(destination)!r}, num_shards=1)
         owner.create([{len(DATA[0])}], [{HALF[0]}])
         print(owner.invite().to_json().decode(), flush=True)
