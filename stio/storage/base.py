@@ -303,8 +303,8 @@ class Transaction:
             StorageError: The operating system reported an error.
         """
         self._require_open()
-        num_shards = len(self.shard_names)
-        self._require(not self._writers and len(nbytes) == num_shards, f"{num_shards} shards are created, once")
+        if self._writers or len(nbytes) != len(self.shard_names):
+            raise ValueError(f"{self.path}: {len(self.shard_names)} shards are created, once")
         self._writers = self._create(nbytes)
         return self._writers
 
@@ -351,7 +351,8 @@ class Transaction:
             StorageError: The operating system reported an error; the old checkpoint is unchanged.
         """
         self._require_open()
-        self._require((index is not None) == self.takes_index, "an index is missing" if index is None else "no index")
+        if (index is not None) != self.takes_index:
+            raise ValueError(f"{self.path}: " + ("an index is missing" if index is None else "no index"))
         self._require_complete(notes)
         try:
             self.prepare_commit()
@@ -399,15 +400,12 @@ class Transaction:
 
     def _after(self, event: Event) -> None:
         self.state = LIFE_CYCLE[self.state, event]
-        if self.has_ended:
+        if (self.state, "roll back") not in LIFE_CYCLE:
             self._end()
 
     def _require_open(self) -> None:
-        self._require(self.state in ("open", "prepared"), "the save has ended")
-
-    def _require(self, condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"{self.path}: {message}")
+        if self.state not in ("open", "prepared"):
+            raise ValueError(f"{self.path}: the save has ended")
 
 
 class Published(Protocol):

@@ -356,7 +356,7 @@ def open_resolved(path: str) -> int:
         NotADirectoryError: A part of the path is a link, or another kind of file.
         OSError: The operating system reported an error.
     """
-    names = [name for name in path.split(os.sep) if name]
+    names = path.strip(os.sep).split(os.sep) if path != os.sep else []
     if not _HAVE_DIR_FD or not names:
         return os.open(path, _LISTED)
     fd = os.open(os.sep, _PASSED)

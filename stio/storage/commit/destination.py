@@ -274,11 +274,11 @@ def choose_names(
     """
     if destination.kind == "file":
         return CommitPlan("file", (destination.name,), None, existing)
-    pattern = rules.filename_pattern
-    index = index_name(pattern)
-    hub = tuple(shard_name(pattern, k, num_shards) for k in range(num_shards))
+    pattern, numbers = rules.filename_pattern, range(num_shards)
+    hub = tuple([shard_name(pattern, k, num_shards) for k in numbers])
     if destination.kind == "fresh":
-        return CommitPlan("directory", hub, index if num_shards > 1 else None, existing)
+        return CommitPlan("directory", hub, index_name(pattern) if num_shards > 1 else None, existing)
+    index = index_name(pattern)
     has_index = existing.index_sha256 is not None
     if not has_index and (num_shards == 1 or not existing.files):
         if num_shards > 1:
@@ -287,7 +287,7 @@ def choose_names(
     # A checkpoint that has an index, or gets one now. If there was an index the new checkpoint has one too; otherwise a
     # reader could load the wrong files.
     if rules.shard_names == "auto":
-        names = tuple(shard_name(pattern, k, num_shards, save_id=save_id) for k in range(num_shards))
+        names = tuple([shard_name(pattern, k, num_shards, save_id=save_id) for k in numbers])
         return CommitPlan("index", names, index, existing)
     if rules.commit != "files":
         raise ValueError(

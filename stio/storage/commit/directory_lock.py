@@ -59,18 +59,10 @@ class LockTimeout:
 
     Args:
         seconds: That time.
-        whole: The time that this one is a part of.
     """
 
-    def __init__(self, seconds: float = LOCK_TIMEOUT_SECONDS, whole: LockTimeout | None = None) -> None:
-        self.seconds = seconds
-        """See above."""
-        self._left_seconds = seconds
-        self._whole = whole
-
-    def part(self, seconds: float) -> LockTimeout:
-        """Return a part of this time, at most `seconds`: what it does not use is still there."""
-        return LockTimeout(min(seconds, self._left_seconds), self)
+    def __init__(self, seconds: float = LOCK_TIMEOUT_SECONDS) -> None:
+        self.seconds = self._left_seconds = seconds
 
     def wait_until(self, ready: Callable[[], bool | None], check: Callable[[], None] = _no_check) -> bool:
         """Call `ready` again and again until it returns True; return False if the time passed before.
@@ -90,12 +82,7 @@ class LockTimeout:
                 pause = min(2 * pause, 0.05)
             return True
         finally:
-            self._spend(clock.monotonic() - begin)
-
-    def _spend(self, seconds: float) -> None:
-        self._left_seconds = max(0.0, self._left_seconds - seconds)
-        if self._whole is not None:
-            self._whole._spend(seconds)
+            self._left_seconds = max(0.0, begin + longest - clock.monotonic())
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from stio.runtime.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.storage.base import Identity
-from stio.storage.checks import OPEN_FLAGS, UNSUPPORTED, open_by_rule, refusals, refused, require_regular, stat_by_rule
+from stio.storage.checks import OPEN_FLAGS, UNSUPPORTED, open_by_rule, refused, require_regular, stat_by_rule
 from stio.storage.commit import syscalls as calls
 from stio.storage.local import is_local
 
@@ -345,23 +345,13 @@ class LocalFileWriter:
         Raises:
             StorageError: See `FileWriter.write_from`.
         """
-        fd, address, start, at = self._opened()[0], region.address, 0, offset
-        write = calls.write
-        while start < region.nbytes:
-            try:
-                count = write(fd, address + start, nbytes, at)
-            except InterruptedError:
-                continue
-            except OSError as error:
-                raise self._refused(error, at, region.nbytes - start) from error
-            done = count
-            while done < nbytes:
-                done += self._write(fd, region.sub(start, nbytes), done, nbytes, at)
-            start += nbytes
-            at += stride
+        fd, done, gap = self._opened()[0], 0, stride - nbytes
+        while done < region.nbytes:
+            number = done // nbytes
+            done += self._write(fd, region, done, (number + 1) * nbytes, offset + number * gap)
         with self._lock:
             self._written_bytes += region.nbytes
-            self._behind.append((offset, at - offset))
+            self._behind.append((offset, region.nbytes // nbytes * stride))
             ranges = [self._behind.popleft()] if len(self._behind) > _RANGES_BEHIND else []
         for begin, length in ranges:
             calls.start_writeback(fd, begin, length)
@@ -422,8 +412,10 @@ class LocalFileWriter:
             return self._fd, self._direct_fd
 
     def _open(self, flags: int) -> int:
-        with refusals("opening for writing", self.path):
+        try:
             return calls.open_file(self.name, os.O_WRONLY | flags, dir_fd=self._dir_fd)
+        except OSError as error:
+            raise refused("opening for writing", self.path, error) from error
 
     def _write(self, fd: int, region: Region, done: int, end: int, offset: int) -> int:
         """Write the region's bytes from `done` to `end`, or the first of them; return how many."""

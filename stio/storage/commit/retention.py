@@ -146,14 +146,15 @@ def survey(fd: int, path: str) -> WrittenFiles:
     """
     files: dict[str, Identity] = {}
     directories: dict[str, DirectoryIdentity] = {}
-    for folder, folders, names, below in os.fwalk(dir_fd=fd, onerror=_raise):
+    for folder, folders, names, below in os.fwalk(dir_fd=fd, onerror=raise_error):
         where = path if folder == "." else os.path.join(path, folder.removeprefix("./"))
         directories[where] = directory_identity(below)
         files |= _identities(below, where, [*folders, *names])  # links to directories are among these
     return WrittenFiles(files, directories, frozenset(directories))
 
 
-def _raise(error: OSError) -> None:
+def raise_error(error: OSError) -> None:
+    """Raise an error; for `os.fwalk`."""
     raise error
 
 

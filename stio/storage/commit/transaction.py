@@ -68,7 +68,7 @@ from stio.storage.commit.journal import (
 )
 from stio.storage.commit.publication import Publication
 from stio.storage.commit.recovery import recover
-from stio.storage.commit.retention import WrittenFiles
+from stio.storage.commit.retention import WrittenFiles, raise_error
 from stio.storage.local import is_local, open_at
 
 NONCE_NAME = "shared"
@@ -78,7 +78,7 @@ _ID_BYTES = 5
 _NONCE_BYTES = 16
 _ATTEMPTS = 8
 _RECOVERY_SECONDS = 1.0
-"""Most of its `lock_timeout` that a save spends on recovery, which it can do without."""
+"""Longest time that a save waits for a lock in the recovery that it begins with, which it can do without."""
 _DEFAULT_NAME_BYTES = 255
 _VISIBLE_SECONDS = 5.0
 """Longest time after which a network filesystem shows a new directory to another machine."""
@@ -309,8 +309,6 @@ class LocalTransaction(FilesTransaction):
         lock_timeout: float = LOCK_TIMEOUT_SECONDS,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        if os.open not in os.supports_dir_fd:
-            raise StorageError("saving needs a system with POSIX files", errno=errno.ENOSYS)
         self._destination, self._policy, self._durable = destination, policy, durable
         self.path = destination.real
         self._is_one_file = destination.kind == "file"
@@ -323,7 +321,7 @@ class LocalTransaction(FilesTransaction):
                 home_fd, self._parents = make_and_open(destination.home, durable=durable)
             self._home_fd = home_fd
             try:
-                left = recover(home_fd, destination.home, self._timeout.part(_RECOVERY_SECONDS), check)
+                left = recover(home_fd, destination.home, LockTimeout(min(_RECOVERY_SECONDS, lock_timeout)), check)
                 if left.newer and destination.kind != "fresh":  # beside a new directory it concerns another destination
                     raise StorageError(
                         "a save by another version of stio was interrupted here; run `stio gc` of that version, or "
@@ -488,18 +486,24 @@ class LocalTransaction(FilesTransaction):
             ConcurrentSaveError: Another save holds the lock, and the save's `lock_timeout` has passed.
             StorageError: The operating system reported an error.
         """
+        if self._plan.commit == "directory":
+            return
         with refusals("publishing the checkpoint", self.path):
             if self._plan.commit == "replacement":
-                _finish_tree(self._files_fd, self._home_fd, self._destination.name, check, durable=self._durable)
-            if self._plan.commit != "directory":
-                home, path = self._destination.home, self._destination.path
-                self._lock.enter_context(directory_lock(self._home_fd, home, self._timeout, check, destination=path))
+                old = attributes_at(self._home_fd, self._destination.name, follow_symlinks=False)
+                if old is not None and stat.S_ISDIR(old.status.st_mode):
+                    old.apply(self._files_fd)
+                if self._durable:
+                    _sync_tree(self._files_fd, check)
+            home, path = self._destination.home, self._destination.path
+            self._lock.enter_context(directory_lock(self._home_fd, home, self._timeout, check, destination=path))
 
     # Commit.
 
     def _require_complete(self, notes: Sequence[Note]) -> None:
-        written = (writer.name for writer in self._writers if writer.finished and self._own_bytes is None)
-        self._require(self._finished.union(written).issuperset(self.shard_names), "not all files are finished")
+        written = {writer.name for writer in self._writers if writer.finished and self._own_bytes is None}
+        if not (self._finished | written).issuperset(self.shard_names):
+            raise ValueError(f"{self.path}: not all files are finished")
         for note in notes:
             _require_plain(note.name)
 
@@ -645,36 +649,18 @@ def _require_plain(name: str) -> None:
         raise ValueError(f"a note is a file beside the checkpoint; its name must not contain a directory: {name!r}")
 
 
-def _finish_tree(fd: int, old_dir_fd: int, name: str, check: Callable[[], None], *, durable: bool) -> None:
-    """Complete a directory that other libraries have filled, or a file in it; see `LocalTransaction.finish_file`.
+def _sync_tree(fd: int, check: Callable[[], None]) -> None:
+    """Make a directory that other libraries have filled durable, with all that is in it.
 
     Args:
-        fd: The directory or file.
-        old_dir_fd: The directory that holds the one that it will replace; -1: there is none.
-        name: Name of that one.
+        fd: The directory.
         check: Called after each file; it raises to end this.
-        durable: Whether all is made durable.
     """
-    mode = os.fstat(fd).st_mode
-    old = attributes_at(old_dir_fd, name, follow_symlinks=False) if old_dir_fd >= 0 else None
-    if old is not None and stat.S_IFMT(old.status.st_mode) != stat.S_IFMT(mode):
-        old = None
-    if old is None and not durable:
-        return
-    if stat.S_ISDIR(mode):
-        with ExitStack() as stack:
-            old_fd = -1
-            if old is not None:
-                with suppress(PermissionError):  # then what is in it is not for this user either
-                    old_fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=old_dir_fd)))
-            for entry in os.listdir(fd):
-                kind = stat.S_IFMT(os.stat(entry, dir_fd=fd, follow_symlinks=False).st_mode)
-                if kind in (stat.S_IFREG, stat.S_IFDIR):
-                    with closing(calls.open_file(entry, os.O_RDONLY, dir_fd=fd)) as below:
-                        _finish_tree(below, old_fd, entry, check, durable=durable)
-    if old is not None:
-        old.apply(fd)
-    if durable:
-        calls.sync_directory(fd) if stat.S_ISDIR(mode) else calls.fsync(fd)
-    mark_progress()
-    check()
+    for _, _, names, below in os.fwalk(dir_fd=fd, topdown=False, onerror=raise_error):
+        for name in names:
+            if stat.S_ISREG(os.stat(name, dir_fd=below, follow_symlinks=False).st_mode):
+                with closing(calls.open_file(name, os.O_RDONLY, dir_fd=below)) as file:
+                    calls.fsync(file)
+            mark_progress()
+            check()
+        calls.sync_directory(below)

@@ -688,7 +688,7 @@ def test_directory_that_stays_locked_is_given_up(tmp_path: Path) -> None:
 def test_every_commit_on_a_plain_system(tmp_path: Path, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_renameat2", "_fallocate", "_sync_file_range"):
         monkeypatch.setattr(calls, name, None)
-    monkeypatch.setattr(calls, "fcntl", None)
+    monkeypatch.setattr(calls, "try_lock", lambda fd: None)
     monkeypatch.setattr(destination, "is_local", lambda fd: False)
     test_every_commit_ends_with_the_new_checkpoint(tmp_path, change)
 
