@@ -14,10 +14,9 @@ from accelerators import PLACES, Place, gpu, needs_two_devices
 from support import needs_engine, require_equal
 
 import stio.sync
-from stio.loading import planned
+from stio.loading import gds_path, planned
 from stio.loading.gds_path import GdsPath
 from stio.runtime.trace import Trace
-from stio.storage import local
 
 Tensors = dict[str, torch.Tensor]
 
@@ -82,7 +81,7 @@ def cufile_itself() -> Iterator[None]:
     if simdevice.installed():
         pytest.skip("cuFile reads to devices of NVIDIA's")
     try:
-        local.GdsFile.require_library()
+        gds_path.GdsFile.require_library()
     except ImportError as error:
         pytest.skip(str(error))
     yield

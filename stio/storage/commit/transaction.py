@@ -20,7 +20,7 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Self
@@ -315,39 +315,21 @@ class LocalTransaction(FilesTransaction):
         self._finished: set[str] = set()  # names of the files that other libraries or processes wrote
         self._timeout = LockTimeout(lock_timeout)
         self._lock = ExitStack()  # holds the lock of the directory, where the commit needs it
-        self._parents: Mapping[str, tuple[int, int]] = {}  # those of the destination that were made for this save
+        self._parents: dict[str, tuple[int, int]] = {}  # those of the destination that were made for this save
         try:
             if home_fd is None:
                 home_fd, self._parents = make_and_open(destination.home, durable=durable)
             self._home_fd = home_fd
             try:
-                left = recover(home_fd, destination.home, LockTimeout(min(_RECOVERY_SECONDS, lock_timeout)), check)
-                if left.newer and destination.kind != "fresh":  # beside a new directory it concerns another destination
-                    raise StorageError(
-                        "a save by another version of stio was interrupted here; run `stio gc` of that version, or "
-                        "delete this directory if the checkpoint beside it is whole",
-                        path=left.newer[0],
-                        errno=errno.ENOTSUP,
-                    )
+                self._recover(LockTimeout(min(_RECOVERY_SECONDS, lock_timeout)), check)
                 self._plan, self._staging = self._stage()
             except BaseException:
                 calls.close(home_fd)
                 raise
+        except StorageError:
+            raise
         except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            failure = refused("beginning the save", destination.path, error)
-            if isinstance(error, NoRenameError):
-                failure.message += (
-                    "; a save publishes by a rename, which this filesystem does not have: save to another one, or to a "
-                    "bucket that is mounted here (mount-s3) by its URL, s3://bucket/path"
-                )
-                for parent in reversed(self._parents):
-                    with suppress(OSError):  # it has been used meanwhile
-                        calls.remove_directory(parent)
-            elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                failure.message += "; the directory that holds the checkpoint must be readable and writable"
-            raise failure from error
+            raise self._begin_refused(error) from error
         self._files_fd = self._staging.files_fd
         self._publication = Publication(
             destination=destination,
@@ -358,6 +340,30 @@ class LocalTransaction(FilesTransaction):
             parents=self._parents,
         )
         self.shard_names, self.takes_index = self._plan.shards, self._plan.index is not None
+
+    def _recover(self, timeout: LockTimeout, check: Callable[[], None]) -> None:
+        left = recover(self._home_fd, self._destination.home, timeout, check)
+        if left.newer and self._destination.kind != "fresh":  # beside a new directory it concerns another destination
+            raise StorageError(
+                "a save by another version of stio was interrupted here; run `stio gc` of that version, or delete this "
+                "directory if the checkpoint beside it is whole",
+                path=left.newer[0],
+                errno=errno.ENOTSUP,
+            )
+
+    def _begin_refused(self, error: OSError) -> StorageError:
+        failure = refused("beginning the save", self._destination.path, error)
+        if isinstance(error, NoRenameError):
+            failure.message += (
+                "; a save publishes by a rename, which this filesystem does not have: save to another one, or to a "
+                "bucket that is mounted here (mount-s3) by its URL, s3://bucket/path"
+            )
+            for parent in reversed(self._parents):
+                with suppress(OSError):  # it has been used meanwhile
+                    calls.remove_directory(parent)
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            failure.message += "; the directory that holds the checkpoint must be readable and writable"
+        return failure
 
     def _stage(self) -> tuple[CommitPlan, StagingDirectory]:
         for _ in range(_ATTEMPTS):
