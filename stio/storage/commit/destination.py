@@ -123,31 +123,26 @@ def make_and_open(directory: str, *, durable: bool) -> tuple[int, dict[str, Dire
     Raises:
         OSError: The operating system reported an error.
     """
-    made: dict[str, DirectoryIdentity] = {}
-    return _make_and_open(directory, durable, made), made
-
-
-def _make_and_open(directory: str, durable: bool, made: dict[str, DirectoryIdentity]) -> int:
     parent, name = os.path.split(directory)
     try:
         if durable:
             # Somebody may have made it a moment ago, without a sync.
             with suppress(PermissionError), closing(calls.open_directory(parent)) as above:
                 calls.sync_directory(above)
-        return calls.open_directory(directory)
+        return calls.open_directory(directory), {}
     except FileNotFoundError:
         if not name:
             raise
-    with closing(_make_and_open(parent, durable, made)) as above:
+    above, made = make_and_open(parent, durable=durable)
+    is_made = False
+    with closing(above):
         with suppress(FileExistsError):  # another save has just made it, and may not have synced it yet
             calls.make_directory(name, dir_fd=above)
-            made[directory] = 0, 0
+            is_made = True
         if durable:
             calls.sync_directory(above)
         fd = calls.open_directory(name, dir_fd=above)
-    if directory in made:
-        made[directory] = directory_identity(fd)
-    return fd
+    return fd, {**made, directory: directory_identity(fd)} if is_made else made
 
 
 @dataclass(frozen=True, slots=True)

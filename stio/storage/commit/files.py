@@ -371,7 +371,14 @@ class LocalFileWriter:
                 # Not before: files are opened by name, and a mode without the owner's write bit would refuse that.
                 self._attributes.apply(fd)
             if self._durable:
-                self._sync(fd)
+                try:
+                    calls.fsync(fd)
+                except OSError as error:
+                    # The kernel has dropped what it could not write, and marked the pages clean: a second fsync would
+                    # succeed and prove nothing. https://wiki.postgresql.org/wiki/Fsync_Errors
+                    failure = refused("syncing", self.path, error)
+                    failure.message += "; the content of this file is not reliable, and the save is rolled back"
+                    raise failure from error
             self.finished = True
         finally:
             self.close()
@@ -383,16 +390,6 @@ class LocalFileWriter:
         for fd in fds:
             if fd >= 0:
                 calls.close(fd)
-
-    def _sync(self, fd: int) -> None:
-        try:
-            calls.fsync(fd)
-        except OSError as error:
-            # The kernel has dropped what it could not write, and marked the pages clean: a second fsync would succeed
-            # and prove nothing. https://wiki.postgresql.org/wiki/Fsync_Errors
-            failure = refused("syncing", self.path, error)
-            failure.message += "; the content of this file is not reliable, and the save is rolled back"
-            raise failure from error
 
     def _opened(self) -> tuple[int, int]:
         """Return the descriptor, and one for writes past the page cache, or -1."""

@@ -71,7 +71,8 @@ class StagingDirectory:
     """
 
     def __init__(self, home_fd: int, save_id: str) -> None:
-        self._home_fd, self.save_id, self._lock = home_fd, save_id, FileLock(LOCK_NAME, -1, stays=True)
+        self._home_fd, self.save_id = home_fd, save_id
+        self._lock: FileLock | None = None
         self.fd = self.files_fd = -1
         name = STAGING_PREFIX + save_id
         calls.make_directory(name, dir_fd=home_fd, mode=0o700)
@@ -107,7 +108,8 @@ class StagingDirectory:
 
     def release(self) -> None:
         """Close the directory and release its lock; the next recovery handles it. Idempotent."""
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
         fds, self.fd, self.files_fd = (self.files_fd, self.fd), -1, -1
         for fd in fds:
             if fd >= 0:
