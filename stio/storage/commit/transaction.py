@@ -661,3 +661,4 @@ def _sync_tree(fd: int, check: Callable[[], None]) -> None:
             mark_progress()
             check()
         calls.sync_directory(below)
+        mark_progress()
