@@ -69,7 +69,7 @@ from stio.storage.commit.journal import (
 from stio.storage.commit.publication import Publication
 from stio.storage.commit.recovery import recover
 from stio.storage.commit.retention import WrittenFiles, raise_error
-from stio.storage.local import open_at
+from stio.storage.local import is_local, open_at
 
 NONCE_NAME = "shared"
 """File in a staging directory with the text that the processes compare."""
@@ -601,7 +601,7 @@ class JoinedTransaction(FilesTransaction):
 
         def look() -> bool:
             self._files_fd = _open_files(invitation)
-            return self._files_fd >= 0
+            return self._files_fd >= 0 or _is_on_local_filesystem(invitation.staging)
 
         with refusals("opening the staging directory of the save", invitation.staging):
             LockTimeout(_VISIBLE_SECONDS).wait_until(look, check)
@@ -639,6 +639,15 @@ def _open_files(invitation: Invitation) -> int:
             return calls.open_directory(FILES_NAME, dir_fd=fd) if nonce == invitation.nonce.encode() else -1
     except FileNotFoundError:
         return -1
+
+
+def _is_on_local_filesystem(staging: str) -> bool:
+    """Return whether the directory above a staging directory is here, on a filesystem of this machine."""
+    try:
+        with closing(calls.open_directory(resolve_links(os.path.dirname(staging)))) as fd:
+            return is_local(fd)
+    except FileNotFoundError:
+        return False
 
 
 def _require_plain(name: str) -> None:

@@ -121,9 +121,19 @@ def test_another_directory_of_the_same_path_is_refused(tmp_path: Path, monkeypat
     nonce = Path(invitation.staging, transaction.NONCE_NAME)
     text = nonce.read_text()
     nonce.write_text(text[::-1])
-    monkeypatch.setattr(transaction, "_VISIBLE_SECONDS", 0.05)
-    with pytest.raises(StorageError, match="a filesystem that all processes share"):
-        JoinedTransaction(invitation)
+    for is_local, tries in ((True, 1), (False, 2)):
+        looks: list[bool] = []
+
+        def look(is_local: bool = is_local, looks: list[bool] = looks) -> bool:
+            looks.append(True)
+            return is_local
+
+        monkeypatch.setattr(transaction, "_VISIBLE_SECONDS", 0.05)
+        monkeypatch.setattr(transaction, "_is_on_local_filesystem", lambda _, look=look: look())
+        with pytest.raises(StorageError, match="a filesystem that all processes share"):
+            JoinedTransaction(invitation)
+        assert len(looks) >= tries
+        assert is_local == (len(looks) == 1)
     nonce.write_text(text)
     JoinedTransaction(invitation).roll_back()
     owner.roll_back()
@@ -134,10 +144,11 @@ def test_another_directory_of_the_same_path_is_refused(tmp_path: Path, monkeypat
         JoinedTransaction(invitation)
 
 
-def test_a_wait_for_the_directory_can_be_cancelled(tmp_path: Path) -> None:
+def test_a_wait_for_the_directory_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, other = begun(tmp_path / "a")
     other.roll_back()
     owner.roll_back()
+    monkeypatch.setattr(transaction, "_is_on_local_filesystem", lambda _: False)
     with pytest.raises(RuntimeError):
         JoinedTransaction(other.invitation, check=check)
 
