@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import simdevice
 
-from stio.storage import local
+from stio.loading import gds_path
 
 RIGHT, NOTHING, WRONG = range(3)
 """What reads do."""
@@ -68,6 +68,6 @@ def _functions_of_device() -> tuple[int | None, int | None]:
 def install(patch: pytest.MonkeyPatch, **fields: Any) -> CuFile:
     """Be the cuFile that stio finds, until the test's end; see `CuFile`."""
     path = library()
-    patch.setattr(local, "_cufile_paths", lambda: [str(path)])
-    patch.setattr(local, "_MODULES", path)
+    patch.setattr(gds_path, "_cufile_paths", lambda: [str(path)])
+    patch.setattr(gds_path, "_MODULES", path)
     return CuFile.in_dll(ctypes.CDLL(str(path)), "cufile").reset(**fields)

@@ -24,7 +24,7 @@ CHECKS = {
     "cli": "from stio.cli.main import main; from tqdm.auto import tqdm; main(['--version'])",
     "dev": "import blockbuster, fastapi, httpx, hypothesis, mypy, pytest, ruff, safetensors, trio, uvicorn",
     "docs": "import material, mkdocs, mkdocstrings",
-    "gds": "from stio.storage.local import require_cufile; require_cufile()",
+    "gds": "from stio.loading.gds_path import GdsFile; GdsFile.require_library()",
     "hash": f"{_SAVED.replace('None', repr('xxh3'))}stio.sync.load('m', verify=True)",
     "hub": "from stio.compat.huggingface_hub import save_torch_model; import torch; from pathlib import Path; "
     "Path('m').mkdir(); save_torch_model(torch.nn.Linear(2, 2), 'm')",

@@ -22,7 +22,7 @@ import numpy as np
 
 from stio import __version__
 from stio.runtime.memory import Region, allocate
-from stio.storage.local import open_file
+from stio.storage.local import LocalFile
 
 if TYPE_CHECKING:
     import torch  # the limit needs none, and its import takes seconds
@@ -88,7 +88,7 @@ def _evict(path: str) -> float | None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
-    with closing(open_file(path)) as file:
+    with closing(LocalFile.open(path)) as file:
         return file.resident_fraction()
 
 

@@ -21,7 +21,11 @@ import json
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,30 +37,29 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 import stio
-from stio.compat.safetensors.torch import (
-    _find_shared_tensors,
-    _is_complete,
-    _remove_duplicate_names,
-    _require_contiguous,
-    _require_no_names,
-)
+from stio.compat.safetensors.torch import _find_shared_tensors
+from stio.compat.safetensors.torch import _is_complete
+from stio.compat.safetensors.torch import _remove_duplicate_names
+from stio.compat.safetensors.torch import _require_contiguous
+from stio.compat.safetensors.torch import _require_no_names
 from stio.conversion.sources import pickle_files
-from stio.device.describe import describe_tensors, require_values
-from stio.errors import (
-    AmbiguousCheckpointError,
-    CheckpointNotFoundError,
-    DeviceError,
-    FormatError,
-    IndexFormatError,
-    MismatchError,
-    StioError,
-    StorageError,
-    UnsafePathError,
-    install_command,
-    printable,
-)
+from stio.device.describe import describe_tensors
+from stio.device.describe import require_values
+from stio.errors import AmbiguousCheckpointError
+from stio.errors import CheckpointNotFoundError
+from stio.errors import DeviceError
+from stio.errors import FormatError
+from stio.errors import IndexFormatError
+from stio.errors import MismatchError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import UnsafePathError
+from stio.errors import install_command
+from stio.errors import printable
 from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FilePattern
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import FilePattern
+from stio.format.files.names import INDEX_SUFFIX
 from stio.format.naming import index_name
 from stio.limits import parse_size
 from stio.loading.module_tree import ModuleTree
@@ -65,22 +68,26 @@ from stio.runtime.process import contextmanager
 from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files
-from stio.storage.checks import refusals, resolve_links
+from stio.storage.checks import refusals
+from stio.storage.checks import resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.destination import CommitPlan, LocalDestination, existing_checkpoint
+from stio.storage.commit.destination import CommitPlan
+from stio.storage.commit.destination import LocalDestination
+from stio.storage.commit.destination import existing_checkpoint
 from stio.storage.commit.directory_lock import directory_lock
-from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, write_refused
+from stio.storage.commit.files import MAX_INDEX_BYTES
+from stio.storage.commit.files import closing
+from stio.storage.commit.files import read_small
+from stio.storage.commit.files import write_refused
 from stio.storage.commit.transaction import LocalTransaction
 
 try:
-    from huggingface_hub import (
-        StateDictSplit,
-        constants,
-        get_torch_storage_id,
-        get_torch_storage_size,
-        split_state_dict_into_shards_factory,
-        split_torch_state_dict_into_shards,
-    )
+    from huggingface_hub import StateDictSplit
+    from huggingface_hub import constants
+    from huggingface_hub import get_torch_storage_id
+    from huggingface_hub import get_torch_storage_size
+    from huggingface_hub import split_state_dict_into_shards_factory
+    from huggingface_hub import split_torch_state_dict_into_shards
 except ModuleNotFoundError as error:
     raise ImportError(
         f"this is a drop-in for huggingface_hub, which is not installed: {install_command('hub')}"
@@ -188,7 +195,7 @@ def save_torch_state_dict(
     files = split.filename_to_tensors
     listed = {"metadata": {**split.metadata, **described}, "weight_map": split.tensor_to_filename}
     index = json.dumps(listed, indent=2).encode() if split.is_sharded else None
-    place = HubDirectory(os.fsdecode(save_directory), pattern, tuple(files), removes=is_main_process)
+    place = HubDirectory(os.fsdecode(save_directory), tuple(files), FilePattern(pattern).index, pattern, is_main_process)
     if not files:
         place.clear()
     elif safe_serialization:
@@ -239,76 +246,31 @@ def _without_duplicates(
 
 
 @dataclass(frozen=True, slots=True)
-class HubDirectory:
-    """An existing directory, as the destination of a save."""
+class HubDirectory(NamedFiles):
+    """An existing directory with files that have the hub's names, as the destination of a save."""
 
-    path: str
-    """As the caller gave it."""
     pattern: str
     """Pattern of the files' names; contains `{suffix}` once."""
-    files: tuple[str, ...]
-    """Names of the new files of tensors."""
     removes: bool
     """Whether the files of an older checkpoint are removed."""
 
-    def begin(self, **_: object) -> LocalTransaction:
-        """Begin a save. It is durable and uses the hub's names, independent of its options.
-
-        Raises:
-            FileNotFoundError, NotADirectoryError: There is no such directory; the hub's callers catch these.
-            StorageError: The operating system refused.
-        """
-        real, home_fd = self._open()
-        destination = LocalDestination(self.path, "update", real, "")
-        return LocalTransaction(destination, self.plan, durable=True, last_wins=True, home_fd=home_fd)
-
-    def clear(self) -> None:
-        """Remove the old checkpoint if no new one replaces it; its index first."""
-        with closing(self._open()[1]) as home_fd, _saving(self.path), directory_lock(home_fd, self.path):
-            for name in self.plan(home_fd, "").existing.files:
-                calls.unlink(name, dir_fd=home_fd)
-                if name.endswith(INDEX_SUFFIX):
-                    calls.sync_directory(home_fd)
-            calls.sync_directory(home_fd)
-
-    def plan(self, home_fd: int, save_id: str) -> CommitPlan:
-        """Make the plan of a save by the hub's rules; a `CommitPolicy`."""
-        index = FilePattern(self.pattern).index
-        raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=self.path)
-        is_sharded = len(self.files) > 1
-        old = self._old_names(home_fd, index, raw) if self.removes else []
-        names = [name for name in (*old, *self.files) if not (is_sharded and name == index)]
-        existing = existing_checkpoint(home_fd, index, raw, names)
-        if not is_sharded:
-            return CommitPlan("file", self.files, None, existing)
-        # Existing names are replaced one by one. After a crash, recovery completes the replacement from a record.
-        taken = existing.files.keys() & set(self.files)
-        return CommitPlan("files" if taken else "index", self.files, index, existing)
-
-    def _old_names(self, home_fd: int, index: str, raw: bytes | None) -> list[str]:
+    def old_names(self, names: Sequence[str], index: bytes | None) -> Sequence[str]:
         """Return the names that the hub removes, the index first, and stio's own shards that the index names."""
+        if not self.removes:
+            return ()
         before, _, after = self.pattern.partition("{suffix}")
         rule = re.compile(
             rf"{re.escape(before)}(-[0-9]{{5}}-of-[0-9]{{5}})?{re.escape(after)}({re.escape(INDEX_SUFFIX)})?"
         )
-        names = [name for name in sorted(os.listdir(home_fd)) if rule.fullmatch(name)]
-        if raw is not None and index.endswith(FILE_SUFFIX + INDEX_SUFFIX):
+        old = [name for name in names if rule.fullmatch(name)]
+        if index is not None and self.index.endswith(FILE_SUFFIX + INDEX_SUFFIX):
             with suppress(StioError):  # a broken index names no files
                 # Shards with a save id in their names are found by the index only: later saves need it to remove them.
-                names += [
-                    name for name in parse_index(raw, path=index).shards if FilePattern(self.pattern).matches(name)
-                ]
-        return sorted(dict.fromkeys(names), key=lambda name: not name.endswith(INDEX_SUFFIX))
-
-    def _open(self) -> tuple[str, int]:
-        """Return the path of the directory without links, and the directory, open."""
-        os.scandir(self.path).close()  # raises what the hub's callers catch
-        with _saving(self.path):
-            real = resolve_links(self.path)
-            return real, calls.open_directory(real)
+                shards = parse_index(index, path=self.index).shards
+                old += [name for name in shards if FilePattern(self.pattern).matches(name)]
+        return sorted(dict.fromkeys(old), key=lambda name: not name.endswith(INDEX_SUFFIX))
 
 
-_saving = partial(refusals, "saving", error_of=write_refused, caught=(OSError,))
 
 
 def _save_tensors(
@@ -343,7 +305,7 @@ def _save_pickles(
     require_values(state_dict)
     transaction = place.begin()
     try:
-        with _saving(place.path):
+        with refusals("saving", place.path, caught=(OSError,)):
             for file, names in split.items():
                 # By path: torch names the archive's inner directory after the file.
                 torch.save({name: state_dict[name] for name in names}, os.path.join(transaction.files_path, file))

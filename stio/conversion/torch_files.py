@@ -6,6 +6,7 @@ first error names the paths of keys that lead to tensors by name, so that the se
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import re
@@ -13,32 +14,39 @@ import sys
 import tarfile
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import closing
+from contextlib import nullcontext
+from contextlib import suppress
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any, BinaryIO, ClassVar
+from typing import Any
+from typing import BinaryIO
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from stio.device.describe import describe_tensors
-from stio.errors import (
-    AmbiguousCheckpointError,
-    FormatError,
-    HostMemoryError,
-    StorageError,
-    TensorNotFoundError,
-    UnsupportedDtypeError,
-    listed,
-    printable,
-)
+from stio.errors import AmbiguousCheckpointError
+from stio.errors import FormatError
+from stio.errors import HostMemoryError
+from stio.errors import StorageError
+from stio.errors import TensorNotFoundError
+from stio.errors import UnsupportedDtypeError
+from stio.errors import listed
+from stio.errors import printable
 from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.other_kinds import FileKind, kind_of
+from stio.format.files.other_kinds import FileKind
+from stio.format.files.other_kinds import kind_of
 from stio.runtime.memory import reporting_shortage
 from stio.runtime.process import contextmanager
-from stio.storage.checks import OPEN_FLAGS, require_regular, translated_errors
-from stio.storage.local import log_unmapped
+from stio.runtime.text import log
+from stio.storage.checks import refusals
+from stio.storage.local import LocalFile
 from stio.text import counted
 
 
@@ -50,10 +58,12 @@ def _opened(path: str) -> Iterator[tuple[BinaryIO, int]]:
         CheckpointNotFoundError: There is no such file.
         StorageError: It is no regular file, or the operating system reported an error.
     """
-    with translated_errors(path, "reading the file"), open(os.open(path, OPEN_FLAGS), "rb") as file:
-        status = os.fstat(file.fileno())
-        require_regular(status, path)
-        yield file, status.st_size
+    with (
+        refusals("reading the file", path),
+        closing(LocalFile.open(path)) as opened,
+        open(opened.fd, "rb", closefd=False) as file,
+    ):
+        yield file, opened.identity.nbytes
 
 
 def read_start(path: str, nbytes: int) -> bytes:
@@ -150,8 +160,12 @@ def _load(path: str, *, mmap: bool, **options: Any) -> Any:
         except RuntimeError as error:  # before anything is unpickled
             if not mmap or not str(error).startswith("unable to mmap "):
                 raise
-            log_unmapped(path, _reason(error))
+            _log_unmapped(path, _reason(error))
             return torch.load(source, mmap=False, **options)
+
+
+def _log_unmapped(path: str, reason: str) -> None:
+    log(logging.WARNING, "%s is read into memory, since it cannot be mapped: %s", printable(path), reason)
 
 
 _READERS: Any = torch.serialization

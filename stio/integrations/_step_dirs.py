@@ -13,18 +13,23 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Collection
-from concurrent.futures import Future, wait
+from collections.abc import Callable
+from collections.abc import Collection
+from concurrent.futures import Future
+from concurrent.futures import wait
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any
+from typing import Self
 
 from huggingface_hub import HfApi
 
-from stio.errors import StioError, printable
+from stio.errors import StioError
+from stio.errors import printable
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
-from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
-from stio.storage.commit.retention import read_list, remove_checkpoint, write_list
+from stio.saving.pending import EXIT_PATIENCE_SECONDS
+from stio.saving.pending import PendingSave
+from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import begin_directory
 from stio.text import log
 
@@ -182,7 +187,7 @@ class PublishedSave(JoinedSave):
         try:
             for save in self._saves:
                 save.result()
-            write_list(self._transaction.files_path, STATE_NAME)
+            WrittenFiles.store_list(self._transaction.files_path, STATE_NAME)
             self._transaction.prepare_commit(operation.check)
             operation.refuse_cancel()
             self._transaction.commit(index=None)
@@ -202,14 +207,14 @@ class PublishedSave(JoinedSave):
         Only those of this class count, also of earlier processes: each has a list of its files. What is not in the
         list, or was replaced since, stays. So do the newest one and the protected ones.
         """
-        own = [(path, read_list(path)) for path, _ in _checkpoints(self._all, until=self._step)]
+        own = [(path, WrittenFiles.listed_in(path)) for path, _ in _checkpoints(self._all, until=self._step)]
         found = [(path, written) for path, written in own if written is not None]
         stay = {os.path.realpath(path) for path in protected} | {os.path.realpath(path) for path, _ in found[-1:]}
         others = [(path, written) for path, written in found if os.path.realpath(path) not in stay]
         for path, written in others[: max(0, len(found) - keep_last)]:
             log(logging.INFO, "%s is deleted by keep_last=%d", path, keep_last)
             try:
-                remove_checkpoint(written)
+                written.remove()
             except StioError as error:
                 log(logging.WARNING, "an old checkpoint could not be deleted: %s", error)
 

@@ -3,27 +3,126 @@
 The engine carries it out: cuFile reads into the memory of the tensors. It waits for no stream, so `begin` waits until
 the device has done what is queued there. Short and scattered ranges go through the ring, which reads several at once.
 If a read fails, the load continues through the ring.
+
+A file is opened once more for it, by the link of its descriptor in /proc: it is the file that was checked, and cuFile
+accepts a descriptor once only.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+from collections.abc import Iterator
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
+from contextlib import nullcontext
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from stio import native
-from stio.device.base import Accelerator, LoadedGroup
-from stio.device.cuda import DeviceRing, TorchAccelerator
+from stio.device.base import Accelerator
+from stio.device.base import LoadedGroup
+from stio.device.cuda import DeviceRing
+from stio.device.cuda import TorchAccelerator
 from stio.errors import StorageError
-from stio.loading.plan import Block, Group
-from stio.loading.read_paths import Delivery, DevicePath, StagingSlots
-from stio.storage.local import GdsFile, LocalFile, require_cufile
+from stio.errors import install_command
+from stio.loading.plan import Block
+from stio.loading.plan import Group
+from stio.loading.read_paths import Delivery
+from stio.loading.read_paths import DevicePath
+from stio.loading.read_paths import StagingSlots
+from stio.storage.local import LocalFile
 
 logger = logging.getLogger("stio")
 
 _MIN_BYTES = 64 << 10  # of a range for cuFile; the ring reads shorter ones together
+
+
+_CUFILE = "libcufile.so.0"
+_CUDA_LIBRARIES = "/usr/local/cuda/lib64"
+_MODULES = Path("/proc/modules")
+
+
+def _cufile_paths() -> Iterator[str]:
+    """Return where the library may be: loaded by torch, known to the linker, in NVIDIA's wheels, in CUDA's toolkit."""
+    yield _CUFILE
+    spec = find_spec("nvidia")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        yield from map(str, sorted(Path(folder).glob(f"*/lib/{_CUFILE}")))
+    yield f"{_CUDA_LIBRARIES}/{_CUFILE}"
+
+
+_load_cufile = cache(native.load_cufile)
+
+
+class GdsFile(native.CuFile):
+    """One open file that cuFile reads. The device is the current one of the thread that makes it.
+
+    Args:
+        file: The file; the caller owns it.
+
+    Raises:
+        ImportError: cuFile is not installed.
+        StorageError: cuFile does not work on this machine, or not for this file.
+    """
+
+    def __init__(self, file: LocalFile) -> None:
+        table, self._file = self.require_library(), file
+        if not _MODULES.exists():  # cuFile 1.20 reads that file without end if it cannot be opened
+            raise self._refused(f"this system has no {_MODULES}, which cuFile needs")
+        link, flags = f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC
+        try:
+            try:
+                self._fd = os.open(link, flags | os.O_DIRECT)
+            except OSError:  # the filesystem has no direct I/O; cuFile decides
+                self._fd = os.open(link, flags)
+            try:
+                super().__init__(table, self._fd)
+            except BaseException:
+                os.close(self._fd)
+                raise
+        except OSError as error:
+            raise self._refused(str(error)) from error
+
+    @staticmethod
+    def require_library() -> int:
+        """Load cuFile; return the table of its functions.
+
+        Raises:
+            ImportError: It is not installed, or cannot be loaded here.
+        """
+        reasons = []
+        for path in _cufile_paths():
+            try:
+                return _load_cufile(path)
+            except OSError as error:
+                reasons.append(str(error))
+        raise ImportError(
+            f"memory='gds' reads with NVIDIA's cuFile ({_CUFILE}): {install_command('gds')}, or, with a torch for "
+            f"CUDA 12, pip install nvidia-cufile-cu12; {reasons[0]}"
+        )
+
+    @property
+    def error(self) -> StorageError | None:
+        """The first read that failed, if one did."""
+        found = self.failure
+        if found is None:
+            return None
+        whys = {native.TRUNCATED: "the file ends there", native.READING: os.strerror(found.code)}
+        return self._refused(whys.get(found.kind, found.text), offset=found.offset, doing="reading")
+
+    def close(self) -> None:
+        """Close it. No read may be under way."""
+        super().close()
+        os.close(self._fd)
+
+    def _refused(self, why: str, *, offset: int | None = None, doing: str = "opening") -> StorageError:
+        text = f"{doing} by GPUDirect Storage failed: {why}"
+        return StorageError(text, path=self._file.path, offset=offset, errno=errno.EIO)
 
 
 class GdsDevice:
@@ -43,7 +142,7 @@ class GdsDevice:
         self._files = ExitStack()
         self._accelerator = accelerator
         if DeviceRing.of(accelerator) is not None and torch.version.hip is None:
-            require_cufile()
+            GdsFile.require_library()
         else:
             self.disable("it needs " + ("a GPU of NVIDIA" if native.available() else "the engine"))
 

@@ -24,35 +24,52 @@ file identifies the object and its state (`object_key`), so blocks of two states
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from stio import clock
-from stio.errors import ChangedDuringReadError, StioError, StorageError
+from stio.errors import ChangedDuringReadError
+from stio.errors import StioError
+from stio.errors import StorageError
 from stio.format.files.names import FILE_SUFFIX
 from stio.limits import checked_size
 from stio.runtime import memory
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled, Operation, is_interrupted
-from stio.runtime.process import after_fork_in_child, contextmanager
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import Operation
+from stio.runtime.operation import is_interrupted
+from stio.runtime.process import after_fork_in_child
+from stio.runtime.process import contextmanager
 from stio.runtime.workers import WorkerPool
-from stio.storage.base import Identity, RequestedSource, Requests, Source
+from stio.storage.base import Identity
+from stio.storage.base import RequestedSource
+from stio.storage.base import Requests
+from stio.storage.base import Source
 from stio.storage.checkpoint.caches import CacheStats
-from stio.storage.checks import OPEN_FLAGS, identity_of, local_directory, stat_of
+from stio.storage.checks import local_directory
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.directory_lock import FileLock, LockTimeout, boot_id
-from stio.storage.commit.files import status_at, write_whole
-from stio.storage.local import HAVE_PREADV, LocalFile
+from stio.storage.commit.directory_lock import FileLock
+from stio.storage.commit.directory_lock import LockTimeout
+from stio.storage.commit.directory_lock import boot_id
+from stio.storage.commit.files import status_at
+from stio.storage.commit.files import write_whole
+from stio.storage.local import LocalFile
 from stio.storage.open import max_open_files
-from stio.text import log, show_bytes
+from stio.text import log
+from stio.text import show_bytes
 
 PART_SUFFIX = ".part"
 """End of the name of a file that is not complete."""
@@ -323,7 +340,7 @@ class DiskCache:
         """
         name = key + FILE_SUFFIX
         try:
-            fd = calls.open_file(name, OPEN_FLAGS, dir_fd=dir_fd)
+            fd = calls.open_file(name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=dir_fd)
         except FileNotFoundError:
             return None
         try:
@@ -360,7 +377,7 @@ class DiskCache:
 
     def _key(self, source: Source) -> str:
         identity = source.identity
-        return object_key(source.path, identity) if identity.nbytes and HAVE_PREADV and calls.fcntl else ""
+        return object_key(source.path, identity) if identity.nbytes else ""
 
     def _count(self, **more: int) -> None:
         with _counting:
@@ -389,12 +406,7 @@ class _EntryFile(LocalFile):
 
     def __init__(self, fd: int, path: str, identity: Identity) -> None:
         super().__init__(fd, path)
-        self._own_identity = self.identity
         self.identity = identity
-
-    def check_unchanged(self) -> None:
-        """Raise `ChangedDuringReadError` if the file was changed."""
-        self._own_identity.require_same(identity_of(stat_of(self.fd, self.path)), self.path)
 
 
 def _differ(file: LocalFile, source: Source) -> bool:
@@ -413,7 +425,6 @@ def _share(fd: int) -> bool:
     Raises:
         OSError: The filesystem has no locks.
     """
-    fcntl: Any = calls.fcntl
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -472,7 +483,7 @@ def _unused(files: Sequence[_StoredFile], dir_fd: int, locked: ExitStack) -> Ite
     for file in sorted(files, key=lambda file: file.used_at):
         if file.suffix == FILE_SUFFIX:
             with suppress(OSError):
-                fd = calls.open_file(file.name, OPEN_FLAGS, dir_fd=dir_fd)
+                fd = calls.open_file(file.name, os.O_RDONLY | os.O_NONBLOCK, dir_fd=dir_fd)
                 locked.callback(calls.close, fd)
                 if calls.try_lock(fd):
                     locked.callback(calls.unlock, fd)

@@ -10,23 +10,37 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from errno import EACCES, EHOSTUNREACH, EIO, ENOENT
+from errno import EACCES
+from errno import EHOSTUNREACH
+from errno import EIO
+from errno import ENOENT
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
+from typing import TypeVar
 from urllib.parse import unquote
 
-from stio.errors import CheckpointNotFoundError, FormatError, StioError, StorageError, install_command
-from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, PICKLE_SUFFIXES, FileName
-from stio.remote.requests import for_each, short_line
+from stio.errors import CheckpointNotFoundError
+from stio.errors import FormatError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import install_command
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import INDEX_SUFFIX
+from stio.format.files.names import PICKLE_SUFFIXES
+from stio.format.files.names import FileName
+from stio.remote.requests import for_each
+from stio.remote.requests import short_line
 from stio.runtime.calls import Call
 from stio.storage.base import Source
-from stio.storage.checks import commits_in
 from stio.storage.open import open_file
-from stio.text import log, without_secrets
+from stio.text import log
+from stio.text import without_secrets
 
 T = TypeVar("T")
 
@@ -272,7 +286,10 @@ class HubRoot:
 
     def _cached_commits(self) -> str:
         """Return a clause with the URLs of the commits that the cache has, "" without any."""
-        commits = commits_in(place_of_url(self._location.shown(None)))
+        commits: list[str] = []
+        with suppress(OSError):
+            names = os.listdir(os.path.join(place_of_url(self._location.shown(None)), "snapshots"))
+            commits = sorted(filter(_COMMIT.fullmatch, names))
         shown = " and ".join(map(self._location.shown, commits))
         commit = self._commit or self._cached_commit()
         if not shown or commit in commits:

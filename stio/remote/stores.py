@@ -11,17 +11,27 @@ import base64
 import errno
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import quote
+from urllib.parse import unquote
+from urllib.parse import urlencode
+from urllib.parse import urlsplit
+from urllib.parse import urlunsplit
 
-from stio.errors import CheckpointNotFoundError, StorageError, install_command, listed, one_line
+from stio.errors import CheckpointNotFoundError
+from stio.errors import StorageError
+from stio.errors import install_command
+from stio.errors import listed
+from stio.errors import one_line
 from stio.runtime.operation import without_panic
-from stio.storage.checks import refused
+from stio.storage.checks import refusals
 from stio.text import without_secrets
 
 STALL_SECONDS = 30.0
@@ -294,10 +304,8 @@ def added_authorities(scheme: str) -> dict[str, Any]:
         path = os.environ.get(name)
         if not path or os.path.isdir(path):  # a directory of many: those of the system are used
             continue
-        try:
+        with refusals(f"reading the certificates of {name}", path):
             return {"root_certificate": Path(path).read_bytes()}
-        except (OSError, ValueError) as error:
-            raise refused(f"reading the certificates of {name}", path, error) from error
     return {}
 
 

@@ -12,17 +12,26 @@ import os
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field
 from itertools import takewhile
 from typing import TypeAlias
 
-from stio.errors import StioError, listed, printable
-from stio.format.files.names import FileName, step_of
-from stio.storage.base import Identity, Published
-from stio.storage.checks import CHECKPOINT_SUFFIXES, steps_in
-from stio.storage.commit.destination import DirectoryIdentity
-from stio.storage.commit.retention import EarlierSave, WrittenFiles, find_earlier_saves, is_below_any
-from stio.text import is_url, log, without_secrets
+from stio.errors import StioError
+from stio.errors import listed
+from stio.errors import printable
+from stio.format.files.names import FileName
+from stio.format.files.names import step_of
+from stio.storage.base import Identity
+from stio.storage.base import Published
+from stio.storage.checks import CHECKPOINT_SUFFIXES
+from stio.storage.checks import steps_in
+from stio.storage.commit.retention import EarlierSave
+from stio.storage.commit.retention import WrittenFiles
+from stio.storage.commit.retention import find_earlier_saves
+from stio.text import is_url
+from stio.text import log
+from stio.text import without_secrets
 
 _Place: TypeAlias = tuple[str, str | None]
 """Path of a destination and pattern of the file names in it; None: it is one file."""
@@ -33,7 +42,7 @@ _MAX_ATTEMPTS = 256
 _MAX_SHOWN = 8
 """Most steps that a warning lists."""
 
-_made: dict[str, DirectoryIdentity] = {}
+_made: dict[str, tuple[int, int]] = {}
 """Directories that savers of this process made and that still exist. The last saver to delete a part deletes them."""
 
 _MAX_UNDELETED = 16
@@ -258,7 +267,7 @@ class Retention:
         saves = self._steps[key].saves
         above = {named.path for path, _ in saves if (named := step_of(path)) is not None and named.path != path}
         others = [path for other, step in self._steps.items() if other != key for path, _ in step.saves]
-        return any(is_below_any(path, above) for path in others)
+        return any(_is_below_any(path, above) for path in others)
 
     def _taken_out(self, key: int, reason: str) -> list[Published]:
         """Take a step out, to delete it; return what was published, with the directories that the saver made."""
@@ -266,7 +275,7 @@ class Retention:
         if step.saves:
             log(logging.INFO, "step %d is deleted %s: %s", key, reason, listed(path for path, _ in step.saves))
         files: dict[str, Identity] = {}
-        directories: dict[str, DirectoryIdentity] = {}
+        directories: dict[str, tuple[int, int]] = {}
         remote: list[Published] = []
         for save in step.saves.values():
             if isinstance(save, WrittenFiles):
@@ -278,8 +287,12 @@ class Retention:
         for directory in [*_made]:
             if not os.path.isdir(directory):
                 _made.pop(directory, None)
-        made = {directory: _made[directory] for directory in [*_made] if is_below_any(directory, tops)}
+        made = {path: _made[path] for path in [*_made] if _is_below_any(path, tops)}
         return [WrittenFiles(files, directories | made, made.keys()), *remote]
+
+
+def _is_below_any(path: str, directories: Collection[str]) -> bool:
+    return any(path == directory or path.startswith(f"{directory}/") for directory in directories)
 
 
 def _earlier_saves(directory: str) -> list[tuple[int, EarlierSave]]:

@@ -15,7 +15,8 @@ more.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -23,21 +24,29 @@ from typing import Any
 
 from stio import native
 from stio.device.copy_out import Readiness
-from stio.device.describe import LazyTensor, require_values
+from stio.device.describe import LazyTensor
+from stio.device.describe import require_values
 from stio.format.files.manifest import Hasher
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.runtime.memory.control_groups import num_processors
-from stio.runtime.operation import Cancelled, mark_progress
-from stio.runtime.process import be_nice, collection_paused
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import mark_progress
+from stio.runtime.process import be_nice
+from stio.runtime.process import collection_paused
 from stio.runtime.reports import counters
-from stio.runtime.reports.progress import ProgressEvent, ProgressReporter, close_bar
-from stio.runtime.reports.trace import Trace, traced
+from stio.runtime.reports.progress import ProgressEvent
+from stio.runtime.reports.progress import ProgressReporter
+from stio.runtime.reports.progress import close_bar
+from stio.runtime.reports.trace import Trace
+from stio.runtime.reports.trace import traced
 from stio.runtime.workers import WorkerPool
-from stio.saving.plan import Run, WriteBlock, WritePlan
+from stio.saving.plan import Run
+from stio.saving.plan import WriteBlock
+from stio.saving.plan import WritePlan
 from stio.saving.staging_pool import StagingPool
 from stio.saving.tensors import ProducedTensors
-from stio.storage.base import FileWriter, OrderedWriter
+from stio.storage.base import FileWriter
 from stio.storage.commit.files import LocalFileWriter
 
 WRITE_DEPTH = 4
@@ -142,7 +151,7 @@ class SaveScheduler:
     def write_to(self, writers: Sequence[FileWriter]) -> None:
         """Set the files to write to; before this call nothing is written."""
         with self._changed:
-            self._in_order = self._in_order or any(isinstance(writer, OrderedWriter) for writer in writers)
+            self._in_order = self._in_order or any(writer.is_ordered for writer in writers)
             self._writers = writers
             self._changed.notify_all()
         if any(block.runs for block in self._blocks) or not isinstance(writers[0], LocalFileWriter):

@@ -4,9 +4,9 @@ For `loading/` this package has a `Root` (a place that holds a checkpoint's file
 fill memory by address); for `saving/` a `Transaction`. `base.py` defines these three contracts; start there. No module
 here depends on tensors, plans or devices, and none imports torch. Calls block; worker threads make them.
 
-For loads: `open.py` chooses the implementation. `local.py` reads at an offset (`preadv`, O_DIRECT), maps and populates,
-and opens files for NVIDIA's cuFile; `async_files.py` reads through aiofiles where a system has no `preadv`. `checks.py`
-decides which file may be opened (regular, inside the root), by which links, and what counts as the same file.
+For loads: `open.py` chooses the implementation. `local.py` reads at an offset (`preadv`, O_DIRECT), maps and
+populates; `async_files.py` reads through aiofiles where a system has no `preadv`. `checks.py` makes the errors of both,
+and decides which file may be opened (regular, inside the root), by which links, and what counts as the same file.
 `stio.schemes` knows which modules open URLs.
 
 `checkpoint/` opens the files of a checkpoint together and checks their headers, finds the newest one, and compares
@@ -18,7 +18,7 @@ transaction in a store is in `stio.remote.save`.
 Invariants: nothing outside the root is opened unless the caller allows it; a read never writes beyond its regions, and
 when a call returns or raises no thread writes into them; a file that changed since it was opened is reported.
 
-Reads and errors. `LocalFile.error` gives the error of a read its path, offset and errno. `map_if_possible` decides what
+Reads and errors. `LocalFile.error` gives the error of a read its path, offset and errno. `LocalFile.map` decides what
 happens where a file cannot be mapped. A checkpoint with more shards than the process may open descriptors keeps paths
 and identities, and opens a file again for each read (`ReopenedFile`); `Identity.require_same` keeps files of two saves
 from mixing. A source behind a network says how it is read best (`Requests`), and a load fits that into its budget.

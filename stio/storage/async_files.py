@@ -16,10 +16,19 @@ from typing import Any, TypeVar
 import aiofiles
 import anyio
 
+from stio.errors import StioError
 from stio.runtime.calls import run_on_loop
 from stio.runtime.memory import Region
 from stio.storage.base import Identity
-from stio.storage.checks import OPEN_FLAGS, cut_short, identity_of, refused, require_regular, stat_of, translated_errors
+from stio.storage.checks import (
+    OPEN_FLAGS,
+    cut_short,
+    identity_of,
+    raise_opening_error,
+    refused,
+    require_regular,
+    stat_of,
+)
 
 T = TypeVar("T")
 
@@ -99,9 +108,13 @@ async def _open(name: str, path: str, dir_fd: int | None) -> tuple[Any, Identity
         require_regular(os.stat(name, dir_fd=dir_fd), path)  # before: to open some devices has an effect
         return os.open(name, flags | OPEN_FLAGS, dir_fd=dir_fd)
 
-    with translated_errors(path):
+    try:
         opened = aiofiles.open(path, "rb", buffering=0, opener=opener)
         file: Any = await _uninterrupted(opened, undo=lambda file: file.close())
+    except StioError:
+        raise
+    except (OSError, ValueError) as error:
+        raise_opening_error(error, path)
     try:
         found = stat_of(file.fileno(), path)
         require_regular(found, path)

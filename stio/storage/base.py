@@ -8,14 +8,26 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Mapping
+from collections.abc import Sequence
+from collections.abc import Set
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+from typing import Any
+from typing import Literal
+from typing import Protocol
+from typing import TypeAlias
+from typing import runtime_checkable
 
-from stio.errors import ChangedDuringReadError, CommitUncertainError
+from stio.errors import ChangedDuringReadError
+from stio.errors import CommitUncertainError
 from stio.format.files.manifest import Hasher
 from stio.limits import PAGE_BYTES
-from stio.runtime.memory import Region, allocate
+from stio.runtime.memory import Region
+from stio.runtime.memory import allocate
 
 _SMALL_REQUEST_BYTES = 1 << 20
 """With less memory than all requests need, they become smaller down to this size before they become fewer."""
@@ -164,6 +176,13 @@ class ParallelRoot(Root, Protocol):
 class FileWriter(Protocol):
     """One new file, written from several worker threads at once. Each byte is written exactly once."""
 
+    is_ordered: bool
+    """Whether `write_from` waits until the bytes before were written.
+
+    Then the calls must begin in the order of the offsets. Otherwise all threads may wait for a block that none of them
+    has.
+    """
+
     @property
     def path(self) -> str:
         """Name for messages: the path that the file will have."""
@@ -188,17 +207,6 @@ class FileWriter(Protocol):
         """
 
 
-@runtime_checkable
-class OrderedWriter(FileWriter, Protocol):
-    """A file that is written from its begin to its end: `write_from` waits until the bytes before were written.
-
-    The calls must begin in the order of the offsets. Otherwise all threads may wait for a block that none of them has.
-    """
-
-    is_ordered: Literal[True]
-    """Marks it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Note:
     """A small file beside the checkpoint, with a content before and one after the commit; None: it does not exist."""
@@ -211,11 +219,49 @@ class Note:
     """Its content after the commit."""
 
 
-Ending: TypeAlias = Literal["published", "uncertain", "rolled back"]
-"""How a save ends. Uncertain: it is not known whether readers find the new checkpoint, also after a power cut."""
+class SaveRules(Protocol):
+    """What a transaction needs of `SaveOptions`, which has checked the values."""
 
-State: TypeAlias = Literal["open", "prepared", "committing"] | Ending
-"""The life of a save; see `Transaction`."""
+    @property
+    def filename_pattern(self) -> str:
+        """Pattern of the names of files in a directory."""
+
+    @property
+    def shard_names(self) -> Literal["auto", "hub"]:
+        """Names of shards: "hub", or "auto": the same, but with the save's id beside an old checkpoint."""
+
+    @property
+    def commit(self) -> Literal["index", "files"]:
+        """What publishes a checkpoint in a directory that holds one: the index, or its files one by one."""
+
+    @property
+    def durability(self) -> Literal["full", "none"]:
+        """Whether anything is synced."""
+
+    @property
+    def lock_timeout(self) -> float:
+        """Seconds for which the whole save waits for locks of other saves."""
+
+
+State: TypeAlias = Literal["open", "prepared", "committing", "published", "uncertain", "rolled back"]
+"""What has become of a save. Uncertain: it is not known whether readers find the new checkpoint, or whether they still
+will after a power cut."""
+
+Event: TypeAlias = Literal["prepare", "commit", "publish", "doubt", "leave", "roll back"]
+"""What a save does, or what became of its commit."""
+
+LIFE_CYCLE: Mapping[tuple[State, Event], State] = {
+    ("open", "prepare"): "prepared",
+    ("prepared", "commit"): "committing",
+    ("committing", "publish"): "published",
+    ("committing", "doubt"): "uncertain",
+    ("open", "leave"): "published",  # another process publishes the files, or removes them
+    ("prepared", "leave"): "published",
+    ("open", "roll back"): "rolled back",
+    ("prepared", "roll back"): "rolled back",
+    ("committing", "roll back"): "rolled back",
+}
+"""The state of a save after an event. A state without a row is an end; in each other one a save can be rolled back."""
 
 
 class Transaction:
@@ -226,16 +272,11 @@ class Transaction:
     `FileWriter.write_from` and `finish` of all files, then `prepare_commit` and `commit`. Before the commit it may call
     `roll_back`.
 
-    | state | `prepare_commit` | `commit` | its step succeeds | is uncertain | fails | `roll_back` |
-    |---|---|---|---|---|---|---|
-    | open | prepared | prepared, then committing | | | | rolled back |
-    | prepared | prepared | committing | | | | rolled back |
-    | committing | | `ValueError` | published | uncertain | rolled back | rolled back |
-    | one of the endings | the same | `ValueError` | | | | the same |
-
-    A save ends in one of three ways (`Ending`), once. A commit that raises a `StioError` has rolled back; only after
-    `CommitUncertainError` the new files stay, since the checkpoint may consist of them. After another exception in the
-    middle, such as a `MemoryError`, the next save there, or `stio gc`, completes the commit or rolls it back.
+    `LIFE_CYCLE` has the states. `prepare_commit` works in the first one only, `roll_back` does nothing after an end;
+    `create`, `read_note` and `commit` raise `ValueError` once a commit has begun. A commit that raises a `StioError`
+    has rolled back; only after `CommitUncertainError` the new files stay, since the checkpoint may consist of them.
+    After another exception in the middle, such as a `MemoryError`, the next save there, or `stio gc`, completes the
+    commit or rolls it back.
     """
 
     path: str
@@ -254,7 +295,7 @@ class Transaction:
     @property
     def has_ended(self) -> bool:
         """Whether it was committed or rolled back."""
-        return self.state in get_args(Ending)
+        return (self.state, "roll back") not in LIFE_CYCLE
 
     def require_names(self, *names: str) -> None:
         """Require that files can have names of this length.
@@ -274,8 +315,8 @@ class Transaction:
             StorageError: The operating system reported an error.
         """
         self._require_open()
-        num_shards = len(self.shard_names)
-        self._require(not self._writers and len(nbytes) == num_shards, f"{num_shards} shards are created, once")
+        if self._writers or len(nbytes) != len(self.shard_names):
+            raise ValueError(f"{self.path}: {len(self.shard_names)} shards are created, once")
         self._writers = self._create(nbytes)
         return self._writers
 
@@ -306,7 +347,7 @@ class Transaction:
         """
         if self.state == "open":
             self._prepare(check)
-            self.state = "prepared"
+            self._after("prepare")
 
     def commit(self, *, index: bytes | None, notes: Sequence[Note] = ()) -> None:
         """Publish the new files. A commit that has started cannot be cancelled.
@@ -322,19 +363,20 @@ class Transaction:
             StorageError: The operating system reported an error; the old checkpoint is unchanged.
         """
         self._require_open()
-        self._require((index is not None) == self.takes_index, "an index is missing" if index is None else "no index")
+        if (index is not None) != self.takes_index:
+            raise ValueError(f"{self.path}: " + ("an index is missing" if index is None else "no index"))
         self._require_complete(notes)
         try:
             self.prepare_commit()
-            self.state = "committing"
+            self._after("commit")
             self._publish(index, notes)
         except BaseException as error:
             if isinstance(error, CommitUncertainError):
-                self._end_once("uncertain")
+                self._after("doubt")
             elif self._rolls_back_at_once:
-                self._end_once("rolled back")
+                self.roll_back()
             raise
-        self._end_once("published")
+        self._after("publish")
 
     def published(self) -> Published | None:
         """Return what was published, if it `is_recorded`; called after the commit.
@@ -346,7 +388,8 @@ class Transaction:
 
     def roll_back(self) -> None:
         """Remove all new files. Idempotent; never raises; does nothing after a commit."""
-        self._end_once("rolled back")
+        if not self.has_ended:
+            self._after("roll back")
 
     # What a destination does.
 
@@ -364,20 +407,17 @@ class Transaction:
         """Make the new files visible in one step; see `commit`."""
         raise NotImplementedError
 
-    def _end(self, ending: Ending) -> None:
-        """Release everything, and remove what the ending leaves without use. Called once; never raises."""
+    def _end(self) -> None:
+        """Release everything, and remove what has no use in this `state`. Called once, at the end; never raises."""
 
-    def _end_once(self, ending: Ending) -> None:
-        if not self.has_ended:
-            self.state = ending
-            self._end(ending)
+    def _after(self, event: Event) -> None:
+        self.state = LIFE_CYCLE[self.state, event]
+        if (self.state, "roll back") not in LIFE_CYCLE:
+            self._end()
 
     def _require_open(self) -> None:
-        self._require(self.state in ("open", "prepared"), "the save has ended")
-
-    def _require(self, condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"{self.path}: {message}")
+        if self.state not in ("open", "prepared"):
+            raise ValueError(f"{self.path}: the save has ended")
 
 
 class Published(Protocol):
@@ -395,21 +435,6 @@ class Published(Protocol):
 
         Raises:
             StioError: It cannot be deleted.
-        """
-
-
-@runtime_checkable
-class BufferedDestination(Protocol):
-    """A destination of saves that needs memory of its own, as a source behind a network does (`Requests`)."""
-
-    def within(self, budget_bytes: int) -> tuple[Any, int]:
-        """Return the destination with less memory of its own.
-
-        Args:
-            budget_bytes: Of the whole save.
-
-        Returns:
-            The destination, and most bytes that it uses.
         """
 
 

@@ -15,18 +15,27 @@ import re
 import stat
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError, UnsafePathError, printable
-from stio.format.files.names import FILE_SUFFIXES, FileName, step_of
+from stio.errors import CheckpointNotFoundError
+from stio.errors import NoSpaceError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import TruncatedError
+from stio.errors import UnsafePathError
+from stio.errors import printable
+from stio.format.files.names import FILE_SUFFIXES
+from stio.format.files.names import FileName
+from stio.format.files.names import step_of
 from stio.format.files.other_kinds import advice_for_path
 from stio.runtime.process import contextmanager
 from stio.storage.base import Identity
-from stio.text import is_url, without_secrets
+from stio.text import is_url
+from stio.text import without_secrets
 
 if sys.platform != "win32":
     import resource
@@ -45,41 +54,74 @@ _HUB_CACHE_PREFIXES = ("models--", "datasets--", "spaces--")
 
 
 def refused(
-    action: str, path: str, error: OSError | ValueError, *, offset: int | None = None, again: str = "load"
-) -> StorageError:
-    """Return the error to raise for an error of the operating system, or for a path that it does not accept."""
-    number = getattr(error, "errno", None)
-    reason = os.strerror(number) if number else str(error)
-    if number in (errno.EMFILE, errno.ENFILE):
-        reason += f"; raise the limit of {open_files_limit():,} open files (ulimit -n) or load fewer shards at once"
-    if number == errno.ESTALE:
-        reason += f"; the file was replaced on the server: {again} again"
-    if number == errno.ENOTCONN:
-        reason += f"; the mount is gone: mount it, and {again} again"
-    return StorageError(f"{action} failed: {reason}", path=path, errno=number, offset=offset)
-
-
-@contextmanager
-def refusals(
     action: str,
     path: str,
-    error_of: Callable[[str, str, Any], StorageError] = refused,
-    caught: tuple[type[Exception], ...] = (OSError, ValueError),
-) -> Iterator[None]:
+    error: OSError | ValueError,
+    *,
+    offset: int | None = None,
+    needed_bytes: int | None = None,
+    free_bytes: int | None = None,
+) -> StorageError:
+    """Return the error to raise for an error of the operating system, or for a path that it does not accept.
+
+    It is a `NoSpaceError` if space was missing.
+
+    Args:
+        action: The action that failed, as a participle.
+        path: File or directory.
+        error: The system's error.
+        offset: Byte offset in the file.
+        needed_bytes: Space that was needed.
+        free_bytes: Space that was free.
+    """
+    number = getattr(error, "errno", None) or 0
+    reason = _REASONS.get(number) or (os.strerror(number) if number else str(error))
+    if number in _NO_SPACE:
+        if needed_bytes is not None:
+            reason += f"; {needed_bytes:,} bytes are needed"
+        if free_bytes is not None:
+            reason += f"; {free_bytes:,} bytes are free"
+        text = f"{action} failed: {reason}"
+        return NoSpaceError(
+            text, path=path, errno=number, offset=offset, needed_bytes=needed_bytes, free_bytes=free_bytes
+        )
+    if number in (errno.EMFILE, errno.ENFILE):
+        reason += f"; raise the limit of {open_files_limit():,} open files (ulimit -n) or load fewer shards at once"
+    return StorageError(f"{action} failed: {reason}", path=path, errno=number or None, offset=offset)
+
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_REASONS = {
+    errno.ENOSPC: "there is too little space on the filesystem",
+    errno.EDQUOT: "the quota of this user is used up",
+    errno.EFBIG: "the file would be larger than the filesystem or the process's limit (ulimit -f) allows",
+    errno.ESTALE: f"{os.strerror(errno.ESTALE)}; the file was replaced on the server: try again",
+    errno.ENOTCONN: f"{os.strerror(errno.ENOTCONN)}; the mount is gone: mount it, and try again",
+}
+
+
+class refusals:  # noqa: N801 - a context manager, as `contextlib.suppress`
     """Raise an error of the operating system in a block, or of a path that it does not accept, as a `StorageError`.
 
     Args:
         action: What failed, as a participle.
         path: File or directory.
-        error_of: Makes the error.
         caught: Classes of these errors. `ValueError`, a NUL in the path, is left out where the block has other causes.
     """
-    try:
-        yield
-    except StioError:
-        raise
-    except caught as error:
-        raise error_of(action, path, error) from error
+
+    __slots__ = ("_action", "_caught", "_path")
+
+    def __init__(
+        self, action: str, path: str, *, caught: tuple[type[OSError | ValueError], ...] = (OSError, ValueError)
+    ) -> None:
+        self._action, self._path, self._caught = action, path, caught
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and isinstance(error, self._caught) and not isinstance(error, StioError):
+            raise refused(self._action, self._path, error) from error
 
 
 def open_files_limit() -> int:
@@ -100,17 +142,6 @@ def raise_opening_error(
     if isinstance(error, FileNotFoundError):
         raise CheckpointNotFoundError(f"there is no such {what}{broken_link(path)}", path=path) from None
     raise refused(action, path, error) from error
-
-
-@contextmanager
-def translated_errors(path: str, action: str = "opening") -> Iterator[None]:
-    """Raise an error of the operating system in a block as `raise_opening_error` does."""
-    try:
-        yield
-    except StioError:
-        raise
-    except (OSError, ValueError) as error:
-        raise_opening_error(error, path, action)
 
 
 def broken_link(path: str) -> str:
@@ -326,7 +357,7 @@ def open_resolved(path: str) -> int:
         NotADirectoryError: A part of the path is a link, or another kind of file.
         OSError: The operating system reported an error.
     """
-    names = [name for name in path.split(os.sep) if name]
+    names = path.strip(os.sep).split(os.sep) if path != os.sep else []
     if not _HAVE_DIR_FD or not names:
         return os.open(path, _LISTED)
     fd = os.open(os.sep, _PASSED)

@@ -1,4 +1,4 @@
-"""Local files: read at an offset into given memory, mapped, or read by cuFile into the memory of a device.
+"""Local files: read at an offset into given memory, or mapped.
 
 A `LocalRoot` holds the checkpoint's directory open, so that index and shards come from one directory even if its path
 is renamed in between. A `LocalFile` fills regions with `preadv(2)`, through the page cache. The engine reads past it if
@@ -7,10 +7,6 @@ the file is cold.
 A `MappedFile` is mapped privately, and populated by parallel calls or read at the first access. Nothing is copied.
 `madvise(MADV_POPULATE_READ)` populates in one long call without the GIL; page faults would cost one trap for each page.
 The pages are those of the page cache, so many processes share them.
-
-A `GdsFile` is read by NVIDIA's cuFile, GPUDirect Storage. The engine makes the reads (`stio/native/cufile.c`). A file
-is opened once more, by the link of its descriptor in /proc: it is the file that was checked, and cuFile accepts a
-descriptor once only.
 """
 
 from __future__ import annotations
@@ -21,40 +17,40 @@ import os
 import stat
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, cached_property
-from importlib.util import find_spec
-from pathlib import Path
+from functools import cached_property
 from struct import unpack_from
-from typing import Any, Self
+from typing import Any
+from typing import Self
 
 from stio import native
-from stio.errors import (
-    HostMemoryError,
-    StioError,
-    StorageError,
-    TruncatedError,
-    install_command,
-    printable,
-    without_path,
-)
+from stio.errors import HostMemoryError
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import TruncatedError
+from stio.errors import printable
+from stio.errors import without_path
 from stio.runtime import memory
 from stio.runtime.locks import new_lock
-from stio.runtime.memory import SYSTEM_PAGE_BYTES, Region, libc, quick_libc
-from stio.storage.base import Identity, Source
-from stio.storage.checks import (
-    OPEN_FLAGS,
-    UNSUPPORTED,
-    cut_short,
-    identity_of,
-    raise_opening_error,
-    refused,
-    require_inside,
-    require_regular,
-    stat_of,
-)
-from stio.text import RareWarnings, log
+from stio.runtime.memory import SYSTEM_PAGE_BYTES
+from stio.runtime.memory import Region
+from stio.runtime.memory import libc
+from stio.runtime.memory import quick_libc
+from stio.storage.base import Identity
+from stio.storage.base import Source
+from stio.storage.checks import OPEN_FLAGS
+from stio.storage.checks import UNSUPPORTED
+from stio.storage.checks import cut_short
+from stio.storage.checks import identity_of
+from stio.storage.checks import raise_opening_error
+from stio.storage.checks import refused
+from stio.storage.checks import require_inside
+from stio.storage.checks import require_regular
+from stio.storage.checks import stat_of
+from stio.text import RareWarnings
+from stio.text import log
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_PATH = getattr(os, "O_PATH", 0)
@@ -141,16 +137,6 @@ def _filesystem(fd: int) -> str | None:
     if sys.platform != "linux" or libc.fstatfs(fd, ctypes.byref(buffer)) != 0:
         return None
     return _LOCAL_FILESYSTEMS.get(buffer[0] & 0xFFFFFFFF)
-
-
-def open_file(path: str) -> LocalFile:
-    """Open one file that the caller named; it may be a link to any place.
-
-    Raises:
-        CheckpointNotFoundError: It does not exist.
-        StorageError: It is no regular file, or the operating system reported an error.
-    """
-    return open_at(path, path, None)
 
 
 def open_at(name: str, path: str, dir_fd: int | None) -> LocalFile:
@@ -277,18 +263,28 @@ class LocalFile:
     """
 
     def __init__(self, fd: int, path: str) -> None:
-        found = stat_of(fd, path)
-        require_regular(found, path)
+        status = stat_of(fd, path)
+        require_regular(status, path)
         self.fd = fd
         """The descriptor, for mappings; -1 once it is closed."""
         self.path = path
         """Name for messages."""
-        self.identity = identity_of(found)
+        self.identity = self._state = identity_of(status)
         """The state of the file when it was opened."""
-        self._answers_at_once = answers_at_once(fd, found)
+        self._answers_at_once = answers_at_once(fd, status)
         self._opening = new_lock()
         self.direct_fd = -1
         """A descriptor for reads of the engine past the page cache; -1: they go through it."""
+
+    @classmethod
+    def open(cls, path: str) -> LocalFile:
+        """Open one file that the caller named; it may be a link to any place.
+
+        Raises:
+            CheckpointNotFoundError: It does not exist.
+            StorageError: It is no regular file, or the operating system reported an error.
+        """
+        return open_at(path, path, None)
 
     @cached_property
     def on_local_filesystem(self) -> bool:
@@ -325,6 +321,21 @@ class LocalFile:
             resident += counts[0]
         return min(1.0, resident / looked)
 
+    def map(self, *, lazy: bool = False) -> MappedFile | None:
+        """Return a mapping; None, with a line in the log, where the system refuses: the caller reads the file then.
+
+        Some filesystems map no files (ENODEV), and a limit may leave too little address space for a file of which few
+        tensors are needed.
+        """
+        try:
+            return MappedFile(self, lazy=lazy)
+        except (HostMemoryError, StorageError) as error:
+            reason = without_path(error)
+            log(
+                _refusals.level(), "%s is read into memory, since it cannot be mapped: %s", printable(self.path), reason
+            )
+            return None
+
     def use_direct(self) -> None:
         """Let the engine read past the page cache from now on, where the filesystem supports that."""
         with self._opening:  # two loads of one open checkpoint may both call this
@@ -360,7 +371,7 @@ class LocalFile:
     def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if size or time of change differ from when the file was opened."""
         quick = _identity_at_once(self.fd) if self._answers_at_once else None
-        self.identity.require_same(quick[0] if quick else identity_of(stat_of(self.fd, self.path)), self.path)
+        self._state.require_same(quick[0] if quick else identity_of(stat_of(self.fd, self.path)), self.path)
 
     def close(self) -> None:
         """Close the descriptors. Idempotent; no read may be under way."""
@@ -396,24 +407,6 @@ def _read_at(fd: int, address: int, nbytes: int, offset: int) -> int:
 
 
 _refusals = RareWarnings()
-
-
-def map_if_possible(file: LocalFile, *, lazy: bool = False) -> MappedFile | None:
-    """Return a mapping of a file; None, with a line in the log, where the system refuses: the caller reads it then.
-
-    Some filesystems map no files (ENODEV), and a limit may leave too little address space for a file of which few
-    tensors are needed.
-    """
-    try:
-        return MappedFile(file, lazy=lazy)
-    except (HostMemoryError, StorageError) as error:
-        log_unmapped(file.path, without_path(error))
-        return None
-
-
-def log_unmapped(path: str, reason: str) -> None:
-    """Write into the log that a file is read into memory."""
-    log(_refusals.level(), "%s is read into memory, since it cannot be mapped: %s", printable(path), reason)
 
 
 class MappedFile:
@@ -468,86 +461,3 @@ class MappedFile:
         scratch = memory.allocate(step)
         for position in range(offset, offset + nbytes, step):
             self.file.read_into(position, [scratch.sub(0, min(step, offset + nbytes - position))])
-
-
-_CUFILE = "libcufile.so.0"
-_CUDA_LIBRARIES = "/usr/local/cuda/lib64"
-_MODULES = Path("/proc/modules")
-
-
-def _cufile_paths() -> Iterator[str]:
-    """Return where the library may be: loaded by torch, known to the linker, in NVIDIA's wheels, in CUDA's toolkit."""
-    yield _CUFILE
-    spec = find_spec("nvidia")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        yield from map(str, sorted(Path(folder).glob(f"*/lib/{_CUFILE}")))
-    yield f"{_CUDA_LIBRARIES}/{_CUFILE}"
-
-
-_load_cufile = cache(native.load_cufile)
-
-
-def require_cufile() -> int:
-    """Load cuFile; return the table of its functions.
-
-    Raises:
-        ImportError: It is not installed, or cannot be loaded here.
-    """
-    reasons = []
-    for path in _cufile_paths():
-        try:
-            return _load_cufile(path)
-        except OSError as error:
-            reasons.append(str(error))
-    raise ImportError(
-        f"memory='gds' reads with NVIDIA's cuFile ({_CUFILE}): {install_command('gds')}, or, with a torch for "
-        f"CUDA 12, pip install nvidia-cufile-cu12; {reasons[0]}"
-    )
-
-
-class GdsFile(native.CuFile):
-    """One open file that cuFile reads. The device is the current one of the thread that makes it.
-
-    Args:
-        file: The file; the caller owns it.
-
-    Raises:
-        ImportError: cuFile is not installed.
-        StorageError: cuFile does not work on this machine, or not for this file.
-    """
-
-    def __init__(self, file: LocalFile) -> None:
-        table, self._file = require_cufile(), file
-        if not _MODULES.exists():  # cuFile 1.20 reads that file without end if it cannot be opened
-            raise self._refused(f"this system has no {_MODULES}, which cuFile needs")
-        link, flags = f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC
-        try:
-            try:
-                self._fd = os.open(link, flags | os.O_DIRECT)
-            except OSError:  # the filesystem has no direct I/O; cuFile decides
-                self._fd = os.open(link, flags)
-            try:
-                super().__init__(table, self._fd)
-            except BaseException:
-                os.close(self._fd)
-                raise
-        except OSError as error:
-            raise self._refused(str(error)) from error
-
-    @property
-    def error(self) -> StorageError | None:
-        """The first read that failed, if one did."""
-        found = self.failure
-        if found is None:
-            return None
-        whys = {native.TRUNCATED: "the file ends there", native.READING: os.strerror(found.code)}
-        return self._refused(whys.get(found.kind, found.text), offset=found.offset, doing="reading")
-
-    def close(self) -> None:
-        """Close it. No read may be under way."""
-        super().close()
-        os.close(self._fd)
-
-    def _refused(self, why: str, *, offset: int | None = None, doing: str = "opening") -> StorageError:
-        text = f"{doing} by GPUDirect Storage failed: {why}"
-        return StorageError(text, path=self._file.path, offset=offset, errno=errno.EIO)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
 from stio import schemes
 from stio.errors import listed
 from stio.runtime.memory import Region
-from stio.storage import async_files, local
-from stio.storage.base import Identity, Root, Source
+from stio.storage import async_files
+from stio.storage import local
+from stio.storage.base import Identity
+from stio.storage.base import Root
+from stio.storage.base import Source
 from stio.storage.checks import open_files_limit
 from stio.text import without_secrets
 
@@ -34,7 +38,7 @@ def open_file(path: str) -> Source:
         CheckpointNotFoundError: It does not exist.
         StorageError: It is no regular file, or the operating system reported an error.
     """
-    return local.open_file(path) if local.HAVE_PREADV else async_files.open_at(path, path, None)
+    return local.LocalFile.open(path) if local.HAVE_PREADV else async_files.open_at(path, path, None)
 
 
 def open_url(url: str, *, is_file: bool | None = None) -> tuple[Root, str]:
@@ -73,12 +77,6 @@ def open_destination(url: str | Root) -> Any:
     if saver is None:
         raise TypeError(f"a destination is a path, a URL or a RemoteRoot, not {type(url).__name__}")
     return saver.open_destination(url)
-
-
-def place_of_url(url: str) -> str:
-    """Return the path, or the URL, below which all sources of a URL are that `open_url` opens."""
-    place: str = schemes.reader_of(url).place_of_url(url)
-    return place
 
 
 def is_hub(url: str) -> bool:

@@ -15,7 +15,7 @@ from support import run_python
 import stio
 from stio.cli import gc as cli_gc
 from stio.storage.commit.recovery import GarbageReport
-from stio.storage.commit.transaction import begin_local
+from tests.storage.transactions import begin_local
 
 
 def tree(folder: Path) -> list[tuple[str, int]]:

@@ -34,7 +34,7 @@ RANK_TIMEOUT = 3.0
 _LIVE = """
 import sys, time
 from pathlib import Path
-from stio.storage.commit.transaction import begin_local
+from tests.storage.transactions import begin_local
 from tests.storage.transactions import fill, index_of
 path, folder = sys.argv[1], Path(sys.argv[2])
 transaction = begin_local(path, num_shards=2)

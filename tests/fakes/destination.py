@@ -11,18 +11,27 @@ import errno
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from fakes.gate import Gated
-from stio.errors import CommitUncertainError, ConcurrentSaveError
+from stio.errors import CommitUncertainError
+from stio.errors import ConcurrentSaveError
 from stio.format.files.names import FilePattern
 from stio.limits import PAGE_BYTES
 from stio.runtime.memory import Region
-from stio.storage.base import Ending, Identity, Note, Transaction
-from stio.storage.commit.destination import CommitPlan, ExistingCheckpoint, LocalDestination, choose_names
-from stio.storage.commit.files import digest_of, write_refused
+from stio.saving.options import SaveOptions
+from stio.storage.base import Identity
+from stio.storage.base import Note
+from stio.storage.base import Transaction
+from stio.storage.checks import refused
+from stio.storage.commit.destination import CommitPlan
+from stio.storage.commit.destination import ExistingCheckpoint
+from stio.storage.commit.destination import LocalDestination
+from stio.storage.commit.destination import choose_names
+from stio.storage.commit.files import digest_of
 
 Step = Literal["begin", "create", "write", "finish", "commit", "confirm"]
 """Kinds of steps that can fail. `confirm` follows the commit, as the sync of a directory does."""
@@ -124,11 +133,9 @@ class MemoryDestination(Gated):
             names = choose_names(
                 LocalDestination(self.path, "update" if self.files else "fresh", self.path, ""),
                 ExistingCheckpoint(index, digest_of(self.files.get(index)), dict.fromkeys(old, Identity(0, 0, 0, 0))),
-                num_shards=num_shards,
-                pattern=filename_pattern,
-                shard_names=shard_names,
-                commit=commit,
-                save_id=f"{self.num_calls['begin']:08x}",
+                SaveOptions(filename_pattern=filename_pattern, shard_names=shard_names, commit=commit),
+                num_shards,
+                f"{self.num_calls['begin']:08x}",
             )
             self.num_transactions += 1
             return _MemoryTransaction(self, names, old)
@@ -154,8 +161,8 @@ class MemoryDestination(Gated):
             raise CommitUncertainError(message, path=self.path, errno=self.error_number)
         free = None if needed_bytes is None else 0
         error = OSError(self.error_number, os.strerror(self.error_number))
-        raise write_refused(
-            _ACTIONS[step], path or self.path, error, offset=offset, needed_bytes=needed_bytes, free=free
+        raise refused(
+            _ACTIONS[step], path or self.path, error, offset=offset, needed_bytes=needed_bytes, free_bytes=free
         )
 
     def start_write(self, write: Write) -> int:
@@ -227,7 +234,7 @@ class _MemoryTransaction(Transaction):
             self._destination.publish(new, self._old | {note.name for note in notes}, self._num_commits)
             self._destination.step("confirm")
         finally:
-            self._end_once("published")
+            self._after("leave")
 
     def roll_back(self) -> None:
         for sink in self._sinks:
@@ -237,7 +244,7 @@ class _MemoryTransaction(Transaction):
     def _require(self, condition: bool, message: str) -> None:
         self._destination.require(condition, message)
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self) -> None:
         for sink in self._sinks:
             sink.close()
         self._destination.count(transactions=-1)
@@ -245,6 +252,8 @@ class _MemoryTransaction(Transaction):
 
 class _MemorySink:
     """One new file; a `FileWriter`."""
+
+    is_ordered = False
 
     def __init__(self, destination: MemoryDestination, transaction: _MemoryTransaction, name: str, nbytes: int) -> None:
         self._destination, self._transaction = destination, transaction

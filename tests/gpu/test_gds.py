@@ -10,14 +10,18 @@ import cufile_stand_in
 import pytest
 import simdevice
 import torch
-from accelerators import PLACES, Place, gpu, needs_two_devices
-from support import needs_engine, require_equal
+from accelerators import PLACES
+from accelerators import Place
+from accelerators import gpu
+from accelerators import needs_two_devices
+from support import needs_engine
+from support import require_equal
 
 import stio.sync
+from stio.loading import gds_path
 from stio.loading import planned
 from stio.loading.gds_path import GdsPath
 from stio.runtime.reports.trace import Trace
-from stio.storage import local
 
 Tensors = dict[str, torch.Tensor]
 
@@ -82,7 +86,7 @@ def cufile_itself() -> Iterator[None]:
     if simdevice.installed():
         pytest.skip("cuFile reads to devices of NVIDIA's")
     try:
-        local.require_cufile()
+        gds_path.GdsFile.require_library()
     except ImportError as error:
         pytest.skip(str(error))
     yield

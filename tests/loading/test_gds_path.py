@@ -7,7 +7,8 @@ import gc
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,23 @@ import numpy as np
 import pytest
 import torch
 from fake_driver import Place
-from fakes import FakeDevice, write_checkpoint
-from support import eventually, needs_engine, nothing_left, require_equal
+from fakes import FakeDevice
+from fakes import write_checkpoint
+from support import eventually
+from support import needs_engine
+from support import nothing_left
+from support import require_equal
 
 import stio
 import stio.sync
 from stio import native
-from stio.errors import DeviceError, DeviceMemoryError, TruncatedError
+from stio.errors import DeviceError
+from stio.errors import DeviceMemoryError
+from stio.errors import TruncatedError
+from stio.loading import gds_path
 from stio.loading import planned
 from stio.loading.gds_path import GdsPath
 from stio.runtime.reports.trace import Trace
-from stio.storage import local
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="GPUDirect Storage is Linux's")
 
@@ -340,7 +347,7 @@ def test_cancel(make, source) -> None:
 def test_without_the_engine(source, tensors, monkeypatch, warnings) -> None:
     """cuFile is not looked for."""
     monkeypatch.setattr(native, "available", lambda: False)
-    monkeypatch.setattr(local, "_cufile_paths", list)
+    monkeypatch.setattr(gds_path, "_cufile_paths", list)
     device = FakeDevice()
     require_equal(stio.sync.load(source, device=device, memory="gds"), tensors)
     (warning,) = warnings()
@@ -357,7 +364,7 @@ def test_on_a_device_that_is_not_nvidia_s(source, tensors, monkeypatch, warnings
 @needs_engine
 def test_without_cufile(make, source, monkeypatch) -> None:
     here = make()
-    monkeypatch.setattr(local, "_cufile_paths", lambda: ["/nowhere/libcufile.so.0"])
+    monkeypatch.setattr(gds_path, "_cufile_paths", lambda: ["/nowhere/libcufile.so.0"])
     with pytest.raises(
         ImportError, match=r"pip install 'stio-torch\[gds\]', or, .*libcufile.*cannot open shared object"
     ):

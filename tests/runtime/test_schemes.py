@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import MemoryRoot, checkpoint_files
+from fakes import MemoryRoot
+from fakes import checkpoint_files
 
-from stio import schemes, sync
-from stio.storage.open import place_of_url
+from stio import schemes
+from stio import sync
+from stio.runtime.schemes import reader_of
 
 
 def test_a_registered_scheme_is_a_url_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +23,6 @@ def test_a_registered_scheme_is_a_url_everywhere(monkeypatch: pytest.MonkeyPatch
         sync.load("ours://a/model/")
     monkeypatch.setitem(schemes.READERS, "ours", "stores_of_ours")
     assert torch.equal(sync.load("ours://a/model/")["w"], torch.ones(2))
-    assert place_of_url("OURS://a") == "OURS://a"
+    assert reader_of("OURS://a").place_of_url("OURS://a") == "OURS://a"
     with pytest.raises(ValueError, match="saves go to local paths, and to URLs of s3, gs, az; not to ours://a"):
         sync.save({"w": torch.ones(2)}, "ours://a/")

@@ -13,7 +13,6 @@ import torch
 import stio.sync
 from stio.format.files.names import step_of
 from stio.saving import retention
-from stio.storage.commit import retention as deletion
 from stio.storage.commit.retention import WrittenFiles
 
 STATE = {"a": torch.ones(3)}
@@ -147,7 +146,7 @@ def test_saves_that_are_under_way_at_once(tmp_path: Path) -> None:
 def test_a_deletion_that_failed_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, failures = deletion.remove_checkpoint, [2]
+    plain, failures = WrittenFiles.remove, [2]
 
     def remove(*args: Any, **keywords: Any) -> None:
         if failures[0]:
@@ -155,7 +154,7 @@ def test_a_deletion_that_failed_is_tried_again(
             raise stio.StorageError("deleting failed", path="step", errno=errno.ESTALE)
         plain(*args, **keywords)
 
-    monkeypatch.setattr(deletion, "remove_checkpoint", remove)
+    monkeypatch.setattr(WrittenFiles, "remove", remove)
     with stio.sync.Saver(keep_last=1, durability="none") as saver:
         for step in range(1, 5):
             saver.save(STATE, tmp_path / f"step-{step}").result()
@@ -166,13 +165,13 @@ def test_a_deletion_that_failed_is_tried_again(
 def test_a_step_that_is_saved_again_while_its_deletion_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = deletion.remove_checkpoint
+    plain = WrittenFiles.remove
     with stio.sync.Saver(keep_last=1, durability="none") as saver:
         saver.save(STATE, tmp_path / "step-1").result()
         with monkeypatch.context() as patched:
-            patched.setattr(deletion, "remove_checkpoint", refuse)
+            patched.setattr(WrittenFiles, "remove", refuse)
             saver.save(STATE, tmp_path / "step-2").result()
-        assert deletion.remove_checkpoint is plain
+        assert WrittenFiles.remove is plain
         saver.save({"b": torch.ones(3)}, tmp_path / "step-1").result()
     assert stio.sync.load(tmp_path / "step-1").keys() == {"b"}
 
@@ -196,7 +195,7 @@ def test_records_do_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         if name % 100 == 99:
             kept._take_attempts()
     assert sum(len(step.attempted) for step in kept._steps.values()) < 1000
-    monkeypatch.setattr(deletion, "remove_checkpoint", refuse)
+    monkeypatch.setattr(WrittenFiles, "remove", refuse)
     for step in range(100):
         kept.add(f"/y/step-{step}", None, WrittenFiles())
     assert len(kept._undeleted) < 50

@@ -184,7 +184,7 @@ import pytest
 from stio import native
 from stio.runtime import memory
 from stio.errors import StorageError, TruncatedError
-from stio.storage.local import LocalRoot, open_file
+from stio.storage.local import LocalFile, LocalRoot
 from stio.storage.local import MappedFile
 
 hits = ctypes.CDLL(None).shim_hits if os.environ.get("LD_PRELOAD") else None

@@ -12,7 +12,7 @@ import pytest
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, UnsafePathError
 from stio.storage import local
-from stio.storage.local import LocalRoot, open_file
+from stio.storage.local import LocalFile, LocalRoot
 from stio.testing import read_guarded
 
 DATA = random.Random(1).randbytes(100_000)
@@ -130,7 +130,7 @@ def test_b77_trusted_links(link_outside: Path) -> None:
         assert content(root, NAME) == b"secret"
     with LocalRoot(link_outside) as root:
         assert content(root, NAME, trusted=True) == b"secret"
-    file = open_file(str(link_outside / NAME))
+    file = LocalFile.open(str(link_outside / NAME))
     assert read_guarded(file, 0, 6) == b"secret"
     file.close()
 
@@ -177,7 +177,7 @@ def test_b78_odd_files_never_hang(place: Path, kind: str) -> None:
     path = make_odd(place, kind)
     before = num_descriptors()
     with pytest.raises(StorageError, match="not a regular file") as caught:
-        open_file(path)
+        LocalFile.open(path)
     assert caught.value.errno in (errno.EINVAL, errno.EISDIR)
     with LocalRoot(place, follow_symlinks=True) as root, pytest.raises(StorageError, match="not a regular file"):
         root.open("odd.safetensors")

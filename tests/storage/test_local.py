@@ -24,7 +24,7 @@ from stio.runtime import memory
 from stio.storage import local
 from stio.storage.base import Root, Source
 from stio.storage.checks import identity_of
-from stio.storage.local import LocalFile, LocalRoot, open_file
+from stio.storage.local import LocalFile, LocalRoot
 from stio.testing import SourceContract, read_guarded
 
 DATA = random.Random(1).randbytes(100_000)
@@ -35,14 +35,14 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own descript
 
 class TestLocalFile(SourceContract):
     def open(self, path: Path) -> Source:
-        return open_file(str(path))
+        return LocalFile.open(str(path))
 
 
 class TestDirectFile(SourceContract):
     """Reads past the page cache, where the filesystem has them; the same contract where it does not."""
 
     def open(self, path: Path) -> Source:
-        file = open_file(str(path))
+        file = LocalFile.open(str(path))
         file.use_direct()
         return file
 
@@ -103,7 +103,7 @@ def test_root_that_is_a_file(place: Path) -> None:
     assert caught.value.errno == errno.ENOTDIR
 
 
-@pytest.mark.parametrize("opener", [LocalRoot, open_file])
+@pytest.mark.parametrize("opener", [LocalRoot, LocalFile.open])
 def test_path_with_nul(opener: Callable[[str], object]) -> None:
     with pytest.raises(StorageError, match="null"):
         opener("a\0b")
@@ -152,7 +152,7 @@ def test_c88_short_reads(run_faulty: Callable[..., str], tmp_path: Path) -> None
     path.write_bytes(DATA)
     run_faulty(
         """
-        data, file = Path(path).read_bytes(), open_file(path)
+        data, file = Path(path).read_bytes(), LocalFile.open(path)
         assert read(file, 0, len(data)) == data
         assert read(file, 17, 5, 0, 20_000, 3, 1, 900) == data[17 : 17 + 20_909]
         with pytest.raises(TruncatedError) as caught:
@@ -171,7 +171,7 @@ def test_c88_interrupted_reads(run_faulty: Callable[..., str], tmp_path: Path) -
     path.write_bytes(DATA)
     run_faulty(
         """
-        data, file = Path(path).read_bytes(), open_file(path)
+        data, file = Path(path).read_bytes(), LocalFile.open(path)
         assert read(file, 0, len(data)) == data
         assert read(file, 1, 2, 3) == data[1:6]
         assert hits() >= 3
@@ -186,7 +186,7 @@ def test_c89_disk_error(run_faulty: Callable[..., str], tmp_path: Path) -> None:
     path.write_bytes(DATA)
     run_faulty(
         """
-        file = open_file(path)
+        file = LocalFile.open(path)
         assert read(file, 0, 10) == Path(path).read_bytes()[:10]
         for _ in range(2):
             with pytest.raises(StorageError) as caught:
@@ -247,7 +247,7 @@ def test_c98_direct_io_refused_by_the_read(run_faulty: Callable[..., str], tmp_p
 
 
 def test_c98_direct_io_refused_by_the_open(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = open_file(str(place / NAME))
+    file = LocalFile.open(str(place / NAME))
 
     def refuse(*_: object, **__: object) -> int:
         raise OSError(errno.EINVAL, "no direct I/O here")
@@ -262,7 +262,7 @@ def test_c98_direct_io_refused_by_the_open(place: Path, monkeypatch: pytest.Monk
 @linux
 def test_direct_io_is_opened_once(place: Path) -> None:
     before = num_descriptors()
-    file = open_file(str(place / NAME))
+    file = LocalFile.open(str(place / NAME))
     with ThreadPoolExecutor(8) as pool:
         for _ in pool.map(lambda _: file.use_direct(), range(32)):
             pass
@@ -273,7 +273,7 @@ def test_direct_io_is_opened_once(place: Path) -> None:
 
 def test_reads_longer_than_a_call_takes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_READ_MAX_BYTES", 8192)
-    file = open_file(str(place / NAME))
+    file = LocalFile.open(str(place / NAME))
     assert read_guarded(file, 1, 99_999) == DATA[1:]
     assert read_guarded(file, 1, 5000, 1, 0, 2, 30_000, 5000, 5000) == DATA[1 : 1 + 45_003]
     file.close()
@@ -306,7 +306,7 @@ def test_c99_no_descriptors_left(run_script: Callable[..., str], place: Path) ->
 
 
 def test_closed_file(place: Path) -> None:
-    file = open_file(str(place / NAME))
+    file = LocalFile.open(str(place / NAME))
     file.close()
     with pytest.raises(StorageError) as caught:
         file.check_unchanged()
@@ -325,7 +325,7 @@ def test_c91_replaced_file_keeps_its_bytes(place: Path) -> None:
 
 
 def test_what_the_page_cache_holds(place: Path) -> None:
-    file = open_file(str(place / NAME))
+    file = LocalFile.open(str(place / NAME))
     assert isinstance(file, LocalFile)
     assert 0 <= file.resident_fraction() <= 1
     assert isinstance(file.on_local_filesystem, bool)
@@ -337,7 +337,7 @@ def test_the_size_is_that_of_the_moment(tmp_path: Path, monkeypatch: pytest.Monk
     path = tmp_path / "file"
     path.write_bytes(b"12345")
     monkeypatch.setattr("stio.storage.local.is_local", lambda fd: local)
-    file = open_file(str(path))
+    file = LocalFile.open(str(path))
     assert file.nbytes_now() == 5
     os.truncate(path, 3)
     assert (file.nbytes_now(), file.identity.nbytes) == (3, 5)
@@ -352,7 +352,7 @@ def test_the_size_is_that_of_the_moment(tmp_path: Path, monkeypatch: pytest.Monk
 @linux
 def test_the_page_cache_is_counted_in_pages_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / NAME).write_bytes(bytes(3 << 16))
-    file = open_file(str(tmp_path / NAME))
+    file = LocalFile.open(str(tmp_path / NAME))
     assert isinstance(file, LocalFile)
 
     class Libc:
@@ -371,7 +371,7 @@ def test_the_page_cache_is_counted_in_pages_of_the_machine(tmp_path: Path, monke
 def test_an_interrupted_close_is_not_repeated(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By then the number may be that of another file."""
     monkeypatch.setattr(local, "answers_at_once", lambda fd, state: False)
-    file = open_file(str(place / NAME))
+    file = LocalFile.open(str(place / NAME))
     real = os.close
 
     def close(fd: int) -> None:
@@ -401,7 +401,7 @@ def test_short_reads_with_and_without_the_gil(tmp_path: Path, monkeypatch: pytes
         return int(real(*arguments))
 
     monkeypatch.setattr(local, "_preadv2", count if has_it else None)
-    file = local.open_file(str(tmp_path / "f"))
+    file = LocalFile.open(str(tmp_path / "f"))
     region = memory.allocate(len(data))
     file.read_into(0, [region.sub(0, 100), region.sub(100, len(data) - 100)])
     assert region.tobytes() == data
@@ -435,7 +435,7 @@ def test_a_deleted_file_is_closed_without_the_gil(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "close", lambda fd: (closed.append(fd), real(fd))[1])
     for removes in (False, True):
         (tmp_path / "f").write_bytes(b"1234567")
-        file = local.open_file(str(tmp_path / "f"))
+        file = LocalFile.open(str(tmp_path / "f"))
         file._answers_at_once = True
         file.check_unchanged()
         if removes:
@@ -466,7 +466,7 @@ def test_a_change_is_seen_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(local, "answers_at_once", lambda fd, state: at_once)
     path = tmp_path / "f"
     path.write_bytes(b"1234567")
-    file = local.open_file(str(path))
+    file = LocalFile.open(str(path))
     file.check_unchanged()
     os.utime(path, ns=(0, 0))
     with pytest.raises(ChangedDuringReadError):

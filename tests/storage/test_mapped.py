@@ -10,7 +10,7 @@ import pytest
 from support import needs_engine
 
 from stio.errors import StorageError, TruncatedError
-from stio.storage.local import LocalFile, MappedFile, open_file
+from stio.storage.local import LocalFile, MappedFile
 
 DATA = random.Random(2).randbytes(3_000_001)
 
@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def file(path: Path) -> Iterator[LocalFile]:
-    file = open_file(str(path))
+    file = LocalFile.open(str(path))
     yield file
     file.close()
 
@@ -47,7 +47,7 @@ def test_populates_any_range(file: LocalFile, offset: int, nbytes: int) -> None:
 
 
 def test_outlives_descriptor_and_name(path: Path) -> None:
-    file = open_file(str(path))
+    file = LocalFile.open(str(path))
     region = MappedFile(file).region
     file.close()
     path.unlink()
@@ -83,7 +83,7 @@ def test_c90_shrunk_before_mapping(file: LocalFile, path: Path) -> None:
 
 
 def test_closed_file(path: Path) -> None:
-    file = open_file(str(path))
+    file = LocalFile.open(str(path))
     mapped = MappedFile(file)
     file.close()
     with pytest.raises(StorageError):
@@ -102,7 +102,7 @@ def test_c89_disk_error(run_faulty: Callable[..., str], path: Path, by: str) -> 
     """A fault does not say why; the read that follows it does."""
     run_faulty(
         """
-        mapped = MappedFile(open_file(path))
+        mapped = MappedFile(LocalFile.open(path))
         with pytest.raises(StorageError) as caught:
             populate(mapped, 8192, 4096, sys.argv[2])
         assert (caught.value.errno, caught.value.offset) == (errno.EIO, 8192)
@@ -117,7 +117,7 @@ def test_c89_disk_error(run_faulty: Callable[..., str], path: Path, by: str) -> 
 def test_c90_fault_at_a_file_that_was_cut(run_faulty: Callable[..., str], path: Path) -> None:
     run_faulty(
         """
-        mapped = MappedFile(open_file(path))
+        mapped = MappedFile(LocalFile.open(path))
         from stio.storage.local import LocalFile
         real, cut = LocalFile.nbytes_now, []
         def late_cut(file):  # between the look at the size and the populating
@@ -142,7 +142,7 @@ def test_populating_is_advice(run_faulty: Callable[..., str], path: Path, modes:
     """A kernel that has no such call, a signal, a fault that does not come again: the bytes are there all the same."""
     run_faulty(
         """
-        data, mapped = Path(path).read_bytes(), MappedFile(open_file(path))
+        data, mapped = Path(path).read_bytes(), MappedFile(LocalFile.open(path))
         populate(mapped, 100, 2_500_000, sys.argv[2])
         assert hits() >= 1
         assert mapped.region.tobytes() == data
@@ -159,7 +159,7 @@ def test_c89_poisoned_page(run_faulty: Callable[..., str], path: Path, by: str) 
     run_faulty(
         """
         with pytest.raises(StorageError, match="populating") as caught:
-            populate(MappedFile(open_file(path)), 0, 4096, sys.argv[2])
+            populate(MappedFile(LocalFile.open(path)), 0, 4096, sys.argv[2])
         assert caught.value.errno == 133  # EHWPOISON
         """,
         path,

@@ -6,10 +6,14 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 from typing import Any
+from typing import Literal
 
 import pytest
 
@@ -18,13 +22,31 @@ from stio.runtime.memory import allocate
 from stio.storage.base import Note
 from stio.storage.commit import recovery
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.recovery import GarbageReport, collect_garbage
-from stio.storage.commit.transaction import LocalTransaction, begin_local
+from stio.storage.commit import transaction as transactions
+from stio.storage.commit.recovery import GarbageReport
+from stio.storage.commit.recovery import collect_garbage
+from stio.storage.commit.transaction import LocalTransaction
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 NOTE = "model.safetensors.manifest.json"
 OTHER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The fields of `SaveOptions` that a transaction needs, with their defaults; imports no torch."""
+
+    filename_pattern: str = "model{suffix}.safetensors"
+    shard_names: Literal["auto", "hub"] = "auto"
+    commit: Literal["index", "files"] = "index"
+    durability: Literal["full", "none"] = "full"
+    lock_timeout: float = 60.0
+
+
+def begin_local(destination: str | os.PathLike[str], num_shards: int = 1, **options: Any) -> LocalTransaction:
+    """Begin a transaction with these options, and the defaults of others."""
+    return transactions.begin_local(destination, num_shards, Rules(**options))
 
 
 def content(tag: str, k: int) -> bytes:

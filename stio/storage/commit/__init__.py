@@ -30,9 +30,10 @@ control lists and extended attributes are not copied (`files.py`).
 
 Locks. The directory's lock is held for the commit, except when the destination is a new directory; it is taken before
 the save refuses a cancel (`prepare_commit`), and all waits of a save share `lock_timeout=`. Then the directory is
-compared with what the save began with; a change is a `ConcurrentSaveError`. Recovery waits for the lock for at most a
-second of that time and leaves the rest to a later recovery. In a directory such as /tmp it follows only records of its
-own user and of the directory's owner. What another version of stio has left is never deleted; a save there is refused.
+compared with what the save began with; a change is a `ConcurrentSaveError`. The recovery before a save waits for the
+lock for at most a second, and leaves the rest to a later recovery. In a directory such as /tmp it follows only records
+of its own user and of the directory's owner. What another version of stio has left is never deleted; a save there is
+refused.
 
 Of several savers the last one wins. If it writes a single file where an index was, removing the index is the commit for
 readers, and that removal is durable before the old shards are deleted. `CommitUncertainError` is also raised where

@@ -5,28 +5,35 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Literal
+from typing import TypeAlias
 
-from stio.errors import StioError, StorageError
+from stio.errors import StioError
+from stio.errors import StorageError
 from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX, FilePattern
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import FilePattern
 from stio.limits import Limits
 from stio.storage.base import Identity
-from stio.storage.checks import identity_of, kind_of_file, refusals, resolve_links
+from stio.storage.base import SaveRules
+from stio.storage.checks import identity_of
+from stio.storage.checks import kind_of_file
+from stio.storage.checks import refusals
+from stio.storage.checks import resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.files import (
-    MAX_INDEX_BYTES,
-    FileAttributes,
-    attributes_at,
-    closing,
-    digest_of,
-    file_at,
-    read_small,
-    status_at,
-)
+from stio.storage.commit.files import MAX_INDEX_BYTES
+from stio.storage.commit.files import FileAttributes
+from stio.storage.commit.files import attributes_at
+from stio.storage.commit.files import closing
+from stio.storage.commit.files import digest_of
+from stio.storage.commit.files import file_at
+from stio.storage.commit.files import read_small
+from stio.storage.commit.files import status_at
 from stio.storage.local import is_local
 
 
@@ -60,6 +67,8 @@ class LocalDestination:
     """Directory in which the save works: the destination itself if it exists, else its parent."""
     name: str
     """Name in `home` of the file or the fresh directory; empty for an update."""
+    last_wins: bool = False
+    """Whether, of several saves at once, the last one replaces the others. Otherwise the first one wins."""
 
     @property
     def real(self) -> str:
@@ -100,7 +109,7 @@ def resolve(destination: str | os.PathLike[str]) -> LocalDestination:
     if is_one_file(destination):
         if stat.S_ISDIR(mode):
             raise wrong(errno.EISDIR, f"the destination is a directory; a name ending in {FILE_SUFFIX} means one file")
-        return LocalDestination(path, "file", parent, name)
+        return LocalDestination(path, "file", parent, name, last_wins=isinstance(destination, SingleFile))
     if stat.S_ISREG(mode):
         raise wrong(errno.ENOTDIR, f"the destination is a file; a name that means one file ends in {FILE_SUFFIX}")
     return LocalDestination(path, "update", real, "") if mode else LocalDestination(path, "fresh", parent, name)
@@ -121,31 +130,26 @@ def make_and_open(directory: str, *, durable: bool) -> tuple[int, dict[str, Dire
     Raises:
         OSError: The operating system reported an error.
     """
-    made: dict[str, DirectoryIdentity] = {}
-    return _make_and_open(directory, durable, made), made
-
-
-def _make_and_open(directory: str, durable: bool, made: dict[str, DirectoryIdentity]) -> int:
     parent, name = os.path.split(directory)
     try:
         if durable:
             # Somebody may have made it a moment ago, without a sync.
             with suppress(PermissionError), closing(calls.open_directory(parent)) as above:
                 calls.sync_directory(above)
-        return calls.open_directory(directory)
+        return calls.open_directory(directory), {}
     except FileNotFoundError:
         if not name:
             raise
-    with closing(_make_and_open(parent, durable, made)) as above:
+    above, made = make_and_open(parent, durable=durable)
+    is_made = False
+    with closing(above):
         with suppress(FileExistsError):  # another save has just made it, and may not have synced it yet
             calls.make_directory(name, dir_fd=above)
-            made[directory] = 0, 0
+            is_made = True
         if durable:
             calls.sync_directory(above)
         fd = calls.open_directory(name, dir_fd=above)
-    if directory in made:
-        made[directory] = directory_identity(fd)
-    return fd
+    return fd, {**made, directory: directory_identity(fd)} if is_made else made
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,18 +259,14 @@ class CommitPlan:
 
 CommitPolicy: TypeAlias = Callable[[int, str], CommitPlan]
 """Makes a save's plan from the descriptor of `LocalDestination.home` and the save's id. It changes nothing, and raises
-`ValueError`, `StorageError` or `OSError` if the save is not possible. `begin_local` has one, and so has the
-drop-in for the hub."""
+`ValueError`, `StorageError` or `OSError` if the save is not possible."""
 
 
 def choose_names(
     destination: LocalDestination,
     existing: ExistingCheckpoint,
-    *,
+    rules: SaveRules,
     num_shards: int,
-    pattern: str,
-    shard_names: Literal["auto", "hub"],
-    commit: Literal["index", "files"],
     save_id: str,
 ) -> CommitPlan:
     """Choose the names of the new files and the step that publishes them; pure.
@@ -276,10 +276,11 @@ def choose_names(
     """
     if destination.kind == "file":
         return CommitPlan("file", (destination.name,), None, existing)
-    index = FilePattern(pattern).index
-    hub = tuple(FilePattern(pattern).shard(k, num_shards) for k in range(num_shards))
+    pattern, numbers = FilePattern(rules.filename_pattern), range(num_shards)
+    hub = tuple([pattern.shard(k, num_shards) for k in numbers])
     if destination.kind == "fresh":
-        return CommitPlan("directory", hub, index if num_shards > 1 else None, existing)
+        return CommitPlan("directory", hub, pattern.index if num_shards > 1 else None, existing)
+    index = pattern.index
     has_index = existing.index_sha256 is not None
     if not has_index and (num_shards == 1 or not existing.files):
         if num_shards > 1:
@@ -287,10 +288,10 @@ def choose_names(
         return CommitPlan("file", hub, None, existing)
     # A checkpoint that has an index, or gets one now. If there was an index the new checkpoint has one too; otherwise a
     # reader could load the wrong files.
-    if shard_names == "auto":
-        names = tuple(FilePattern(pattern).shard(k, num_shards, save_id=save_id) for k in range(num_shards))
+    if rules.shard_names == "auto":
+        names = tuple([pattern.shard(k, num_shards, save_id=save_id) for k in numbers])
         return CommitPlan("index", names, index, existing)
-    if commit != "files":
+    if rules.commit != "files":
         raise ValueError(
             f'{destination.path}: the directory holds a checkpoint; shard_names="hub" would replace its files one by '
             'one. Allow that by commit="files" (see its documentation), or save to a fresh directory'

@@ -22,16 +22,19 @@ import re
 import secrets
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 
 from stio import clock
-from stio.errors import ConcurrentSaveError, printable
+from stio.errors import ConcurrentSaveError
+from stio.errors import printable
 from stio.runtime.process import contextmanager
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.files import FileAttributes, status_at
+from stio.storage.commit.files import FileAttributes
+from stio.storage.commit.files import status_at
 from stio.text import log
 
 LOCK_TIMEOUT_SECONDS = 60.0
@@ -59,18 +62,10 @@ class LockTimeout:
 
     Args:
         seconds: That time.
-        whole: The time that this one is a part of.
     """
 
-    def __init__(self, seconds: float = LOCK_TIMEOUT_SECONDS, whole: LockTimeout | None = None) -> None:
-        self.seconds = seconds
-        """See above."""
-        self._left_seconds = seconds
-        self._whole = whole
-
-    def part(self, seconds: float) -> LockTimeout:
-        """Return a part of this time, at most `seconds`: what it does not use is still there."""
-        return LockTimeout(min(seconds, self._left_seconds), self)
+    def __init__(self, seconds: float = LOCK_TIMEOUT_SECONDS) -> None:
+        self.seconds = self._left_seconds = seconds
 
     def wait_until(self, ready: Callable[[], bool | None], check: Callable[[], None] = _no_check) -> bool:
         """Call `ready` again and again until it returns True; return False if the time passed before.
@@ -90,12 +85,7 @@ class LockTimeout:
                 pause = min(2 * pause, 0.05)
             return True
         finally:
-            self._spend(clock.monotonic() - begin)
-
-    def _spend(self, seconds: float) -> None:
-        self._left_seconds = max(0.0, self._left_seconds - seconds)
-        if self._whole is not None:
-            self._whole._spend(seconds)
+            self._left_seconds = max(0.0, begin + longest - clock.monotonic())
 
 
 @contextmanager

@@ -30,19 +30,22 @@ import hashlib
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from stio import native
-from stio.errors import NoSpaceError, StorageError
+from stio.errors import StorageError
 from stio.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
-from stio.runtime.process import contextmanager
 from stio.storage.base import Identity
-from stio.storage.checks import OPEN_FLAGS, UNSUPPORTED, open_by_rule, refusals, refused, require_regular, stat_by_rule
+from stio.storage.checks import OPEN_FLAGS
+from stio.storage.checks import UNSUPPORTED
+from stio.storage.checks import open_by_rule
+from stio.storage.checks import refused
+from stio.storage.checks import require_regular
+from stio.storage.checks import stat_by_rule
 from stio.storage.commit import syscalls as calls
 from stio.storage.local import is_local
 
@@ -109,13 +112,19 @@ class Stamp:
         return cls(file.nbytes, file.mtime_ns)
 
 
-@contextmanager
-def closing(fd: int) -> Iterator[int]:
+class closing:  # noqa: N801 - a context manager, as `contextlib.closing`
     """Give an open file or directory to a block, and close it at the end of the block."""
-    try:
-        yield fd
-    finally:
-        calls.close(fd)
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __enter__(self) -> int:
+        return self._fd
+
+    def __exit__(self, *_: object) -> None:
+        calls.close(self._fd)
 
 
 def write_small(
@@ -185,16 +194,6 @@ def read_small(dir_fd: int, name: str, limit_bytes: int, *, where: str = "") -> 
     return data
 
 
-def remove_file(dir_fd: int, name: str) -> None:
-    """Remove a file; if it does not exist, do nothing.
-
-    Raises:
-        OSError: The operating system reported an error.
-    """
-    with suppress(FileNotFoundError):
-        calls.unlink(name, dir_fd=dir_fd)
-
-
 def digest_of(data: bytes | None) -> str | None:
     """Return the SHA-256 of bytes, None for None."""
     return None if data is None else hashlib.sha256(data).hexdigest()
@@ -233,7 +232,6 @@ def stamp_of(dir_fd: int, name: str) -> Stamp | None:
 
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _WRITEBACK_BYTES = 8 << 20
 """Buffered writes of at least this size are sent to the disk at once; below it the call costs more than it saves."""
 
@@ -254,41 +252,6 @@ def free_bytes(fd: int) -> int | None:
     return space.f_bavail * space.f_frsize if space.f_blocks else None
 
 
-def write_refused(
-    action: str,
-    path: str,
-    error: OSError | ValueError,
-    *,
-    offset: int | None = None,
-    needed_bytes: int | None = None,
-    free: int | None = None,
-) -> StorageError:
-    """Return the error to raise for a refused write: `NoSpaceError` if space was missing.
-
-    Args:
-        action: The action that failed, as a participle.
-        path: File or directory.
-        error: The system's error.
-        offset: Byte offset in the file.
-        needed_bytes: Space that was needed.
-        free: Space that was free.
-    """
-    number = getattr(error, "errno", None)
-    if number not in _NO_SPACE:
-        return refused(action, path, error, offset=offset, again="save")
-    reason = {
-        errno.EDQUOT: "the quota of this user is used up",
-        errno.EFBIG: "the file would be larger than the filesystem or the process's limit (ulimit -f) allows",
-    }.get(number or 0, "there is too little space on the filesystem")
-    if needed_bytes is not None:
-        reason += f"; {needed_bytes:,} bytes are needed"
-    if free is not None:
-        reason += f", {free:,} are free" if needed_bytes is not None else f"; {free:,} bytes are free"
-    return NoSpaceError(
-        f"{action} failed: {reason}", path=path, errno=number, offset=offset, needed_bytes=needed_bytes, free_bytes=free
-    )
-
-
 class LocalFileWriter:
     """One new file; a `FileWriter`. `create_files` creates the file.
 
@@ -299,8 +262,10 @@ class LocalFileWriter:
         nbytes: Its size.
         attributes: Those that `finish` gives it; None: those that a new file gets.
         durable: Whether `finish` syncs.
-        is_shared: Whether other processes write the file too.
     """
+
+    is_ordered = False
+    """See `FileWriter`."""
 
     def __init__(
         self,
@@ -311,7 +276,6 @@ class LocalFileWriter:
         *,
         attributes: FileAttributes | None,
         durable: bool,
-        is_shared: bool = False,
     ) -> None:
         self.name = name
         """Name in the staging directory; a commit does not change it."""
@@ -326,9 +290,14 @@ class LocalFileWriter:
         """Bytes that this process writes; `finish` requires them. Less than the size where others write the rest."""
         self.direct_refused = not _O_DIRECT
         """True once a file could not be opened for direct I/O. The engine finds out by itself what refuses a write."""
-        self._takes_exact_ranges = is_shared and not self.direct_refused and not is_local(dir_fd)
+        self._takes_exact_ranges = False
         self.finished = False
         """True once the file is complete, and durable if `durable` is set."""
+
+    def share(self, own_bytes: int) -> None:
+        """Note that other processes write the file too, and how many bytes this one writes. Called before it writes."""
+        self.own_bytes = own_bytes
+        self._takes_exact_ranges = not self.direct_refused and not is_local(self._dir_fd)
 
     def write_from(self, offset: int, region: Region) -> None:
         """Write a region's bytes at `offset`, which here may be any; see `FileWriter.write_from`.
@@ -381,23 +350,13 @@ class LocalFileWriter:
         Raises:
             StorageError: See `FileWriter.write_from`.
         """
-        fd, address, start, at = self._opened()[0], region.address, 0, offset
-        write = calls.write
-        while start < region.nbytes:
-            try:
-                count = write(fd, address + start, nbytes, at)
-            except InterruptedError:
-                continue
-            except OSError as error:
-                raise self._refused(error, at, region.nbytes - start) from error
-            done = count
-            while done < nbytes:
-                done += self._write(fd, region.sub(start, nbytes), done, nbytes, at)
-            start += nbytes
-            at += stride
+        fd, done, gap = self._opened()[0], 0, stride - nbytes
+        while done < region.nbytes:
+            number = done // nbytes
+            done += self._write(fd, region, done, (number + 1) * nbytes, offset + number * gap)
         with self._lock:
             self._written_bytes += region.nbytes
-            self._behind.append((offset, at - offset))
+            self._behind.append((offset, region.nbytes // nbytes * stride))
             ranges = [self._behind.popleft()] if len(self._behind) > _RANGES_BEHIND else []
         for begin, length in ranges:
             calls.start_writeback(fd, begin, length)
@@ -417,7 +376,14 @@ class LocalFileWriter:
                 # Not before: files are opened by name, and a mode without the owner's write bit would refuse that.
                 self._attributes.apply(fd)
             if self._durable:
-                self._sync(fd)
+                try:
+                    calls.fsync(fd)
+                except OSError as error:
+                    # The kernel has dropped what it could not write, and marked the pages clean: a second fsync would
+                    # succeed and prove nothing. https://wiki.postgresql.org/wiki/Fsync_Errors
+                    failure = refused("syncing", self.path, error)
+                    failure.message += "; the content of this file is not reliable, and the save is rolled back"
+                    raise failure from error
             self.finished = True
         finally:
             self.close()
@@ -429,16 +395,6 @@ class LocalFileWriter:
         for fd in fds:
             if fd >= 0:
                 calls.close(fd)
-
-    def _sync(self, fd: int) -> None:
-        try:
-            calls.fsync(fd)
-        except OSError as error:
-            # The kernel has dropped what it could not write, and marked the pages clean: a second fsync would succeed
-            # and prove nothing. https://wiki.postgresql.org/wiki/Fsync_Errors
-            failure = write_refused("syncing", self.path, error)
-            failure.message += "; the content of this file is not reliable, and the save is rolled back"
-            raise failure from error
 
     def _opened(self) -> tuple[int, int]:
         """Return the descriptor, and one for writes past the page cache, or -1."""
@@ -458,8 +414,10 @@ class LocalFileWriter:
             return self._fd, self._direct_fd
 
     def _open(self, flags: int) -> int:
-        with refusals("opening for writing", self.path):
+        try:
             return calls.open_file(self.name, os.O_WRONLY | flags, dir_fd=self._dir_fd)
+        except OSError as error:
+            raise refused("opening for writing", self.path, error) from error
 
     def _write(self, fd: int, region: Region, done: int, end: int, offset: int) -> int:
         """Write the region's bytes from `done` to `end`, or the first of them; return how many."""
@@ -475,8 +433,8 @@ class LocalFileWriter:
                 raise self._refused(error, offset + done, region.nbytes - done) from error
 
     def _refused(self, error: OSError, offset: int, missing: int) -> StorageError:
-        free = free_bytes(self._dir_fd) if error.errno in _NO_SPACE else None
-        return write_refused("writing", self.path, error, offset=offset, needed_bytes=missing, free=free)
+        space = {"needed_bytes": missing, "free_bytes": free_bytes(self._dir_fd)}
+        return refused("writing", self.path, error, offset=offset, **space)
 
 
 def create_files(dir_fd: int, writers: Sequence[LocalFileWriter], *, path: str) -> None:
@@ -496,10 +454,10 @@ def create_files(dir_fd: int, writers: Sequence[LocalFileWriter], *, path: str) 
     if free is not None and needed > free:
         # ext4 allocates all free space before it reports an error: until the files are removed no other process could
         # write a byte. And space that is reserved for the system is not used for checkpoints, even if root saves.
-        raise write_refused("reserving space", path, OSError(errno.ENOSPC, ""), needed_bytes=needed, free=free)
+        raise refused("reserving space", path, OSError(errno.ENOSPC, ""), needed_bytes=needed, free_bytes=free)
     for writer in writers:
         try:
             with closing(calls.open_file(writer.name, os.O_CREAT | os.O_EXCL | os.O_RDWR, dir_fd=dir_fd)) as fd:
                 calls.reserve(fd, writer.own_bytes)
         except OSError as error:
-            raise write_refused("reserving space", writer.path, error, needed_bytes=needed, free=free) from error
+            raise refused("reserving space", writer.path, error, needed_bytes=needed, free_bytes=free) from error

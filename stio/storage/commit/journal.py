@@ -15,7 +15,8 @@ import errno
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from json.encoder import encode_basestring, encode_basestring_ascii
+from json.encoder import encode_basestring
+from json.encoder import encode_basestring_ascii
 from typing import Literal
 
 import msgspec
@@ -24,18 +25,16 @@ from stio.format.files.names import INDEX_SUFFIX
 from stio.storage.base import Note
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.directory_lock import FileLock, is_same
-from stio.storage.commit.files import (
-    MAX_INDEX_BYTES,
-    Stamp,
-    attributes_at,
-    closing,
-    digest_of,
-    read_small,
-    remove_file,
-    stamp_of,
-    write_small,
-)
+from stio.storage.commit.directory_lock import FileLock
+from stio.storage.commit.directory_lock import is_same
+from stio.storage.commit.files import MAX_INDEX_BYTES
+from stio.storage.commit.files import Stamp
+from stio.storage.commit.files import attributes_at
+from stio.storage.commit.files import closing
+from stio.storage.commit.files import digest_of
+from stio.storage.commit.files import read_small
+from stio.storage.commit.files import stamp_of
+from stio.storage.commit.files import write_small
 from stio.text import log
 
 STAGING_PREFIX = ".stio-"
@@ -72,7 +71,8 @@ class StagingDirectory:
     """
 
     def __init__(self, home_fd: int, save_id: str) -> None:
-        self._home_fd, self.save_id, self._lock = home_fd, save_id, FileLock(LOCK_NAME, -1, stays=True)
+        self._home_fd, self.save_id = home_fd, save_id
+        self._lock: FileLock | None = None
         self.fd = self.files_fd = -1
         name = STAGING_PREFIX + save_id
         calls.make_directory(name, dir_fd=home_fd, mode=0o700)
@@ -108,7 +108,8 @@ class StagingDirectory:
 
     def release(self) -> None:
         """Close the directory and release its lock; the next recovery handles it. Idempotent."""
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
         fds, self.fd, self.files_fd = (self.files_fd, self.fd), -1, -1
         for fd in fds:
             if fd >= 0:
@@ -222,7 +223,7 @@ def remove_record(staging_fd: int, *, durable: bool) -> None:
     Raises:
         OSError: The operating system reported an error; the record may still be there, or come back after a power cut.
     """
-    remove_file(staging_fd, _RECORD_NAME)
+    calls.unlink(_RECORD_NAME, dir_fd=staging_fd)
     if durable:
         calls.sync_directory(staging_fd)
 
@@ -299,7 +300,7 @@ def apply_notes(
         if new == expected or digest_of(read_small(home_fd, note.name, MAX_NOTE_BYTES)) != expected:
             continue  # nothing to do, or done already, or another program has changed it
         if new is None:
-            remove_file(home_fd, note.name)
+            calls.unlink(note.name, dir_fd=home_fd)
         elif phase == "before" or stamp_of(staging_fd, _staged_note(k, phase)) is not None:
             calls.rename(_staged_note(k, phase), note.name, source_fd=staging_fd, target_fd=home_fd)
 
@@ -347,7 +348,7 @@ def clean_up(home_fd: int, staging_fd: int, record: JournalRecord, *, durable: b
     apply_notes(home_fd, staging_fd, record.notes, "after")
     for name, stamp in record.unlink.items():
         if name != record.last and name not in record.moves and stamp_of(home_fd, name) == stamp:
-            remove_file(home_fd, name)
+            calls.unlink(name, dir_fd=home_fd)
             if durable and name.endswith(INDEX_SUFFIX):
                 calls.sync_directory(home_fd)  # its shards are removed only when no reader can find the index
     if durable and (record.notes or record.unlink):
@@ -378,7 +379,7 @@ def roll_back(home_fd: int, staging_fd: int, record: JournalRecord, *, durable: 
         # superfluous file stays, which does no harm.
         is_named = any(quote(name).encode() in index for quote in (encode_basestring, encode_basestring_ascii))
         if stamp_of(home_fd, name) == stamp and not is_named:
-            remove_file(home_fd, name)
+            calls.unlink(name, dir_fd=home_fd)
     apply_notes(home_fd, staging_fd, record.notes, "was")
     if durable:
         calls.sync_directory(home_fd)

@@ -9,14 +9,13 @@ with the recorded one.
 
 What earlier processes have saved has no such record. Complete checkpoints are found by their names
 (`find_earlier_saves`): an index, its shards, one file, a manifest. A list that is stored with a checkpoint
-(`write_list`) contains names relative to its directory, with the identities that a deletion compares. It is read as
-untrusted data: it can name only files and directories below its own directory. A copy of a checkpoint on the same
+(`WrittenFiles.store_list`) contains names relative to its directory, with the identities that a deletion compares. It
+is read as untrusted data: it can name only files and directories below its own directory. A copy on the same
 filesystem is another directory, so its list is not valid.
 
 A directory that another one replaces is moved under its own name into a new directory, `.stio-aside-<id>`. If the save
-dies, recovery puts it back. If the name is in use by then, what is in the list and unchanged is deleted, and what
-others have added moves into the new directory. If anything is left, it gets a name `.stio-kept-<id>`, which nothing in
-stio deletes, and a warning says so.
+dies, recovery puts it back. If the name is in use by then, what is in the list and unchanged is deleted. If anything is
+left, it gets a name `.stio-kept-<id>`, which nothing in stio deletes, and a warning says so.
 """
 
 from __future__ import annotations
@@ -26,22 +25,45 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from collections.abc import Set
+from contextlib import suppress
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+from typing import NamedTuple
+from typing import Self
 
-from stio.errors import StioError, listed, printable
+from stio.errors import StioError
+from stio.errors import StorageError
+from stio.errors import listed
+from stio.errors import printable
 from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, FileName
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import INDEX_SUFFIX
+from stio.format.files.names import MANIFEST_SUFFIX
+from stio.format.files.names import FileName
 from stio.runtime.process import contextmanager
 from stio.storage.base import Identity
-from stio.storage.checks import refusals, resolve_links
+from stio.storage.checks import refusals
+from stio.storage.checks import resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.destination import DirectoryIdentity, directory_identity, identity_at
-from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
-from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, remove_file, status_at, write_small
-from stio.storage.commit.journal import DELETED_PREFIX, KEPT_BY_SYSTEM, rename_for_deletion
+from stio.storage.commit.destination import DirectoryIdentity
+from stio.storage.commit.destination import directory_identity
+from stio.storage.commit.destination import identity_at
+from stio.storage.commit.directory_lock import is_directory_lock
+from stio.storage.commit.directory_lock import remove_free_lock
+from stio.storage.commit.files import MAX_INDEX_BYTES
+from stio.storage.commit.files import closing
+from stio.storage.commit.files import read_small
+from stio.storage.commit.files import status_at
+from stio.storage.commit.files import write_small
+from stio.storage.commit.journal import DELETED_PREFIX
+from stio.storage.commit.journal import KEPT_BY_SYSTEM
+from stio.storage.commit.journal import rename_for_deletion
 from stio.text import log
 
 
@@ -56,9 +78,83 @@ class WrittenFiles:
     made: Set[str] = frozenset()
     """Those of the directories that the save made."""
 
-    def remove(self, *, spare: Set[str] = frozenset()) -> None:
-        """Delete it; see `remove_checkpoint`."""
-        remove_checkpoint(self, spare=spare)
+    @classmethod
+    def of_file(cls, path: str) -> Self:
+        """Return one file and its manifest as what a save published; a deletion compares them with this.
+
+        Args:
+            path: The file. Links to its directory are followed; if it is a link itself, the link is described.
+
+        Raises:
+            StorageError: The operating system reported an error.
+        """
+        folder, name = os.path.split(path)
+        with refusals("examining the checkpoint", path), suppress(FileNotFoundError):
+            where = resolve_links(folder or ".")
+            with closing(calls.open_directory(where)) as fd:
+                files = _identities(fd, where, [name, name + MANIFEST_SUFFIX])
+                return cls(files, {where: directory_identity(fd)})
+        return cls()
+
+    def remove(self, *, spare: Set[str] = frozenset(), warns: bool = True) -> None:
+        """Delete it, as far as it is unchanged. What does not exist any more is no error.
+
+        Args:
+            spare: Paths of files that newer checkpoints consist of. No warning names them.
+            warns: Whether a warning names what stays.
+
+        Raises:
+            StorageError: The operating system reported an error.
+        """
+        with refusals("deleting the old checkpoint", next(iter(self.files), "")):
+            _Removal(self, spare, warns).run()
+
+    @staticmethod
+    def store_list(directory: str, within: str) -> None:
+        """Write a list of all files of a directory that is complete, before it is published; its sync is the caller's.
+
+        Args:
+            directory: The directory, a path without links.
+            within: Name of a directory in it that will hold the list; if it does not exist, or if this is empty, the
+                directory itself.
+
+        Raises:
+            StorageError: The operating system reported an error.
+        """
+        with refusals("writing the list of files", directory), closing(calls.open_directory(directory)) as fd:
+            written = survey(fd, "")
+            text = {
+                "version": _VERSION,
+                "device": written.directories[""][0],
+                "directories": {name: inode for name, (_, inode) in written.directories.items()},
+                "files": {name: [file.inode, file.nbytes, file.mtime_ns] for name, file in written.files.items()},
+            }
+            with closing(
+                calls.open_directory(within if within and within in written.made else ".", dir_fd=fd)
+            ) as where:
+                write_small(where, LIST_NAME, json.dumps(text).encode(), durable=False)
+
+    @classmethod
+    def listed_in(cls, directory: str) -> WrittenFiles | None:
+        """Return what a save published to a directory, None if there is no valid list in it, or in a directory in it.
+
+        Args:
+            directory: The directory. Links to its parent are followed; a link in its place has no list.
+        """
+        with suppress(OSError):
+            parent, name = os.path.split(os.path.abspath(directory))
+            real = os.path.join(resolve_links(parent), name)
+            with closing(calls.open_directory(real)) as fd:
+                for folder in (".", *sorted(os.listdir(fd))):
+                    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                        with closing(calls.open_directory(folder, dir_fd=fd)) as where:
+                            own, raw = identity_at(where, LIST_NAME), read_small(where, LIST_NAME, _MAX_BYTES)
+                        if own is not None and raw is not None:
+                            path = os.path.normpath(os.path.join(real, folder, LIST_NAME))
+                            written = _parsed(json.loads(raw), real, directory_identity(fd), {path: own})
+                            if written is not None:
+                                return written
+        return None
 
 
 def survey(fd: int, path: str) -> WrittenFiles:
@@ -73,32 +169,16 @@ def survey(fd: int, path: str) -> WrittenFiles:
     """
     files: dict[str, Identity] = {}
     directories: dict[str, DirectoryIdentity] = {}
-    for folder, folders, names, below in os.fwalk(dir_fd=fd, onerror=_raise):
+    for folder, folders, names, below in os.fwalk(dir_fd=fd, onerror=raise_error):
         where = path if folder == "." else os.path.join(path, folder.removeprefix("./"))
         directories[where] = directory_identity(below)
         files |= _identities(below, where, [*folders, *names])  # links to directories are among these
     return WrittenFiles(files, directories, frozenset(directories))
 
 
-def _raise(error: OSError) -> None:
+def raise_error(error: OSError) -> None:
+    """Raise an error; for `os.fwalk`."""
     raise error
-
-
-def describe_file(path: str) -> WrittenFiles:
-    """Return one file and its manifest as what a save published; they are compared with this when they are deleted.
-
-    Args:
-        path: The file. Links to its directory are followed; if it is a link itself, the link is described.
-
-    Raises:
-        StorageError: The operating system reported an error.
-    """
-    folder, name = os.path.split(path)
-    with refusals("examining the checkpoint", path), suppress(FileNotFoundError):
-        where = resolve_links(folder or ".")
-        with closing(calls.open_directory(where)) as fd:
-            return WrittenFiles(_identities(fd, where, [name, name + MANIFEST_SUFFIX]), {where: directory_identity(fd)})
-    return WrittenFiles()
 
 
 def _identities(fd: int, path: str, names: Iterable[str]) -> dict[str, Identity]:
@@ -106,26 +186,12 @@ def _identities(fd: int, path: str, names: Iterable[str]) -> dict[str, Identity]
     return {os.path.join(path, name): file for name in names if (file := identity_at(fd, name)) is not None}
 
 
-def remove_checkpoint(written: WrittenFiles, *, spare: Set[str] = frozenset()) -> None:
-    """Delete what a save published, as far as it is unchanged. What does not exist any more is no error.
-
-    Args:
-        written: What it published.
-        spare: Paths of files that newer checkpoints consist of. No warning names them.
-
-    Raises:
-        StorageError: The operating system reported an error.
-    """
-    with refusals("deleting the old checkpoint", next(iter(written.files), "")):
-        _Removal(written, spare).run()
-
-
 class _Removal:
-    """One call of `remove_checkpoint`."""
+    """One call of `WrittenFiles.remove`."""
 
-    def __init__(self, written: WrittenFiles, spare: Set[str]) -> None:
+    def __init__(self, written: WrittenFiles, spare: Set[str], warns: bool) -> None:
         self._files, self._directories, self._made = written.files, written.directories, written.made
-        self._spare = spare
+        self._spare, self._warns = spare, warns
         self._warned: set[str] = set()
 
     def run(self) -> None:
@@ -201,7 +267,7 @@ class _Removal:
             for name in sorted(names, key=lambda name: not name.endswith(INDEX_SUFFIX)):
                 path, now = os.path.join(directory, name), identity_at(fd, name)
                 if is_unchanged(self._files[path], now):
-                    remove_file(fd, name)
+                    calls.unlink(name, dir_fd=fd)
                     is_any_removed = True
                 elif path not in self._spare and (now is not None or calls.exists(name, dir_fd=fd)):
                     self._warn(path, "another program has replaced or changed it")
@@ -227,7 +293,7 @@ class _Removal:
             yield fd if is_same else None
 
     def _warn(self, path: str, reason: str) -> None:
-        if path not in self._warned:
+        if self._warns and path not in self._warned:
             self._warned.add(path)
             log(logging.WARNING, "%s stays, although its checkpoint is to be deleted: %s", printable(path), reason)
 
@@ -339,51 +405,6 @@ _VERSION = 1
 _MAX_BYTES = 64 << 20
 
 
-def write_list(directory: str, within: str) -> None:
-    """Write the list of all files of a directory that is complete, before it is published; its sync is the caller's.
-
-    Args:
-        directory: The directory, a path without links.
-        within: Name of a directory in it that will hold the list; if it does not exist, or if this is empty, the
-            directory itself.
-
-    Raises:
-        StorageError: The operating system reported an error.
-    """
-    with refusals("writing the list of files", directory), closing(calls.open_directory(directory)) as fd:
-        written = survey(fd, "")
-        text = {
-            "version": _VERSION,
-            "device": written.directories[""][0],
-            "directories": {name: inode for name, (_, inode) in written.directories.items()},
-            "files": {name: [file.inode, file.nbytes, file.mtime_ns] for name, file in written.files.items()},
-        }
-        with closing(calls.open_directory(within if within and within in written.made else ".", dir_fd=fd)) as where:
-            write_small(where, LIST_NAME, json.dumps(text).encode(), durable=False)
-
-
-def read_list(directory: str) -> WrittenFiles | None:
-    """Return what a save published to a directory, None if there is no valid list in it, or in a directory in it.
-
-    Args:
-        directory: The directory. Links to its parent are followed; a link in its place has no list.
-    """
-    with suppress(OSError):
-        parent, name = os.path.split(os.path.abspath(directory))
-        real = os.path.join(resolve_links(parent), name)
-        with closing(calls.open_directory(real)) as fd:
-            for folder in (".", *sorted(os.listdir(fd))):
-                with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                    with closing(calls.open_directory(folder, dir_fd=fd)) as where:
-                        own, raw = identity_at(where, LIST_NAME), read_small(where, LIST_NAME, _MAX_BYTES)
-                    if own is not None and raw is not None:
-                        path = os.path.normpath(os.path.join(real, folder, LIST_NAME))
-                        written = _parsed(json.loads(raw), real, directory_identity(fd), {path: own})
-                        if written is not None:
-                            return written
-    return None
-
-
 def _parsed(text: Any, path: str, identity: tuple[int, int], own: dict[str, Identity]) -> WrittenFiles | None:
     device = int(text["device"])
     # After a move to another filesystem, or on one without stable inodes, there is none to compare.
@@ -481,15 +502,11 @@ def put_back(home_fd: int, home: str, aside: Aside) -> None:
             if not calls.exists(name, dir_fd=home_fd):
                 raise
         path = os.path.join(home, aside.name, name)
-        is_merged = False
-        if is_directory and (written := read_list(path)) is not None:
-            with suppress(OSError):
-                is_merged = _merge(aside.fd, home_fd, name, path, written)
-        if is_merged:
-            with suppress(FileNotFoundError):  # if it is there, it holds only what the system keeps
-                deleted = f"{DELETED_PREFIX}{secrets.token_hex(5)}"
-                calls.rename(name, deleted, source_fd=aside.fd, target_fd=home_fd)
-            continue
+        if is_directory and (written := WrittenFiles.listed_in(path)) is not None:
+            with suppress(StorageError):
+                written.remove(warns=False)
+            if not calls.exists(name, dir_fd=aside.fd):
+                continue
         kept = f"{KEPT_PREFIX}{secrets.token_hex(5)}"
         calls.rename(name, kept, source_fd=aside.fd, target_fd=home_fd)
         log(
@@ -498,68 +515,3 @@ def put_back(home_fd: int, home: str, aside: Aside) -> None:
             printable(os.path.join(home, name)),
             printable(os.path.join(home, kept)),
         )
-
-
-def _merge(old_dir_fd: int, new_dir_fd: int, name: str, path: str, written: WrittenFiles) -> bool:
-    """Delete what a save published in a directory, and move what others have added into the one that replaced it.
-
-    What was changed since stays where it is, and so does what has the name of a new file.
-
-    Args:
-        old_dir_fd: The directory that holds the old one.
-        new_dir_fd: The directory that holds the new one, which is made for the time if there is none.
-        name: Name of both.
-        path: Path of the old one in `written`.
-        written: What the save published.
-
-    Returns:
-        Whether nothing has to be kept; then the old one is removed, if that is possible.
-
-    Raises:
-        OSError: The operating system reported an error.
-    """
-    is_made = not calls.exists(name, dir_fd=new_dir_fd)
-    if is_made:
-        calls.make_directory(name, dir_fd=new_dir_fd)
-    try:
-        with ExitStack() as stack:
-            old, new = (
-                stack.enter_context(closing(calls.open_directory(name, dir_fd=fd))) for fd in (old_dir_fd, new_dir_fd)
-            )
-            # The list is deleted last: after a crash in between it still says what the save has written.
-            last = next(file for file in written.files if os.path.basename(file) == LIST_NAME)
-            order = sorted((is_below_any(last, [os.path.join(path, entry)]), entry) for entry in os.listdir(old))
-            kept = [
-                entry for _, entry in order if not _merge_entry(old, new, entry, os.path.join(path, entry), written)
-            ]
-    finally:
-        if is_made:
-            with suppress(OSError):  # something was moved into it
-                calls.remove_directory(name, dir_fd=new_dir_fd)
-    if not kept:
-        with suppress(OSError):  # it holds what the system keeps
-            calls.remove_directory(name, dir_fd=old_dir_fd)
-    return not kept
-
-
-def _merge_entry(old: int, new: int, name: str, path: str, written: WrittenFiles) -> bool:
-    """Delete or move one entry of a directory that was replaced; return whether nothing of it has to be kept."""
-    if is_directory_lock(name):
-        remove_free_lock(old, name)
-        return not calls.exists(name, dir_fd=old)
-    if name.startswith(KEPT_BY_SYSTEM):
-        return True
-    with suppress(OSError):  # it stays
-        if path in written.files:
-            if not is_unchanged(written.files[path], identity_at(old, name)):
-                return False
-            remove_file(old, name)
-            return True
-        status = status_at(old, name)
-        is_directory = status is not None and stat.S_ISDIR(status.st_mode)
-        if path not in written.made:
-            with suppress(OSError):
-                calls.rename_new(name, name, source_fd=old, target_fd=new, is_directory=is_directory)
-                return True
-        return is_directory and _merge(old, new, name, path, written)
-    return False

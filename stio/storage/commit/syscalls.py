@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from types import ModuleType
 from typing import Any
 
 from stio.runtime.memory import libc
@@ -21,14 +21,8 @@ from stio.runtime.process import after_fork_in_child
 from stio.storage.checks import UNSUPPORTED, open_resolved
 from stio.storage.local import function_of
 
-fcntl: ModuleType | None
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
-_DIRECTORY_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
-_FILE_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+_FILE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _WRITE_MAX_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB a call
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
@@ -52,7 +46,7 @@ def open_directory(name: str, *, dir_fd: int | None = None) -> int:
     """Open a directory; no link is followed. Without `dir_fd`, the name is a path that contains no links."""
     if dir_fd is None:
         return open_resolved(name)
-    return os.open(name, _DIRECTORY_FLAGS | getattr(os, "O_NOFOLLOW", 0), dir_fd=dir_fd)
+    return os.open(name, _DIRECTORY_FLAGS, dir_fd=dir_fd)
 
 
 def open_file(name: str, flags: int, *, dir_fd: int, mode: int = 0o666) -> int:
@@ -117,8 +111,9 @@ def exists(name: str, *, dir_fd: int) -> bool:
 
 
 def unlink(name: str, *, dir_fd: int) -> None:
-    """Remove a file; of a link, the link itself."""
-    os.unlink(name, dir_fd=dir_fd)
+    """Remove a file; of a link, the link itself. If it does not exist, do nothing."""
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=dir_fd)
 
 
 def remove_directory(name: str, *, dir_fd: int | None = None) -> None:
@@ -141,7 +136,7 @@ def remove_tree(name: str, *, dir_fd: int, check: Callable[[], None] = lambda: N
 
 
 def _remove_below(name: str, dir_fd: int, check: Callable[[], None]) -> None:
-    fd = os.open(name, _DIRECTORY_FLAGS | getattr(os, "O_NOFOLLOW", 0), dir_fd=dir_fd)
+    fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=dir_fd)
     try:
         with os.scandir(fd) as entries:
             names = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
@@ -159,12 +154,6 @@ def _remove_below(name: str, dir_fd: int, check: Callable[[], None]) -> None:
 
 def fsync(fd: int) -> None:
     """Make a file's content durable."""
-    if fcntl is not None and hasattr(fcntl, "F_FULLFSYNC"):
-        try:
-            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # macOS: fsync alone leaves the bytes in the drive's cache
-            return
-        except OSError:  # not every filesystem of macOS has it
-            pass
     os.fsync(fd)
 
 
@@ -179,13 +168,13 @@ def sync_directory(fd: int) -> None:
 
 def fchmod(fd: int, mode: int) -> None:
     """Set the mode of a file; an error is ignored: some filesystems have no modes."""
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         os.fchmod(fd, mode)
 
 
 def copy_owner(status: os.stat_result, fd: int) -> None:
     """Give a file the group, and by root also the owner, of another one; an error is ignored."""
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         os.fchown(fd, -1 if os.geteuid() else status.st_uid, status.st_gid)
 
 
@@ -194,14 +183,14 @@ _ACCESS_LIST = "system.posix_acl_access"
 
 def has_access_list(file: int | str) -> bool:
     """Return whether an open file, or the one of a path, has an access control list; False if the system has none."""
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         return _ACCESS_LIST in os.listxattr(file)
     return False
 
 
 def remove_access_list(fd: int) -> None:
     """Remove the access control list that a new file got from its directory; an error is ignored."""
-    with suppress(OSError, AttributeError):
+    with suppress(OSError):
         os.removexattr(fd, _ACCESS_LIST)
 
 
@@ -240,8 +229,6 @@ def start_writeback(fd: int, offset: int, nbytes: int) -> None:
 
 def try_lock(fd: int) -> bool | None:
     """Take the lock of an open file without waiting: True; False if another holds it; None if there are no locks."""
-    if fcntl is None:
-        return None
     _locked.add(fd)  # before: a child that is forked in between would hold the lock too
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,9 +241,8 @@ def try_lock(fd: int) -> bool | None:
 def unlock(fd: int) -> None:
     """Release the lock, also for copies of the descriptor in forked children."""
     _locked.discard(fd)
-    if fcntl is not None:
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 _locked: set[int] = set()

@@ -20,54 +20,62 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
-from typing import Literal, Self
+from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextlib import suppress
+from dataclasses import asdict
+from dataclasses import dataclass
+from typing import Self
 
 import msgspec
 
 from stio.errors import StorageError
 from stio.format.files.manifest import Hasher
+from stio.format.naming import INDEX_SUFFIX
 from stio.runtime.memory import allocate
 from stio.runtime.operation import mark_progress
-from stio.storage.base import Ending, Note, Transaction, digest_of_source
-from stio.storage.checks import refusals, refused, resolve_links
+
+from stio.storage.base import Note
+from stio.storage.base import SaveRules
+from stio.storage.base import Transaction
+from stio.storage.base import digest_of_source
+from stio.storage.checks import refusals
+from stio.storage.checks import refused
+from stio.storage.checks import resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.destination import (
-    CommitPlan,
-    CommitPolicy,
-    LocalDestination,
-    SingleFile,
-    choose_names,
-    describe_existing,
-    make_and_open,
-    require_replaceable,
-    resolve,
-)
-from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, LockTimeout, directory_lock
-from stio.storage.commit.files import (
-    FileAttributes,
-    LocalFileWriter,
-    attributes_at,
-    closing,
-    create_files,
-    read_small,
-    write_refused,
-    write_small,
-)
-from stio.storage.commit.journal import (
-    FILES_NAME,
-    MAX_NOTE_BYTES,
-    STAGING_PREFIX,
-    NoRenameError,
-    StagingDirectory,
-    is_plain,
-)
+from stio.storage.commit.destination import CommitPlan
+from stio.storage.commit.destination import CommitPolicy
+from stio.storage.commit.destination import LocalDestination
+from stio.storage.commit.destination import choose_names
+from stio.storage.commit.destination import describe_existing
+from stio.storage.commit.destination import existing_checkpoint
+from stio.storage.commit.destination import make_and_open
+from stio.storage.commit.destination import require_replaceable
+from stio.storage.commit.destination import resolve
+from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
+from stio.storage.commit.directory_lock import LockTimeout
+from stio.storage.commit.directory_lock import directory_lock
+from stio.storage.commit.files import MAX_INDEX_BYTES
+from stio.storage.commit.files import FileAttributes
+from stio.storage.commit.files import LocalFileWriter
+from stio.storage.commit.files import attributes_at
+from stio.storage.commit.files import closing
+from stio.storage.commit.files import create_files
+from stio.storage.commit.files import read_small
+from stio.storage.commit.files import write_small
+from stio.storage.commit.journal import FILES_NAME
+from stio.storage.commit.journal import MAX_NOTE_BYTES
+from stio.storage.commit.journal import STAGING_PREFIX
+from stio.storage.commit.journal import NoRenameError
+from stio.storage.commit.journal import StagingDirectory
+from stio.storage.commit.journal import is_plain
 from stio.storage.commit.publication import Publication
 from stio.storage.commit.recovery import recover
 from stio.storage.commit.retention import WrittenFiles
-from stio.storage.local import is_local, open_at
+from stio.storage.commit.retention import raise_error
+from stio.storage.local import is_local
+from stio.storage.local import open_at
 from stio.text import log
 
 NONCE_NAME = "shared"
@@ -77,7 +85,7 @@ _ID_BYTES = 5
 _NONCE_BYTES = 16
 _ATTEMPTS = 8
 _RECOVERY_SECONDS = 1.0
-"""Most of its `lock_timeout` that a save spends on recovery, which it can do without."""
+"""Longest time that a save waits for a lock in the recovery that it begins with, which it can do without."""
 _DEFAULT_NAME_BYTES = 255
 _VISIBLE_SECONDS = 5.0
 """Longest time after which a network filesystem shows a new directory to another machine."""
@@ -86,32 +94,21 @@ _HASHED_BYTES = 4 << 20
 
 def begin_local(
     destination: str | os.PathLike[str],
-    *,
     num_shards: int,
-    filename_pattern: str = "model{suffix}.safetensors",
-    shard_names: Literal["auto", "hub"] = "auto",
-    commit: Literal["index", "files"] = "index",
-    durability: Literal["full", "none"] = "full",
-    lock_timeout: float = LOCK_TIMEOUT_SECONDS,
+    rules: SaveRules,
     check: Callable[[], None] = lambda: None,
 ) -> LocalTransaction:
     """Begin the transaction of a save of tensors: recover dead saves, plan the commit, make a staging directory.
 
-    `SaveOptions` has checked the values of the keywords.
+    With `commit="files"` over a checkpoint its files are replaced one by one under the old index, and **a reader in
+    that window (some milliseconds) may mix both**. After a crash in the window the mixture stays until the next save
+    or `collect_garbage` rolls the save forward. Without durability a crash of the process still leaves the old or the
+    new checkpoint.
 
     Args:
         destination: One file if it ends in `.safetensors`, else a directory. Links are followed, missing parents made.
         num_shards: Number of files of tensors.
-        filename_pattern: Pattern of their names, in a directory.
-        shard_names: "auto": shards have the hub's names in a directory without a checkpoint, and names with the save's
-            id beside an old one. "hub": they always have the hub's names.
-        commit: "index": readers through the index see the old or the new checkpoint, never both. "files" is needed
-            for `shard_names="hub"` over a checkpoint. Its files are then replaced one by one under the old index, and
-            **a reader in that window (some milliseconds) may mix both**. After a crash in the window the mixture stays
-            until the next save or `collect_garbage` rolls the save forward.
-        durability: "full": after `commit` the checkpoint survives a power cut. "none": nothing is synced; a crash of
-            the process still leaves the old or the new checkpoint.
-        lock_timeout: Seconds for which the whole save waits for locks of other saves.
+        rules: Names of the files, what publishes them, and how safe that is.
         check: Called while it waits here; it raises to end the wait, as `Operation.check` does.
 
     Raises:
@@ -123,27 +120,14 @@ def begin_local(
         raise ValueError(f"{local.path}: one file cannot hold {num_shards} shards; give a directory")
 
     def policy(home_fd: int, save_id: str) -> CommitPlan:
-        plan = choose_names(
-            local,
-            describe_existing(home_fd, local, filename_pattern),
-            num_shards=num_shards,
-            pattern=filename_pattern,
-            shard_names=shard_names,
-            commit=commit,
-            save_id=save_id,
-        )
+        existing = describe_existing(home_fd, local, rules.filename_pattern)
+        plan = choose_names(local, existing, rules, num_shards, save_id)
         if local.kind != "fresh":
             require_replaceable(home_fd, local, plan.shards)
         return plan
 
-    return LocalTransaction(
-        local,
-        policy,
-        durable=durability == "full",
-        last_wins=isinstance(destination, SingleFile),
-        lock_timeout=lock_timeout,
-        check=check,
-    )
+    durable = rules.durability == "full"
+    return LocalTransaction(local, policy, durable=durable, lock_timeout=rules.lock_timeout, check=check)
 
 
 def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTransaction:
@@ -153,9 +137,8 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
     one is set aside shortly before: if the process dies between these two steps, there is no directory at `path` until
     the next save there, or `collect_garbage`, puts the old one back.
 
-    Of the old directory only that is deleted which its list (`retention.py`) names and that is unchanged. What
-    others have added is moved into the new directory if no new file has its name; what else is left is kept beside it
-    as `.stio-kept-<id>`, with a warning. Without a list that is all of the old directory.
+    Of the old directory only that is deleted which its list (`retention.py`) names and that is unchanged. What else is
+    in it is kept beside it as `.stio-kept-<id>`, with a warning; without a list that is all of it.
 
     Args:
         path: Path of the directory. Links to its parent are followed, missing parents made.
@@ -170,6 +153,73 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
             raise ValueError("a path cannot contain NUL")
         destination = LocalDestination(os.fspath(path), "fresh", resolve_links(home), name)
     return LocalTransaction(destination, lambda home_fd, save_id: CommitPlan("replacement", (), None), durable=durable)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFiles:
+    """Files of an existing directory whose names another library chooses, as the destination of a save.
+
+    Of several saves at once, each replaces the files that exist at that moment.
+    """
+
+    path: str
+    """The directory, as the caller gave it."""
+    files: tuple[str, ...]
+    """Names of the new files of tensors."""
+    index: str
+    """Name of the index, which several files get."""
+
+    def begin(self, **_: object) -> LocalTransaction:
+        """Begin a save. It is durable, whatever the options.
+
+        Raises:
+            FileNotFoundError, NotADirectoryError: There is no such directory.
+            StorageError: The operating system refused.
+        """
+        real, home_fd = self._open()
+        destination = LocalDestination(self.path, "update", real, "", last_wins=True)
+        return LocalTransaction(destination, self._plan, durable=True, home_fd=home_fd)
+
+    def clear(self) -> None:
+        """Remove the old files if no new ones replace them; an index first."""
+        refuses = refusals("saving", self.path, caught=(OSError,))
+        with closing(self._open()[1]) as home_fd, refuses, directory_lock(home_fd, self.path):
+            for name in self._plan(home_fd, "").existing.files:
+                calls.unlink(name, dir_fd=home_fd)
+                if name.endswith(INDEX_SUFFIX):
+                    calls.sync_directory(home_fd)
+            calls.sync_directory(home_fd)
+
+    def old_names(self, names: Sequence[str], index: bytes | None) -> Sequence[str]:
+        """Return the files that are removed or replaced, an index first.
+
+        Args:
+            names: What is in the directory, sorted.
+            index: Content of its index, None if there is none.
+        """
+        return ()
+
+    def _plan(self, home_fd: int, save_id: str) -> CommitPlan:
+        raw = read_small(home_fd, self.index, MAX_INDEX_BYTES, where=self.path)
+        is_sharded = len(self.files) > 1
+        names = (*self.old_names(sorted(os.listdir(home_fd)), raw), *self.files)
+        names = tuple(name for name in names if not (is_sharded and name == self.index))
+        existing = existing_checkpoint(home_fd, self.index, raw, names)
+        if not is_sharded:
+            return CommitPlan("file", self.files, None, existing)
+        # Existing names are replaced one by one. After a crash, recovery completes the replacement from a record.
+        taken = existing.files.keys() & set(self.files)
+        return CommitPlan("files" if taken else "index", self.files, self.index, existing)
+
+    def _open(self) -> tuple[str, int]:
+        """Return the path of the directory without links, and the directory, open."""
+        try:
+            real = resolve_links(self.path)
+            return real, calls.open_directory(real)
+        except (StorageError, FileNotFoundError, NotADirectoryError):
+            raise
+        except OSError as error:
+            raise refused("opening the directory", self.path, error) from error
 
 
 class FilesTransaction(Transaction):
@@ -226,7 +276,6 @@ class FilesTransaction(Transaction):
             nbytes,
             attributes=attributes,
             durable=self._durable,
-            is_shared=self._own_bytes is not None,
         )
 
     def _final_path(self, name: str) -> str:
@@ -237,13 +286,13 @@ class FilesTransaction(Transaction):
 class LocalTransaction(FilesTransaction):
     """One save to a local filesystem. Made by `begin_local` or `begin_directory`.
 
+    If the last of several saves wins, `commit` makes the plan again, under the lock, and replaces the files of that
+    moment. Otherwise it raises if the destination has changed since the first plan.
+
     Args:
         destination: Its destination.
         policy: Makes the plan: names of new files, files to replace, step that commits.
         durable: Whether anything is synced.
-        last_wins: Of several saves at once the last one replaces the others: `commit` makes the plan again, under the
-            lock, and replaces the files of that moment. Otherwise it raises if the destination has changed since the
-            first plan.
         home_fd: `destination.home`, open; owned by the transaction, also if this raises. None: it is opened, and made
             if it does not exist.
         lock_timeout: Seconds for which it waits for locks of other saves, all waits together.
@@ -263,52 +312,31 @@ class LocalTransaction(FilesTransaction):
         policy: CommitPolicy,
         *,
         durable: bool,
-        last_wins: bool = False,
         home_fd: int | None = None,
         lock_timeout: float = LOCK_TIMEOUT_SECONDS,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        if os.open not in os.supports_dir_fd:
-            raise StorageError("saving needs a system with POSIX files", errno=errno.ENOSYS)
-        self._destination, self._policy, self._durable, self._last_wins = destination, policy, durable, last_wins
+        self._destination, self._policy, self._durable = destination, policy, durable
         self.path = destination.real
         self._is_one_file = destination.kind == "file"
         self._finished: set[str] = set()  # names of the files that other libraries or processes wrote
         self._timeout = LockTimeout(lock_timeout)
         self._lock = ExitStack()  # holds the lock of the directory, where the commit needs it
-        self._parents: Mapping[str, tuple[int, int]] = {}  # those of the destination that were made for this save
+        self._parents: dict[str, tuple[int, int]] = {}  # those of the destination that were made for this save
         try:
             if home_fd is None:
                 home_fd, self._parents = make_and_open(destination.home, durable=durable)
             self._home_fd = home_fd
             try:
-                left = recover(home_fd, destination.home, self._timeout.part(_RECOVERY_SECONDS), check)
-                if left.newer and destination.kind != "fresh":  # beside a new directory it concerns another destination
-                    raise StorageError(
-                        "a save by another version of stio was interrupted here; run `stio gc` of that version, or "
-                        "delete this directory if the checkpoint beside it is whole",
-                        path=left.newer[0],
-                        errno=errno.ENOTSUP,
-                    )
+                self._recover(LockTimeout(min(_RECOVERY_SECONDS, lock_timeout)), check)
                 self._plan, self._staging = self._stage()
             except BaseException:
                 calls.close(home_fd)
                 raise
+        except StorageError:
+            raise
         except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            failure = write_refused("beginning the save", destination.path, error)
-            if isinstance(error, NoRenameError):
-                failure.message += (
-                    "; a save publishes by a rename, which this filesystem does not have: save to another one, or to a "
-                    "bucket that is mounted here (mount-s3) by its URL, s3://bucket/path"
-                )
-                for parent in reversed(self._parents):
-                    with suppress(OSError):  # it has been used meanwhile
-                        calls.remove_directory(parent)
-            elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                failure.message += "; the directory that holds the checkpoint must be readable and writable"
-            raise failure from error
+            raise self._begin_refused(error) from error
         self._files_fd = self._staging.files_fd
         self._publication = Publication(
             destination=destination,
@@ -319,6 +347,30 @@ class LocalTransaction(FilesTransaction):
             parents=self._parents,
         )
         self.shard_names, self.takes_index = self._plan.shards, self._plan.index is not None
+
+    def _recover(self, timeout: LockTimeout, check: Callable[[], None]) -> None:
+        left = recover(self._home_fd, self._destination.home, timeout, check)
+        if left.newer and self._destination.kind != "fresh":  # beside a new directory it concerns another destination
+            raise StorageError(
+                "a save by another version of stio was interrupted here; run `stio gc` of that version, or delete this "
+                "directory if the checkpoint beside it is whole",
+                path=left.newer[0],
+                errno=errno.ENOTSUP,
+            )
+
+    def _begin_refused(self, error: OSError) -> StorageError:
+        failure = refused("beginning the save", self._destination.path, error)
+        if isinstance(error, NoRenameError):
+            failure.message += (
+                "; a save publishes by a rename, which this filesystem does not have: save to another one, or to a "
+                "bucket that is mounted here (mount-s3) by its URL, s3://bucket/path"
+            )
+            for parent in reversed(self._parents):
+                with suppress(OSError):  # it has been used meanwhile
+                    calls.remove_directory(parent)
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            failure.message += "; the directory that holds the checkpoint must be readable and writable"
+        return failure
 
     def _stage(self) -> tuple[CommitPlan, StagingDirectory]:
         for _ in range(_ATTEMPTS):
@@ -375,7 +427,7 @@ class LocalTransaction(FilesTransaction):
             StorageError: The operating system reported an error.
         """
         nonce = secrets.token_hex(_NONCE_BYTES)
-        with refusals("preparing the files for several processes", self.path, write_refused):
+        with refusals("preparing the files for several processes", self.path):
             write_small(self._staging.fd, NONCE_NAME, nonce.encode(), durable=False)
         return Invitation(
             staging=os.path.dirname(self.files_path),
@@ -394,7 +446,7 @@ class LocalTransaction(FilesTransaction):
         ]
         create_files(self._files_fd, writers, path=self.path)
         for writer, own in zip(writers, own_bytes or (), strict=own_bytes is not None):
-            writer.own_bytes = own
+            writer.share(own)
         return writers
 
     def _replaced_attributes(self, shard: str) -> FileAttributes | None:
@@ -414,7 +466,7 @@ class LocalTransaction(FilesTransaction):
             StorageError: It has another size, or the operating system reported an error.
         """
         path = self._final_path(name)
-        with refusals("syncing", path, write_refused), ExitStack() as stack:
+        with refusals("syncing", path), ExitStack() as stack:
             fd = stack.enter_context(closing(calls.open_file(name, os.O_RDWR, dir_fd=self._files_fd)))
             if nbytes is not None and (size := os.fstat(fd).st_size) != nbytes:
                 message = "a file has another size than it was created with"
@@ -447,18 +499,24 @@ class LocalTransaction(FilesTransaction):
             ConcurrentSaveError: Another save holds the lock, and the save's `lock_timeout` has passed.
             StorageError: The operating system reported an error.
         """
-        with refusals("publishing the checkpoint", self.path, write_refused):
+        if self._plan.commit == "directory":
+            return
+        with refusals("publishing the checkpoint", self.path):
             if self._plan.commit == "replacement":
-                _finish_tree(self._files_fd, self._home_fd, self._destination.name, check, durable=self._durable)
-            if self._plan.commit != "directory":
-                home, path = self._destination.home, self._destination.path
-                self._lock.enter_context(directory_lock(self._home_fd, home, self._timeout, check, destination=path))
+                old = attributes_at(self._home_fd, self._destination.name, follow_symlinks=False)
+                if old is not None and stat.S_ISDIR(old.status.st_mode):
+                    old.apply(self._files_fd)
+                if self._durable:
+                    _sync_tree(self._files_fd, check)
+            home, path = self._destination.home, self._destination.path
+            self._lock.enter_context(directory_lock(self._home_fd, home, self._timeout, check, destination=path))
 
     # Commit.
 
     def _require_complete(self, notes: Sequence[Note]) -> None:
-        written = (writer.name for writer in self._writers if writer.finished and self._own_bytes is None)
-        self._require(self._finished.union(written).issuperset(self.shard_names), "not all files are finished")
+        written = {writer.name for writer in self._writers if writer.finished and self._own_bytes is None}
+        if not (self._finished | written).issuperset(self.shard_names):
+            raise ValueError(f"{self.path}: not all files are finished")
         for note in notes:
             _require_plain(note.name)
 
@@ -469,8 +527,8 @@ class LocalTransaction(FilesTransaction):
             CommitUncertainError: The checkpoint is in place, but may not be durable; or, with `commit="files"`, some
                 of its files are replaced, and the next save or `collect_garbage` replaces the others.
         """
-        with refusals("publishing the checkpoint", self.path, write_refused):
-            if self._last_wins and self._plan.commit not in ("directory", "replacement"):
+        with refusals("publishing the checkpoint", self.path):
+            if self._destination.last_wins and self._plan.commit not in ("directory", "replacement"):
                 self._publication.plan = self._planned(self._staging.save_id)
             self._publication.publish(index, notes)
 
@@ -480,7 +538,7 @@ class LocalTransaction(FilesTransaction):
         """Return what the commit published."""
         return self._publication.written
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self) -> None:
         """Close everything, and remove the staging directory, unless recovery reads it; see `Publication`."""
         self._lock.close()
         for writer in self._writers:
@@ -565,13 +623,15 @@ class JoinedTransaction(FilesTransaction):
 
     def _create(self, nbytes: Sequence[int]) -> list[LocalFileWriter]:
         """Return writers of the files, which the owner has created; `finish` makes the part of this process durable."""
-        self._own_bytes = self._own_bytes or nbytes
-        return [self._writer(name, own) for name, own in zip(self.shard_names, self._own_bytes, strict=True)]
+        writers = [self._writer(name, 0) for name in self.shard_names]
+        for writer, own in zip(writers, self._own_bytes or nbytes, strict=True):
+            writer.share(own)
+        return writers
 
     def _publish(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Do nothing: the owner commits."""
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self) -> None:
         """Close all descriptors; no write may be under way."""
         for writer in self._writers:
             writer.close()
@@ -602,36 +662,19 @@ def _require_plain(name: str) -> None:
         raise ValueError(f"a note is a file beside the checkpoint; its name must not contain a directory: {name!r}")
 
 
-def _finish_tree(fd: int, old_dir_fd: int, name: str, check: Callable[[], None], *, durable: bool) -> None:
-    """Complete a directory that other libraries have filled, or a file in it; see `LocalTransaction.finish_file`.
+def _sync_tree(fd: int, check: Callable[[], None]) -> None:
+    """Make a directory that other libraries have filled durable, with all that is in it.
 
     Args:
-        fd: The directory or file.
-        old_dir_fd: The directory that holds the one that it will replace; -1: there is none.
-        name: Name of that one.
+        fd: The directory.
         check: Called after each file; it raises to end this.
-        durable: Whether all is made durable.
     """
-    mode = os.fstat(fd).st_mode
-    old = attributes_at(old_dir_fd, name, follow_symlinks=False) if old_dir_fd >= 0 else None
-    if old is not None and stat.S_IFMT(old.status.st_mode) != stat.S_IFMT(mode):
-        old = None
-    if old is None and not durable:
-        return
-    if stat.S_ISDIR(mode):
-        with ExitStack() as stack:
-            old_fd = -1
-            if old is not None:
-                with suppress(PermissionError):  # then what is in it is not for this user either
-                    old_fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=old_dir_fd)))
-            for entry in os.listdir(fd):
-                kind = stat.S_IFMT(os.stat(entry, dir_fd=fd, follow_symlinks=False).st_mode)
-                if kind in (stat.S_IFREG, stat.S_IFDIR):
-                    with closing(calls.open_file(entry, os.O_RDONLY, dir_fd=fd)) as below:
-                        _finish_tree(below, old_fd, entry, check, durable=durable)
-    if old is not None:
-        old.apply(fd)
-    if durable:
-        calls.sync_directory(fd) if stat.S_ISDIR(mode) else calls.fsync(fd)
-    mark_progress()
-    check()
+    for _, _, names, below in os.fwalk(dir_fd=fd, topdown=False, onerror=raise_error):
+        for name in names:
+            if stat.S_ISREG(os.stat(name, dir_fd=below, follow_symlinks=False).st_mode):
+                with closing(calls.open_file(name, os.O_RDONLY, dir_fd=below)) as file:
+                    calls.fsync(file)
+            mark_progress()
+            check()
+        calls.sync_directory(below)
+        mark_progress()

@@ -16,7 +16,7 @@ import stio
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import LockTimeout, directory_lock
 from stio.storage.commit.recovery import collect_garbage
-from stio.storage.commit.retention import LIST_NAME, write_list
+from stio.storage.commit.retention import LIST_NAME, WrittenFiles
 from stio.storage.commit.transaction import LocalTransaction, begin_directory
 from tests.storage.transactions import Killed, System
 
@@ -45,7 +45,7 @@ def staged_with(path: Path, text: str) -> LocalTransaction:
     staged = begin_directory(path, durable=True)
     (Path(staged.files_path) / "below").mkdir()
     (Path(staged.files_path) / "below" / "file").write_text(text)
-    write_list(staged.files_path, "")
+    WrittenFiles.store_list(staged.files_path, "")
     return staged
 
 
@@ -113,7 +113,7 @@ def test_what_is_no_directory_is_kept(tmp_path: Path, kind: str) -> None:
     assert kept.is_symlink() if kind == "link" else kept.read_text() == "mine"
 
 
-def test_what_others_added_moves_into_the_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_others_added_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = tmp_path / "one"
     staged_with(one, "old").commit(index=None)
     added = ("results.json", "below/results.json", "plots/a/b.png")
@@ -122,13 +122,12 @@ def test_what_others_added_moves_into_the_new_one(tmp_path: Path, caplog: pytest
         (one / name).write_text("mine")
     (one / ".stio-lock").touch()
     staged_with(one, "new").commit(index=None)
-    assert [(one / name).read_text() for name in added] == ["mine"] * 3
     assert (one / "below" / "file").read_text() == "new"
-    assert names_in(tmp_path) == ["one"]
-    assert names_in(one) == [LIST_NAME, "below", "plots", "results.json"]
-    assert not caplog.text
-    staged_with(one, "third").commit(index=None)
-    assert [(one / name).read_text() for name in added] == ["mine"] * 3
+    assert names_in(one) == [LIST_NAME, "below"]
+    kept = kept_in(tmp_path)
+    assert [(kept / name).read_text() for name in added] == ["mine"] * 3
+    assert names_in(kept / "below") == ["results.json"]
+    assert [record.getMessage().count(kept.name) for record in caplog.records] == [1]
 
 
 def test_what_has_the_name_of_a_new_file_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,19 +135,18 @@ def test_what_has_the_name_of_a_new_file_is_kept(tmp_path: Path, caplog: pytest.
     staged_with(one, "old").commit(index=None)
     (one / "below" / "file").write_text("replaced by others")
     (one / "mine").write_text("the old mine")
-    (one / "free").write_text("moves")
+    (one / "free").write_text("kept too")
     staged = staged_with(one, "new")
     (Path(staged.files_path) / "mine").write_text("the new mine")
     staged.commit(index=None)
     assert (one / "mine").read_text() == "the new mine"
-    assert (one / "free").read_text() == "moves"
     kept = kept_in(tmp_path)
-    assert names_in(kept) == ["below", "mine"]
+    assert names_in(kept) == ["below", "free", "mine"]
     assert (kept / "below" / "file").read_text() == "replaced by others"
     assert (kept / "mine").read_text() == "the old mine"
     assert len(caplog.records) == 1
     staged_with(tmp_path / "two", "new").commit(index=None)  # its recovery deletes nothing of this
-    assert names_in(kept) == ["below", "mine"]
+    assert names_in(kept) == ["below", "free", "mine"]
     assert len(caplog.records) == 1
 
 

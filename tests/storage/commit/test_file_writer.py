@@ -11,7 +11,8 @@ import stat
 import subprocess
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,19 @@ from crash.zygote import Zygote
 from support import needs_engine
 
 from stio import native
-from stio.errors import NoSpaceError, StorageError
+from stio.errors import NoSpaceError
+from stio.errors import StorageError
 from stio.limits import PAGE_BYTES
-from stio.runtime.memory import Region, allocate
+from stio.runtime.memory import Region
+from stio.runtime.memory import allocate
 from stio.storage.base import FileWriter
 from stio.storage.commit import files
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.files import FileAttributes, LocalFileWriter, attributes_at, create_files, write_small
+from stio.storage.commit.files import FileAttributes
+from stio.storage.commit.files import LocalFileWriter
+from stio.storage.commit.files import attributes_at
+from stio.storage.commit.files import create_files
+from stio.storage.commit.files import write_small
 
 DATA = random.Random(1).randbytes(3 * PAGE_BYTES + 777)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own calls")
@@ -52,7 +59,8 @@ def create(
 
 
 def create_shared(place: int, nbytes: int) -> LocalFileWriter:
-    writer = LocalFileWriter(place, "a", "p/a", nbytes, attributes=None, durable=True, is_shared=True)
+    writer = LocalFileWriter(place, "a", "p/a", nbytes, attributes=None, durable=True)
+    writer.share(nbytes)
     create_files(place, [writer], path="p")
     return writer
 
@@ -447,7 +455,8 @@ def test_c103_file_size_limit(zygote: Zygote, tmp_path: Path) -> None:
         import os, resource, sys
         from stio.errors import NoSpaceError
         from stio.storage.commit import syscalls as calls
-        from stio.storage.commit.files import LocalFileWriter, create_files
+        from stio.storage.commit.files import LocalFileWriter
+        from stio.storage.commit.files import create_files
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         fd = calls.open_directory(sys.argv[1])
         try:
@@ -556,7 +565,8 @@ def test_between_hosts_less_than_a_page_goes_past_the_page_cache_too(
 @linux
 def test_an_error_of_an_exact_range_is_raised(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "is_local", lambda fd: False)
-    writer = LocalFileWriter(place, "a", "final/a", len(DATA), attributes=None, durable=True, is_shared=True)
+    writer = LocalFileWriter(place, "a", "final/a", len(DATA), attributes=None, durable=True)
+    writer.share(len(DATA))
     create(place, ("a", len(DATA)))
 
     def fail(*args: object) -> int:

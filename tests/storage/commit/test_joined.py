@@ -18,22 +18,25 @@ import pytest
 
 from stio.errors import StorageError
 from stio.limits import PAGE_BYTES
-from stio.runtime.memory import Region, allocate
-from stio.storage.commit import files, transaction
-from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction, begin_local
-from tests.storage.transactions import (
-    INDEX,
-    SINGLE,
-    Killed,
-    System,
-    content,
-    index_of,
-    names_in,
-    read,
-    require_clean,
-    save,
-    sweep,
-)
+from stio.runtime.memory import Region
+from stio.runtime.memory import allocate
+from stio.storage.commit import files
+from stio.storage.commit import transaction
+from stio.storage.commit.transaction import Invitation
+from stio.storage.commit.transaction import JoinedTransaction
+from stio.storage.commit.transaction import LocalTransaction
+from tests.storage.transactions import INDEX
+from tests.storage.transactions import SINGLE
+from tests.storage.transactions import Killed
+from tests.storage.transactions import System
+from tests.storage.transactions import begin_local
+from tests.storage.transactions import content
+from tests.storage.transactions import index_of
+from tests.storage.transactions import names_in
+from tests.storage.transactions import read
+from tests.storage.transactions import require_clean
+from tests.storage.transactions import save
+from tests.storage.transactions import sweep
 
 DATA = [random.Random(k).randbytes(3 * PAGE_BYTES + 100 * k) for k in range(2)]
 HALF = [len(data) // 2 for data in DATA]
@@ -178,7 +181,7 @@ def test_the_death_of_the_owner_is_found_in_spite_of_others(tmp_path: Path, monk
     script = textwrap.dedent(
         f"""
         import sys, time
-        from stio.storage.commit.transaction import begin_local
+        from tests.storage.transactions import begin_local
         owner = begin_local({str(destination)!r}, num_shards=1)
         owner.create([{len(DATA[0])}], [{HALF[0]}])
         print(owner.invite().to_json().decode(), flush=True)

@@ -25,7 +25,6 @@ from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import is_directory_lock
 from stio.storage.commit.journal import JournalRecord, read_record
 from stio.storage.commit.recovery import GarbageReport, collect_garbage, recover
-from stio.storage.commit.transaction import begin_local
 from tests.storage.transactions import (
     CHANGES,
     FILES_CHANGE,
@@ -35,6 +34,7 @@ from tests.storage.transactions import (
     Change,
     Killed,
     System,
+    begin_local,
     fill,
     index_of,
     names_in,

@@ -17,11 +17,7 @@ from stio.storage.commit.recovery import collect_garbage
 from stio.storage.commit.retention import (
     LIST_NAME,
     WrittenFiles,
-    describe_file,
-    read_list,
-    remove_checkpoint,
     survey,
-    write_list,
 )
 from tests.storage.transactions import Killed, System
 
@@ -46,8 +42,8 @@ def made(path: Path) -> WrittenFiles:
 
 def test_what_is_unchanged_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written = made(tmp_path / "x")
-    remove_checkpoint(written)
-    remove_checkpoint(written)  # is not there
+    written.remove()
+    written.remove()  # is not there
     assert names_in(tmp_path) == []
     assert not caplog.text
 
@@ -62,10 +58,10 @@ def test_a_full_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name
         written = made(path)
     else:
         path.write_text("ours")
-        written = describe_file(str(path))
+        written = WrittenFiles.of_file(str(path))
     for call in ("make_directory", "rename"):
         monkeypatch.setattr(calls, call, refuse)
-    remove_checkpoint(written)
+    written.remove()
     assert names_in(tmp_path) == []
 
 
@@ -77,7 +73,7 @@ def test_a_recovery_that_deletes_at_the_same_time(tmp_path: Path, monkeypatch: p
         collect_garbage(tmp_path)
 
     monkeypatch.setattr(calls, "rename", rename)
-    remove_checkpoint(written)
+    written.remove()
     assert names_in(tmp_path) == []
 
 
@@ -88,7 +84,7 @@ def test_what_others_have_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.
         written = made(path)
     else:
         path.write_text("ours")
-        written = describe_file(str(path))
+        written = WrittenFiles.of_file(str(path))
     call = "rename" if name == "x" else "unlink"
     plain = getattr(calls, call)
 
@@ -97,7 +93,7 @@ def test_what_others_have_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.
         plain(*names, **fds)
 
     monkeypatch.setattr(calls, call, remove)
-    remove_checkpoint(written)
+    written.remove()
     assert names_in(tmp_path) == []
 
 
@@ -113,12 +109,12 @@ def test_killed_at_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
             written = made(path)
         else:
             path.write_text("ours")
-            written = describe_file(str(path))
+            written = WrittenFiles.of_file(str(path))
         whole = names_in(home)
         with monkeypatch.context() as patch:
             system = System(patch, kill_at=n, kill_after=after)
             with suppress(Killed):
-                remove_checkpoint(written)
+                written.remove()
             system.bury()
         collect_garbage(home)
         assert names_in(home) in ([], whole)
@@ -143,21 +139,21 @@ def test_names_that_a_filesystem_gives_to_open_files(tmp_path: Path) -> None:
     """They do not keep the directory from being deleted."""
     written = made(tmp_path / "x")
     (tmp_path / "x" / ".nfs000001").touch()
-    remove_checkpoint(written)
+    written.remove()
     assert names_in(tmp_path) == []
 
 
 def test_a_lock_file_that_a_crash_left(tmp_path: Path) -> None:
     written = made(tmp_path / "x")
     (tmp_path / "x" / ".stio-lock").touch(mode=0o600)
-    remove_checkpoint(written)
+    written.remove()
     assert names_in(tmp_path) == []
 
 
 def test_a_save_under_way_in_the_directory(tmp_path: Path) -> None:
     written = made(tmp_path / "x")
     (tmp_path / "x" / ".stio-0123456789").mkdir()
-    remove_checkpoint(written)
+    written.remove()
     assert names_in(tmp_path) == ["x", "x/.stio-0123456789"]
 
 
@@ -166,9 +162,9 @@ def test_a_filesystem_without_stable_inodes(tmp_path: Path, monkeypatch: pytest.
     one, two = made(tmp_path / "one"), made(tmp_path / "two")
     (tmp_path / "one").rename(tmp_path / "moved")
     (tmp_path / "moved").rename(tmp_path / "one")
-    remove_checkpoint(one)
+    one.remove()
     (tmp_path / "two" / FILES[0]).write_text("theirs")
-    remove_checkpoint(two)
+    two.remove()
     assert names_in(tmp_path) == ["two", f"two/{FILES[0]}"]
 
 
@@ -178,38 +174,38 @@ def test_a_filesystem_without_stable_inodes(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("within", ["deep", "none", ""])
 def test_a_list_that_is_stored(tmp_path: Path, within: str) -> None:
     made(tmp_path / "staged")
-    write_list(str(tmp_path / "staged"), within)
+    WrittenFiles.store_list(str(tmp_path / "staged"), within)
     (tmp_path / "staged").rename(tmp_path / "x")
-    found = read_list(str(tmp_path / "x"))
+    found = WrittenFiles.listed_in(str(tmp_path / "x"))
     assert found is not None
     assert found.made == {str(tmp_path / "x"), str(tmp_path / "x" / "deep")}
     assert len(found.files) == 3
-    remove_checkpoint(found)
+    found.remove()
     assert names_in(tmp_path) == []
 
 
 def test_a_list_of_a_copy_is_none(tmp_path: Path) -> None:
     made(tmp_path / "x")
-    write_list(str(tmp_path / "x"), "")
+    WrittenFiles.store_list(str(tmp_path / "x"), "")
     (tmp_path / "copy").mkdir()
     for name in (*FILES[:1], LIST_NAME):
         (tmp_path / "copy" / name).write_bytes((tmp_path / "x" / name).read_bytes())
-    assert read_list(str(tmp_path / "copy")) is None
-    assert read_list(str(tmp_path / "none")) is None
+    assert WrittenFiles.listed_in(str(tmp_path / "copy")) is None
+    assert WrittenFiles.listed_in(str(tmp_path / "none")) is None
 
 
 @pytest.mark.parametrize("name", ["../mine", "/mine", "deep/../../mine", "", ".", "a//b"])
 @pytest.mark.parametrize("kind", ["files", "directories"])
 def test_a_list_that_leads_out(tmp_path: Path, name: str, kind: str) -> None:
     made(tmp_path / "x")
-    write_list(str(tmp_path / "x"), "")
+    WrittenFiles.store_list(str(tmp_path / "x"), "")
     file = tmp_path / "x" / LIST_NAME
     text = json.loads(file.read_text())
     if kind == "directories" and name == "":
         pytest.skip("the directory itself")
     text[kind][name] = [1, 1, 1] if kind == "files" else 1
     file.write_text(json.dumps(text))
-    found = read_list(str(tmp_path / "x"))
+    found = WrittenFiles.listed_in(str(tmp_path / "x"))
     assert found is None or all(path.startswith(f"{tmp_path}/x/") for path in found.files)
 
 
@@ -217,13 +213,13 @@ def test_a_list_that_leads_out(tmp_path: Path, name: str, kind: str) -> None:
 def test_a_list_that_is_none(tmp_path: Path, text: str) -> None:
     made(tmp_path / "x")
     (tmp_path / "x" / LIST_NAME).write_text(text)
-    assert read_list(str(tmp_path / "x")) is None
+    assert WrittenFiles.listed_in(str(tmp_path / "x")) is None
 
 
 def test_a_link_in_the_place_of_the_directory_has_no_list(tmp_path: Path) -> None:
     made(tmp_path / "x")
-    write_list(str(tmp_path / "x"), "")
+    WrittenFiles.store_list(str(tmp_path / "x"), "")
     (tmp_path / "x").rename(tmp_path / "archive")
     (tmp_path / "x").symlink_to("archive")
-    assert read_list(str(tmp_path / "archive")) is not None
-    assert read_list(str(tmp_path / "x")) is None
+    assert WrittenFiles.listed_in(str(tmp_path / "archive")) is not None
+    assert WrittenFiles.listed_in(str(tmp_path / "x")) is None

@@ -26,7 +26,6 @@ from stio.storage.base import Note, Transaction
 from stio.storage.commit import destination, directory_lock, publication
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import DIRECTORY_LOCK_NAME
-from stio.storage.commit.transaction import begin_local
 from tests.storage.transactions import (
     CHANGES,
     FALLIBLE,
@@ -39,6 +38,7 @@ from tests.storage.transactions import (
     SINGLE,
     Change,
     System,
+    begin_local,
     content,
     fill,
     index_of,
@@ -624,7 +624,7 @@ def test_c114_processes_at_one_destination(zygote: Zygote, tmp_path: Path) -> No
         import sys
         from pathlib import Path
         from stio.errors import ConcurrentSaveError
-        from stio.storage.commit.transaction import begin_local
+        from tests.storage.transactions import begin_local
         from tests.storage.transactions import fill, index_of
         transaction = begin_local(sys.argv[1], num_shards=2)
         fill(transaction, sys.argv[2])
@@ -688,7 +688,7 @@ def test_directory_that_stays_locked_is_given_up(tmp_path: Path) -> None:
 def test_every_commit_on_a_plain_system(tmp_path: Path, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_renameat2", "_fallocate", "_sync_file_range"):
         monkeypatch.setattr(calls, name, None)
-    monkeypatch.setattr(calls, "fcntl", None)
+    monkeypatch.setattr(calls, "try_lock", lambda fd: None)
     monkeypatch.setattr(destination, "is_local", lambda fd: False)
     test_every_commit_ends_with_the_new_checkpoint(tmp_path, change)
 

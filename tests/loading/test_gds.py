@@ -14,8 +14,9 @@ import pytest
 from support import needs_engine
 
 from stio.errors import StorageError
-from stio.storage import local
-from stio.storage.local import GdsFile, LocalFile, open_file
+from stio.loading import gds_path
+from stio.loading.gds_path import GdsFile
+from stio.storage.local import LocalFile
 
 pytestmark = [
     needs_engine,
@@ -27,7 +28,7 @@ pytestmark = [
 def file(tmp_path: Path) -> Iterator[LocalFile]:
     path = tmp_path / "data"
     path.write_bytes(b"x" * 10_000)
-    file = open_file(str(path))
+    file = LocalFile.open(str(path))
     yield file
     file.close()
 
@@ -93,22 +94,22 @@ def test_a_filesystem_without_direct_reads(file: LocalFile, monkeypatch: pytest.
             raise OSError(errno.EINVAL, "no direct reads")
         return opened(path, flags)
 
-    monkeypatch.setattr(local.os, "open", without_direct)
+    monkeypatch.setattr(gds_path.os, "open", without_direct)
     GdsFile(file).close()
 
 
 def test_a_system_without_a_list_of_modules(file: LocalFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """cuFile would not return there."""
     cufile = cufile_stand_in.install(monkeypatch)
-    monkeypatch.setattr(local, "_MODULES", tmp_path / "modules")
+    monkeypatch.setattr(gds_path, "_MODULES", tmp_path / "modules")
     with pytest.raises(StorageError, match="modules, which cuFile needs"):
         GdsFile(file)
     assert cufile.num_opened == 0
 
 
 def test_without_cufile(file: LocalFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(local, "_CUFILE", "libnowhere.so.0")
-    monkeypatch.setattr(local, "_CUDA_LIBRARIES", str(tmp_path))
+    monkeypatch.setattr(gds_path, "_CUFILE", "libnowhere.so.0")
+    monkeypatch.setattr(gds_path, "_CUDA_LIBRARIES", str(tmp_path))
     with pytest.raises(
         ImportError, match=r"pip install 'stio-torch\[gds\]', or, .* nvidia-cufile-cu12; libnowhere.so.0: cannot"
     ):
@@ -116,9 +117,9 @@ def test_without_cufile(file: LocalFile, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_a_library_that_is_not_cufile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_cufile_paths", lambda: ["libc.so.6"])
+    monkeypatch.setattr(gds_path, "_cufile_paths", lambda: ["libc.so.6"])
     with pytest.raises(ImportError, match="libc.so.6 has no function cuFileDriverOpen"):
-        local.require_cufile()
+        GdsFile.require_library()
 
 
 @pytest.mark.parametrize("place", ["cufile", "cu13", "toolkit"])
@@ -126,12 +127,12 @@ def test_the_library_is_found_in_wheels_and_in_the_toolkit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
 ) -> None:
     """NVIDIA's wheels for CUDA 12 and 13 have it in different folders, of which none is on the linker's path."""
-    monkeypatch.setattr(local, "_CUFILE", "libstand_in.so.0")
-    monkeypatch.setattr(local, "_CUDA_LIBRARIES", str(tmp_path / "toolkit" / "lib"))
+    monkeypatch.setattr(gds_path, "_CUFILE", "libstand_in.so.0")
+    monkeypatch.setattr(gds_path, "_CUDA_LIBRARIES", str(tmp_path / "toolkit" / "lib"))
     spec = ModuleSpec("nvidia", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr(local, "find_spec", lambda name: {"nvidia": spec}[name])
+    monkeypatch.setattr(gds_path, "find_spec", lambda name: {"nvidia": spec}[name])
     library = tmp_path / place / "lib" / "libstand_in.so.0"
     library.parent.mkdir(parents=True)
     library.write_bytes(cufile_stand_in.library().read_bytes())
-    assert local.require_cufile()
+    assert GdsFile.require_library()
