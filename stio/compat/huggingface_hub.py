@@ -21,11 +21,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -37,29 +33,30 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 import stio
-from stio.compat.safetensors.torch import _find_shared_tensors
-from stio.compat.safetensors.torch import _is_complete
-from stio.compat.safetensors.torch import _remove_duplicate_names
-from stio.compat.safetensors.torch import _require_contiguous
-from stio.compat.safetensors.torch import _require_no_names
+from stio.compat.safetensors.torch import (
+    _find_shared_tensors,
+    _is_complete,
+    _remove_duplicate_names,
+    _require_contiguous,
+    _require_no_names,
+)
 from stio.conversion.sources import pickle_files
-from stio.device.describe import describe_tensors
-from stio.device.describe import require_values
-from stio.errors import AmbiguousCheckpointError
-from stio.errors import CheckpointNotFoundError
-from stio.errors import DeviceError
-from stio.errors import FormatError
-from stio.errors import IndexFormatError
-from stio.errors import MismatchError
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.errors import UnsafePathError
-from stio.errors import install_command
-from stio.errors import printable
+from stio.device.describe import describe_tensors, require_values
+from stio.errors import (
+    AmbiguousCheckpointError,
+    CheckpointNotFoundError,
+    DeviceError,
+    FormatError,
+    IndexFormatError,
+    MismatchError,
+    StioError,
+    StorageError,
+    UnsafePathError,
+    install_command,
+    printable,
+)
 from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.names import FilePattern
-from stio.format.files.names import INDEX_SUFFIX
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FilePattern
 from stio.format.naming import index_name
 from stio.limits import parse_size
 from stio.loading.module_tree import ModuleTree
@@ -69,25 +66,17 @@ from stio.saving.options import SaveOptions
 from stio.saving.pending import PendingSave
 from stio.saving.plan import plan_files
 from stio.storage.checks import refusals
-from stio.storage.checks import resolve_links
-from stio.storage.commit import syscalls as calls
-from stio.storage.commit.destination import CommitPlan
-from stio.storage.commit.destination import LocalDestination
-from stio.storage.commit.destination import existing_checkpoint
-from stio.storage.commit.directory_lock import directory_lock
-from stio.storage.commit.files import MAX_INDEX_BYTES
-from stio.storage.commit.files import closing
-from stio.storage.commit.files import read_small
-from stio.storage.commit.files import write_refused
-from stio.storage.commit.transaction import LocalTransaction
+from stio.storage.commit.transaction import NamedFiles
 
 try:
-    from huggingface_hub import StateDictSplit
-    from huggingface_hub import constants
-    from huggingface_hub import get_torch_storage_id
-    from huggingface_hub import get_torch_storage_size
-    from huggingface_hub import split_state_dict_into_shards_factory
-    from huggingface_hub import split_torch_state_dict_into_shards
+    from huggingface_hub import (
+        StateDictSplit,
+        constants,
+        get_torch_storage_id,
+        get_torch_storage_size,
+        split_state_dict_into_shards_factory,
+        split_torch_state_dict_into_shards,
+    )
 except ModuleNotFoundError as error:
     raise ImportError(
         f"this is a drop-in for huggingface_hub, which is not installed: {install_command('hub')}"
@@ -195,7 +184,9 @@ def save_torch_state_dict(
     files = split.filename_to_tensors
     listed = {"metadata": {**split.metadata, **described}, "weight_map": split.tensor_to_filename}
     index = json.dumps(listed, indent=2).encode() if split.is_sharded else None
-    place = HubDirectory(os.fsdecode(save_directory), tuple(files), FilePattern(pattern).index, pattern, is_main_process)
+    place = HubDirectory(
+        os.fsdecode(save_directory), tuple(files), FilePattern(pattern).index, pattern, is_main_process
+    )
     if not files:
         place.clear()
     elif safe_serialization:
@@ -269,8 +260,6 @@ class HubDirectory(NamedFiles):
                 shards = parse_index(index, path=self.index).shards
                 old += [name for name in shards if FilePattern(self.pattern).matches(name)]
         return sorted(dict.fromkeys(old), key=lambda name: not name.endswith(INDEX_SUFFIX))
-
-
 
 
 def _save_tensors(

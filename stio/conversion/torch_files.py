@@ -14,40 +14,33 @@ import sys
 import tarfile
 import warnings
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import closing
-from contextlib import nullcontext
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext, suppress
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
-from typing import BinaryIO
-from typing import ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import nn
 
 from stio.device.describe import describe_tensors
-from stio.errors import AmbiguousCheckpointError
-from stio.errors import FormatError
-from stio.errors import HostMemoryError
-from stio.errors import StorageError
-from stio.errors import TensorNotFoundError
-from stio.errors import UnsupportedDtypeError
-from stio.errors import listed
-from stio.errors import printable
+from stio.errors import (
+    AmbiguousCheckpointError,
+    FormatError,
+    HostMemoryError,
+    StorageError,
+    TensorNotFoundError,
+    UnsupportedDtypeError,
+    listed,
+    printable,
+)
 from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.other_kinds import FileKind
-from stio.format.files.other_kinds import kind_of
+from stio.format.files.other_kinds import FileKind, kind_of
 from stio.runtime.memory import reporting_shortage
 from stio.runtime.process import contextmanager
-from stio.runtime.text import log
 from stio.storage.checks import refusals
 from stio.storage.local import LocalFile
-from stio.text import counted
+from stio.text import counted, log
 
 
 @contextmanager

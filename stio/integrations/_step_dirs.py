@@ -13,22 +13,17 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
-from collections.abc import Collection
-from concurrent.futures import Future
-from concurrent.futures import wait
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any
-from typing import Self
+from typing import Any, Self
 
 from huggingface_hub import HfApi
 
-from stio.errors import StioError
-from stio.errors import printable
+from stio.errors import StioError, printable
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
-from stio.saving.pending import EXIT_PATIENCE_SECONDS
-from stio.saving.pending import PendingSave
+from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import begin_directory
 from stio.text import log

@@ -33,11 +33,9 @@ import logging
 import os
 import pickle
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,34 +43,30 @@ from typing import Any
 import torch
 
 from stio import sync
-from stio.errors import FormatError
-from stio.errors import StioError
-from stio.errors import install_command
+from stio.errors import FormatError, StioError, install_command
 from stio.format.state.tree import STATE_KEY
-from stio.integrations._training import exchange
-from stio.integrations._training import from_plain
-from stio.integrations._training import gather
-from stio.integrations._training import on_all
-from stio.integrations._training import random_states
-from stio.integrations._training import set_random_states
-from stio.integrations._training import states_of_rank
-from stio.integrations._training import to_plain
+from stio.integrations._training import (
+    exchange,
+    from_plain,
+    gather,
+    on_all,
+    random_states,
+    set_random_states,
+    states_of_rank,
+    to_plain,
+)
 from stio.runtime.operation import Operation
-from stio.saving.pending import EXIT_PATIENCE_SECONDS
-from stio.saving.pending import PendingSave
+from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
 from stio.storage.commit.destination import SingleFile
-
+from stio.storage.commit.retention import WrittenFiles
 from stio.sync import load_state
 from stio.sync import open as open_checkpoint
 
 try:
-    from lightning.pytorch import Callback
-    from lightning.pytorch import LightningModule
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.core import saving as lightning_saving
-    from lightning.pytorch.loggers import Logger
-    from lightning.pytorch.loggers import TensorBoardLogger
+    from lightning.pytorch.loggers import Logger, TensorBoardLogger
     from lightning.pytorch.plugins import CheckpointIO
     from lightning.pytorch.strategies import ModelParallelStrategy
 except ModuleNotFoundError as error:

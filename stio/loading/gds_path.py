@@ -13,10 +13,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,17 +22,11 @@ from pathlib import Path
 import torch
 
 from stio import native
-from stio.device.base import Accelerator
-from stio.device.base import LoadedGroup
-from stio.device.cuda import DeviceRing
-from stio.device.cuda import TorchAccelerator
-from stio.errors import StorageError
-from stio.errors import install_command
-from stio.loading.plan import Block
-from stio.loading.plan import Group
-from stio.loading.read_paths import Delivery
-from stio.loading.read_paths import DevicePath
-from stio.loading.read_paths import StagingSlots
+from stio.device.base import Accelerator, LoadedGroup
+from stio.device.cuda import DeviceRing, TorchAccelerator
+from stio.errors import StorageError, install_command
+from stio.loading.plan import Block, Group
+from stio.loading.read_paths import Delivery, DevicePath, StagingSlots
 from stio.storage.local import LocalFile
 
 logger = logging.getLogger("stio")

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import TypeAlias
@@ -31,39 +29,21 @@ from stio.device.cuda import TorchAccelerator
 from stio.device.tensors import TORCH_DTYPES
 from stio.errors import DeviceError
 from stio.format.header import Header
-from stio.limits import DEFAULT_BUDGET_BYTES
-from stio.limits import PAGE_BYTES
+from stio.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.loading.engine import EngineExecutor
-from stio.loading.gds_path import GdsDevice
-from stio.loading.gds_path import GdsPath
+from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
-from stio.loading.plan import GAP_BYTES
-from stio.loading.plan import FileSelection
-from stio.loading.plan import ReadPlan
-from stio.loading.plan import plan_reads
-from stio.loading.read_paths import CacheFillPath
-from stio.loading.read_paths import CopiedPath
-from stio.loading.read_paths import Delivery
-from stio.loading.read_paths import DevicePath
-from stio.loading.read_paths import MappedPath
-from stio.loading.read_paths import ReadPath
-from stio.loading.read_paths import StagingSlots
-from stio.loading.scheduler import FIRST_BYTES
-from stio.loading.scheduler import PlannedLoad
-from stio.loading.select import DeviceSelection
-from stio.loading.select import SelectedTensors
-from stio.loading.select import selected_bytes
+from stio.loading.plan import GAP_BYTES, FileSelection, ReadPlan, plan_reads
+from stio.loading.read_paths import CacheFillPath, CopiedPath, Delivery, DevicePath, MappedPath, ReadPath, StagingSlots
+from stio.loading.scheduler import FIRST_BYTES, PlannedLoad
+from stio.loading.select import DeviceSelection, SelectedTensors, selected_bytes
 from stio.runtime import memory
 from stio.runtime.reports.trace import traced
-from stio.storage.base import RequestedSource
-from stio.storage.base import Requests
-from stio.storage.base import Source
-from stio.storage.checkpoint.caches import CachedFile
-from stio.storage.checkpoint.caches import FileCache
+from stio.storage.base import RequestedSource, Requests, Source
+from stio.storage.checkpoint.caches import CachedFile, FileCache
 from stio.storage.checkpoint.shards import OpenCheckpoint
-from stio.storage.local import LocalFile
-from stio.storage.local import MappedFile
+from stio.storage.local import LocalFile, MappedFile
 
 GROUP_BYTES = 64 << 20
 """Size of groups: memory is allocated, and tensors are made, for one at a time."""

@@ -30,46 +30,30 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stio import clock
-from stio.errors import ChangedDuringReadError
-from stio.errors import StioError
-from stio.errors import StorageError
+from stio.errors import ChangedDuringReadError, StioError, StorageError
 from stio.format.files.names import FILE_SUFFIX
 from stio.limits import checked_size
 from stio.runtime import memory
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled
-from stio.runtime.operation import Operation
-from stio.runtime.operation import is_interrupted
-from stio.runtime.process import after_fork_in_child
-from stio.runtime.process import contextmanager
+from stio.runtime.operation import Cancelled, Operation, is_interrupted
+from stio.runtime.process import after_fork_in_child, contextmanager
 from stio.runtime.workers import WorkerPool
-from stio.storage.base import Identity
-from stio.storage.base import RequestedSource
-from stio.storage.base import Requests
-from stio.storage.base import Source
+from stio.storage.base import Identity, RequestedSource, Requests, Source
 from stio.storage.checkpoint.caches import CacheStats
 from stio.storage.checks import local_directory
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.directory_lock import FileLock
-from stio.storage.commit.directory_lock import LockTimeout
-from stio.storage.commit.directory_lock import boot_id
-from stio.storage.commit.files import status_at
-from stio.storage.commit.files import write_whole
+from stio.storage.commit.directory_lock import FileLock, LockTimeout, boot_id
+from stio.storage.commit.files import status_at, write_whole
 from stio.storage.local import LocalFile
 from stio.storage.open import max_open_files
-from stio.text import log
-from stio.text import show_bytes
+from stio.text import log, show_bytes
 
 PART_SUFFIX = ".part"
 """End of the name of a file that is not complete."""

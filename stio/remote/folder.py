@@ -10,34 +10,22 @@ from __future__ import annotations
 import errno
 import weakref
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
-from typing import TypeAlias
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from stio.errors import CheckpointNotFoundError
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.remote.requests import RequestFailure
-from stio.remote.requests import failure_of
-from stio.remote.requests import for_each
+from stio.errors import CheckpointNotFoundError, StioError, StorageError
+from stio.remote.requests import RequestFailure, failure_of, for_each
 from stio.remote.source import RemoteRoot
 from stio.remote.stores import require_obstore
 from stio.runtime import memory
-from stio.runtime.calls import LOOK_SECONDS
-from stio.runtime.calls import Call
+from stio.runtime.calls import LOOK_SECONDS, Call
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled
-from stio.runtime.operation import is_interrupted
-from stio.runtime.operation import mark_progress
+from stio.runtime.operation import Cancelled, is_interrupted, mark_progress
 from stio.text import log
 
 T = TypeVar("T")

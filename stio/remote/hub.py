@@ -10,37 +10,22 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from errno import EACCES
-from errno import EHOSTUNREACH
-from errno import EIO
-from errno import ENOENT
+from errno import EACCES, EHOSTUNREACH, EIO, ENOENT
 from functools import partial
 from importlib import import_module
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from stio.errors import CheckpointNotFoundError
-from stio.errors import FormatError
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.errors import install_command
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.names import INDEX_SUFFIX
-from stio.format.files.names import PICKLE_SUFFIXES
-from stio.format.files.names import FileName
-from stio.remote.requests import for_each
-from stio.remote.requests import short_line
+from stio.errors import CheckpointNotFoundError, FormatError, StioError, StorageError, install_command
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, PICKLE_SUFFIXES, FileName
+from stio.remote.requests import for_each, short_line
 from stio.runtime.calls import Call
 from stio.storage.base import Source
 from stio.storage.open import open_file
-from stio.text import log
-from stio.text import without_secrets
+from stio.text import log, without_secrets
 
 T = TypeVar("T")
 

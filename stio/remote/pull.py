@@ -13,56 +13,36 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import closing
-from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.errors import UnsafePathError
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.names import FILE_SUFFIXES
-from stio.format.files.names import PICKLE_SUFFIXES
-from stio.format.files.names import FileName
+from stio.errors import StioError, StorageError, UnsafePathError
+from stio.format.files.names import FILE_SUFFIX, FILE_SUFFIXES, PICKLE_SUFFIXES, FileName
 from stio.limits import DEFAULT_BUDGET_BYTES
 from stio.remote import hub
-from stio.remote.disk_cache import Download
-from stio.remote.disk_cache import LOCK_SUFFIX
-from stio.remote.disk_cache import PART_SUFFIX
-from stio.remote.disk_cache import check_interrupted
-from stio.remote.disk_cache import object_key
-from stio.remote.disk_cache import opened_directory
-from stio.remote.disk_cache import wait_until
-from stio.runtime.schemes import scheme_of
-from stio.storage.base import ParallelRoot
-from stio.storage.base import RequestedSource
-from stio.storage.base import Requests
-from stio.storage.base import Source
-from stio.storage.checkpoint.integrity import judge_files
-from stio.storage.checkpoint.integrity import read_manifest
+from stio.remote.disk_cache import (
+    LOCK_SUFFIX,
+    PART_SUFFIX,
+    Download,
+    check_interrupted,
+    object_key,
+    opened_directory,
+    wait_until,
+)
+from stio.schemes import scheme_of
+from stio.storage.base import ParallelRoot, RequestedSource, Requests, Source
+from stio.storage.checkpoint.integrity import judge_files, read_manifest
 from stio.storage.checkpoint.open import open_checkpoint
-from stio.storage.checkpoint.shards import OpenCheckpoint
-from stio.storage.checkpoint.shards import OpenOptions
-from stio.storage.checks import local_directory
-from stio.storage.checks import refusals
+from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
+from stio.storage.checks import local_directory, refusals
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import FileLock
-from stio.storage.commit.files import read_small
-from stio.storage.commit.files import status_at
-from stio.storage.commit.files import write_small
+from stio.storage.commit.files import read_small, status_at, write_small
 from stio.storage.local import LocalFile
 from stio.storage.open import SingleFileRoot
-from stio.storage.open import is_hub
-from stio.text import is_url
-from stio.text import without_secrets
+from stio.text import is_url, without_secrets
 
 _HOW = OpenOptions(with_manifest=True, strict=False, check=check_interrupted)
 

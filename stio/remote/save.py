@@ -16,65 +16,39 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-from collections.abc import Iterator
-from collections.abc import Sequence
-from collections.abc import Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from http.client import HTTPException
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 from urllib.error import HTTPError
 from urllib.parse import quote
-from urllib.request import HTTPRedirectHandler
-from urllib.request import HTTPSHandler
-from urllib.request import Request
-from urllib.request import build_opener
+from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
 from xml.etree import ElementTree
 
 from stio import clock
-from stio.errors import CheckpointNotFoundError
-from stio.errors import CommitUncertainError
-from stio.errors import ConcurrentSaveError
-from stio.errors import IndexFormatError
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.errors import printable
+from stio.errors import (
+    CheckpointNotFoundError,
+    CommitUncertainError,
+    ConcurrentSaveError,
+    IndexFormatError,
+    StioError,
+    StorageError,
+    printable,
+)
 from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.names import INDEX_SUFFIX
-from stio.format.files.names import FileName
-from stio.format.files.names import FilePattern
-from stio.remote.folder import DEFAULT_BYTES
-from stio.remote.folder import MIN_PART_BYTES
-from stio.remote.folder import Folder
-from stio.remote.folder import PartMemory
-from stio.remote.folder import State
-from stio.remote.folder import Upload
-from stio.remote.requests import Attempts
-from stio.remote.requests import RateWatch
-from stio.remote.requests import RequestError
-from stio.remote.requests import RequestFailure
-from stio.remote.requests import failure_of
-from stio.remote.requests import summary_of
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FileName, FilePattern
+from stio.remote.folder import DEFAULT_BYTES, MIN_PART_BYTES, Folder, PartMemory, State, Upload
+from stio.remote.requests import Attempts, RateWatch, RequestError, RequestFailure, failure_of, summary_of
 from stio.remote.source import RemoteRoot
-from stio.remote.stores import Query
-from stio.remote.stores import added_authorities
-from stio.remote.stores import locate
-from stio.remote.stores import signed_url
+from stio.remote.stores import Query, added_authorities, locate, signed_url
 from stio.runtime.calls import Call
 from stio.runtime.operation import Cancelled
-
-from stio.storage.base import Note
-from stio.storage.base import Root
-from stio.storage.base import Transaction
-from stio.storage.commit.recovery import MAX_AGE_SECONDS
-from stio.storage.commit.recovery import GarbageReport
-from stio.text import log
-from stio.text import without_secrets
+from stio.storage.base import Note, Root, Transaction
+from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
+from stio.text import log, without_secrets
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,25 +11,15 @@ import base64
 import errno
 import os
 import re
-from collections.abc import Callable
-from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
-from urllib.parse import unquote
-from urllib.parse import urlencode
-from urllib.parse import urlsplit
-from urllib.parse import urlunsplit
+from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
 
-from stio.errors import CheckpointNotFoundError
-from stio.errors import StorageError
-from stio.errors import install_command
-from stio.errors import listed
-from stio.errors import one_line
+from stio.errors import CheckpointNotFoundError, StorageError, install_command, listed, one_line
 from stio.runtime.operation import without_panic
 from stio.storage.checks import refusals
 from stio.text import without_secrets

@@ -16,51 +16,34 @@ import logging
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from dataclasses import replace
-from typing import Any
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
-from stio import clock
-from stio.device.base import resolve_device
-from stio.device.base import with_current_index
+from stio import clock, schemes
+from stio.device.base import resolve_device, with_current_index
 from stio.device.cuda import TorchAccelerator
-from stio.errors import ClosedError
-from stio.errors import NoSpaceError
-from stio.errors import StorageError
+from stio.errors import ClosedError, NoSpaceError, StorageError
 from stio.format.files.names import FileName
-from stio.limits import DEFAULT_BUDGET_BYTES
-from stio.limits import Limits
-from stio.limits import checked_size
+from stio.limits import DEFAULT_BUDGET_BYTES, Limits, checked_size
 from stio.loading.api import load
-from stio.loading.body import open_with_options
-from stio.loading.body import prefetch
+from stio.loading.body import open_with_options, prefetch
 from stio.loading.options import LoadOptions
 from stio.runtime import memory
-from stio.runtime import schemes
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.runtime.memory.control_groups import room_in_memory
-from stio.runtime.operation import Operation
-from stio.runtime.operation import start_thread
+from stio.runtime.operation import Operation, start_thread
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.reports.progress import Progress
 from stio.runtime.reports.trace import Trace
-from stio.storage.base import Root
-from stio.storage.base import Source
-from stio.storage.checkpoint.caches import CacheStats
-from stio.storage.checkpoint.caches import CachedFile
-from stio.storage.checkpoint.caches import FileImage
+from stio.storage.base import Root, Source
+from stio.storage.checkpoint.caches import CachedFile, CacheStats, FileImage
 from stio.storage.checkpoint.open import SourceLike
-from stio.text import described_by
-from stio.text import is_url
-from stio.text import keywords_for
+from stio.text import described_by, is_url, keywords_for
 
 logger = logging.getLogger("stio")
 

@@ -8,26 +8,14 @@ step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
-from collections.abc import Set
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
-from typing import Any
-from typing import Literal
-from typing import Protocol
-from typing import TypeAlias
-from typing import runtime_checkable
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from stio.errors import ChangedDuringReadError
-from stio.errors import CommitUncertainError
+from stio.errors import ChangedDuringReadError, CommitUncertainError
 from stio.format.files.manifest import Hasher
 from stio.limits import PAGE_BYTES
-from stio.runtime.memory import Region
-from stio.runtime.memory import allocate
+from stio.runtime.memory import Region, allocate
 
 _SMALL_REQUEST_BYTES = 1 << 20
 """With less memory than all requests need, they become smaller down to this size before they become fewer."""

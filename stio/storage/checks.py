@@ -21,21 +21,20 @@ from pathlib import Path
 from shlex import quote
 from typing import NoReturn
 
-from stio.errors import CheckpointNotFoundError
-from stio.errors import NoSpaceError
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.errors import TruncatedError
-from stio.errors import UnsafePathError
-from stio.errors import printable
-from stio.format.files.names import FILE_SUFFIXES
-from stio.format.files.names import FileName
-from stio.format.files.names import step_of
+from stio.errors import (
+    CheckpointNotFoundError,
+    NoSpaceError,
+    StioError,
+    StorageError,
+    TruncatedError,
+    UnsafePathError,
+    printable,
+)
+from stio.format.files.names import FILE_SUFFIXES, FileName, step_of
 from stio.format.files.other_kinds import advice_for_path
 from stio.runtime.process import contextmanager
 from stio.storage.base import Identity
-from stio.text import is_url
-from stio.text import without_secrets
+from stio.text import is_url, without_secrets
 
 if sys.platform != "win32":
     import resource

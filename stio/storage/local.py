@@ -17,40 +17,30 @@ import os
 import stat
 import sys
 from array import array
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from struct import unpack_from
-from typing import Any
-from typing import Self
+from typing import Any, Self
 
 from stio import native
-from stio.errors import HostMemoryError
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.errors import TruncatedError
-from stio.errors import printable
-from stio.errors import without_path
+from stio.errors import HostMemoryError, StioError, StorageError, TruncatedError, printable, without_path
 from stio.runtime import memory
 from stio.runtime.locks import new_lock
-from stio.runtime.memory import SYSTEM_PAGE_BYTES
-from stio.runtime.memory import Region
-from stio.runtime.memory import libc
-from stio.runtime.memory import quick_libc
-from stio.storage.base import Identity
-from stio.storage.base import Source
-from stio.storage.checks import OPEN_FLAGS
-from stio.storage.checks import UNSUPPORTED
-from stio.storage.checks import cut_short
-from stio.storage.checks import identity_of
-from stio.storage.checks import raise_opening_error
-from stio.storage.checks import refused
-from stio.storage.checks import require_inside
-from stio.storage.checks import require_regular
-from stio.storage.checks import stat_of
-from stio.text import RareWarnings
-from stio.text import log
+from stio.runtime.memory import SYSTEM_PAGE_BYTES, Region, libc, quick_libc
+from stio.storage.base import Identity, Source
+from stio.storage.checks import (
+    OPEN_FLAGS,
+    UNSUPPORTED,
+    cut_short,
+    identity_of,
+    raise_opening_error,
+    refused,
+    require_inside,
+    require_regular,
+    stat_of,
+)
+from stio.text import RareWarnings, log
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _O_PATH = getattr(os, "O_PATH", 0)

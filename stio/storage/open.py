@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
 from stio import schemes
 from stio.errors import listed
 from stio.runtime.memory import Region
-from stio.storage import async_files
-from stio.storage import local
-from stio.storage.base import Identity
-from stio.storage.base import Root
-from stio.storage.base import Source
+from stio.storage import async_files, local
+from stio.storage.base import Identity, Root, Source
 from stio.storage.checks import open_files_limit
 from stio.text import without_secrets
 

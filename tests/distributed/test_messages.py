@@ -16,15 +16,10 @@ import pytest
 
 from stio import errors
 from stio.distributed import load as broadcast
-from stio.distributed.ranks import _described
-from stio.distributed.ranks import _RankFailure
-from stio.distributed.ranks import decoded
+from stio.distributed.ranks import _described, _RankFailure, decoded
 from stio.distributed.save import _Compared
 from stio.distributed.sharded_write import _unpack
-from stio.errors import MismatchError
-from stio.errors import RankError
-from stio.errors import StioError
-from stio.errors import StorageError
+from stio.errors import MismatchError, RankError, StioError, StorageError
 from stio.runtime.operation import PanicError
 from stio.storage.commit.transaction import Invitation
 from tests.storage.transactions import begin_local

@@ -11,26 +11,19 @@ import errno
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from fakes.gate import Gated
-from stio.errors import CommitUncertainError
-from stio.errors import ConcurrentSaveError
+from stio.errors import CommitUncertainError, ConcurrentSaveError
 from stio.format.files.names import FilePattern
 from stio.limits import PAGE_BYTES
 from stio.runtime.memory import Region
 from stio.saving.options import SaveOptions
-from stio.storage.base import Identity
-from stio.storage.base import Note
-from stio.storage.base import Transaction
+from stio.storage.base import Identity, Note, Transaction
 from stio.storage.checks import refused
-from stio.storage.commit.destination import CommitPlan
-from stio.storage.commit.destination import ExistingCheckpoint
-from stio.storage.commit.destination import LocalDestination
-from stio.storage.commit.destination import choose_names
+from stio.storage.commit.destination import CommitPlan, ExistingCheckpoint, LocalDestination, choose_names
 from stio.storage.commit.files import digest_of
 
 Step = Literal["begin", "create", "write", "finish", "commit", "confirm"]

@@ -10,16 +10,11 @@ import cufile_stand_in
 import pytest
 import simdevice
 import torch
-from accelerators import PLACES
-from accelerators import Place
-from accelerators import gpu
-from accelerators import needs_two_devices
-from support import needs_engine
-from support import require_equal
+from accelerators import PLACES, Place, gpu, needs_two_devices
+from support import needs_engine, require_equal
 
 import stio.sync
-from stio.loading import gds_path
-from stio.loading import planned
+from stio.loading import gds_path, planned
 from stio.loading.gds_path import GdsPath
 from stio.runtime.reports.trace import Trace
 

@@ -7,36 +7,26 @@ import json
 import os
 import random
 import threading
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import eventually
-from support import needs_engine
+from support import eventually, needs_engine
 
 from stio import native
-from stio.errors import StorageError
-from stio.errors import TruncatedError
+from stio.errors import StorageError, TruncatedError
 from stio.limits import PAGE_BYTES
 from stio.loading.engine import EngineExecutor
-from stio.loading.plan import GAP
-from stio.loading.plan import Block
-from stio.loading.plan import Group
-from stio.loading.read_paths import CopiedPath
-from stio.loading.read_paths import MappedPath
-from stio.loading.read_paths import ReadPath
+from stio.loading.plan import GAP, Block, Group
+from stio.loading.read_paths import CopiedPath, MappedPath, ReadPath
 from stio.native import CHUNK_BYTES
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.runtime.reports.spans import Span
 from stio.runtime.reports.trace import Trace
-from stio.storage.checkpoint.caches import CachedFile
-from stio.storage.checkpoint.caches import FileImage
-from stio.storage.local import LocalFile
-from stio.storage.local import MappedFile
+from stio.storage.checkpoint.caches import CachedFile, FileImage
+from stio.storage.local import LocalFile, MappedFile
 
 pytestmark = needs_engine
 

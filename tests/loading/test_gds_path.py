@@ -7,8 +7,7 @@ import gc
 import logging
 import sys
 import threading
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,14 @@ import numpy as np
 import pytest
 import torch
 from fake_driver import Place
-from fakes import FakeDevice
-from fakes import write_checkpoint
-from support import eventually
-from support import needs_engine
-from support import nothing_left
-from support import require_equal
+from fakes import FakeDevice, write_checkpoint
+from support import eventually, needs_engine, nothing_left, require_equal
 
 import stio
 import stio.sync
 from stio import native
-from stio.errors import DeviceError
-from stio.errors import DeviceMemoryError
-from stio.errors import TruncatedError
-from stio.loading import gds_path
-from stio.loading import planned
+from stio.errors import DeviceError, DeviceMemoryError, TruncatedError
+from stio.loading import gds_path, planned
 from stio.loading.gds_path import GdsPath
 from stio.runtime.reports.trace import Trace
 

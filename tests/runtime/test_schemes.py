@@ -7,12 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import MemoryRoot
-from fakes import checkpoint_files
+from fakes import MemoryRoot, checkpoint_files
 
-from stio import schemes
-from stio import sync
-from stio.runtime.schemes import reader_of
+from stio import schemes, sync
+from stio.schemes import reader_of
 
 
 def test_a_registered_scheme_is_a_url_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,10 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -23,8 +19,7 @@ from stio.storage.base import Note
 from stio.storage.commit import recovery
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit import transaction as transactions
-from stio.storage.commit.recovery import GarbageReport
-from stio.storage.commit.recovery import collect_garbage
+from stio.storage.commit.recovery import GarbageReport, collect_garbage
 from stio.storage.commit.transaction import LocalTransaction
 
 INDEX = "model.safetensors.index.json"

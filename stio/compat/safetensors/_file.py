@@ -19,36 +19,21 @@ import ctypes
 import errno
 import operator
 import os
-from abc import ABC
-from abc import abstractmethod
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from typing import Any
-from typing import Literal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
-from stio.errors import CheckpointNotFoundError
-from stio.errors import LimitError
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.errors import TruncatedError
-from stio.errors import printable
-from stio.format.files.other_kinds import kind_of
-from stio.format.files.other_kinds import why_packed
-from stio.format.header import PREFIX_BYTES
-from stio.format.header import Header
-from stio.format.header import header_nbytes
-from stio.format.header import parse_header
+from stio.errors import CheckpointNotFoundError, LimitError, StioError, StorageError, TruncatedError, printable
+from stio.format.files.other_kinds import kind_of, why_packed
+from stio.format.header import PREFIX_BYTES, Header, header_nbytes, parse_header
 from stio.format.slicing import Selection
 from stio.limits import HUGE_PAGE_BYTES
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.runtime.process import contextmanager
-from stio.storage.local import LocalFile
-from stio.storage.local import open_at
+from stio.storage.local import LocalFile, open_at
 
 
 class ErrorBase(Exception):

@@ -5,35 +5,28 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
-from typing import Literal
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
-from stio.errors import StioError
-from stio.errors import StorageError
+from stio.errors import StioError, StorageError
 from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.names import FilePattern
+from stio.format.files.names import FILE_SUFFIX, FilePattern
 from stio.limits import Limits
-from stio.storage.base import Identity
-from stio.storage.base import SaveRules
-from stio.storage.checks import identity_of
-from stio.storage.checks import kind_of_file
-from stio.storage.checks import refusals
-from stio.storage.checks import resolve_links
+from stio.storage.base import Identity, SaveRules
+from stio.storage.checks import identity_of, kind_of_file, refusals, resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.files import MAX_INDEX_BYTES
-from stio.storage.commit.files import FileAttributes
-from stio.storage.commit.files import attributes_at
-from stio.storage.commit.files import closing
-from stio.storage.commit.files import digest_of
-from stio.storage.commit.files import file_at
-from stio.storage.commit.files import read_small
-from stio.storage.commit.files import status_at
+from stio.storage.commit.files import (
+    MAX_INDEX_BYTES,
+    FileAttributes,
+    attributes_at,
+    closing,
+    digest_of,
+    file_at,
+    read_small,
+    status_at,
+)
 from stio.storage.local import is_local
 
 

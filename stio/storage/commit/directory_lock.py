@@ -22,19 +22,16 @@ import re
 import secrets
 import socket
 import stat
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 
 from stio import clock
-from stio.errors import ConcurrentSaveError
-from stio.errors import printable
+from stio.errors import ConcurrentSaveError, printable
 from stio.runtime.process import contextmanager
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.files import FileAttributes
-from stio.storage.commit.files import status_at
+from stio.storage.commit.files import FileAttributes, status_at
 from stio.text import log
 
 LOCK_TIMEOUT_SECONDS = 60.0

@@ -40,12 +40,7 @@ from stio.limits import PAGE_BYTES
 from stio.runtime.locks import new_lock
 from stio.runtime.memory import Region
 from stio.storage.base import Identity
-from stio.storage.checks import OPEN_FLAGS
-from stio.storage.checks import UNSUPPORTED
-from stio.storage.checks import open_by_rule
-from stio.storage.checks import refused
-from stio.storage.checks import require_regular
-from stio.storage.checks import stat_by_rule
+from stio.storage.checks import OPEN_FLAGS, UNSUPPORTED, open_by_rule, refused, require_regular, stat_by_rule
 from stio.storage.commit import syscalls as calls
 from stio.storage.local import is_local
 

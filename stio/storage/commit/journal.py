@@ -15,8 +15,7 @@ import errno
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from json.encoder import encode_basestring
-from json.encoder import encode_basestring_ascii
+from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Literal
 
 import msgspec
@@ -25,16 +24,17 @@ from stio.format.files.names import INDEX_SUFFIX
 from stio.storage.base import Note
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.directory_lock import FileLock
-from stio.storage.commit.directory_lock import is_same
-from stio.storage.commit.files import MAX_INDEX_BYTES
-from stio.storage.commit.files import Stamp
-from stio.storage.commit.files import attributes_at
-from stio.storage.commit.files import closing
-from stio.storage.commit.files import digest_of
-from stio.storage.commit.files import read_small
-from stio.storage.commit.files import stamp_of
-from stio.storage.commit.files import write_small
+from stio.storage.commit.directory_lock import FileLock, is_same
+from stio.storage.commit.files import (
+    MAX_INDEX_BYTES,
+    Stamp,
+    attributes_at,
+    closing,
+    digest_of,
+    read_small,
+    stamp_of,
+    write_small,
+)
 from stio.text import log
 
 STAGING_PREFIX = ".stio-"

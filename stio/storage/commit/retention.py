@@ -25,45 +25,22 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from collections.abc import Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
-from typing import Any
-from typing import NamedTuple
-from typing import Self
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.errors import listed
-from stio.errors import printable
+from stio.errors import StioError, StorageError, listed, printable
 from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.names import INDEX_SUFFIX
-from stio.format.files.names import MANIFEST_SUFFIX
-from stio.format.files.names import FileName
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, FileName
 from stio.runtime.process import contextmanager
 from stio.storage.base import Identity
-from stio.storage.checks import refusals
-from stio.storage.checks import resolve_links
+from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.destination import DirectoryIdentity
-from stio.storage.commit.destination import directory_identity
-from stio.storage.commit.destination import identity_at
-from stio.storage.commit.directory_lock import is_directory_lock
-from stio.storage.commit.directory_lock import remove_free_lock
-from stio.storage.commit.files import MAX_INDEX_BYTES
-from stio.storage.commit.files import closing
-from stio.storage.commit.files import read_small
-from stio.storage.commit.files import status_at
-from stio.storage.commit.files import write_small
-from stio.storage.commit.journal import DELETED_PREFIX
-from stio.storage.commit.journal import KEPT_BY_SYSTEM
-from stio.storage.commit.journal import rename_for_deletion
+from stio.storage.commit.destination import DirectoryIdentity, directory_identity, identity_at
+from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
+from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, status_at, write_small
+from stio.storage.commit.journal import DELETED_PREFIX, KEPT_BY_SYSTEM, rename_for_deletion
 from stio.text import log
 
 

@@ -20,62 +20,55 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Callable
-from collections.abc import Sequence
-from contextlib import ExitStack
-from contextlib import suppress
-from dataclasses import asdict
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from typing import Self
 
 import msgspec
 
 from stio.errors import StorageError
 from stio.format.files.manifest import Hasher
-from stio.format.naming import INDEX_SUFFIX
+from stio.format.files.names import INDEX_SUFFIX
 from stio.runtime.memory import allocate
 from stio.runtime.operation import mark_progress
-
-from stio.storage.base import Note
-from stio.storage.base import SaveRules
-from stio.storage.base import Transaction
-from stio.storage.base import digest_of_source
-from stio.storage.checks import refusals
-from stio.storage.checks import refused
-from stio.storage.checks import resolve_links
+from stio.storage.base import Note, SaveRules, Transaction, digest_of_source
+from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.destination import CommitPlan
-from stio.storage.commit.destination import CommitPolicy
-from stio.storage.commit.destination import LocalDestination
-from stio.storage.commit.destination import choose_names
-from stio.storage.commit.destination import describe_existing
-from stio.storage.commit.destination import existing_checkpoint
-from stio.storage.commit.destination import make_and_open
-from stio.storage.commit.destination import require_replaceable
-from stio.storage.commit.destination import resolve
-from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.storage.commit.directory_lock import LockTimeout
-from stio.storage.commit.directory_lock import directory_lock
-from stio.storage.commit.files import MAX_INDEX_BYTES
-from stio.storage.commit.files import FileAttributes
-from stio.storage.commit.files import LocalFileWriter
-from stio.storage.commit.files import attributes_at
-from stio.storage.commit.files import closing
-from stio.storage.commit.files import create_files
-from stio.storage.commit.files import read_small
-from stio.storage.commit.files import write_small
-from stio.storage.commit.journal import FILES_NAME
-from stio.storage.commit.journal import MAX_NOTE_BYTES
-from stio.storage.commit.journal import STAGING_PREFIX
-from stio.storage.commit.journal import NoRenameError
-from stio.storage.commit.journal import StagingDirectory
-from stio.storage.commit.journal import is_plain
+from stio.storage.commit.destination import (
+    CommitPlan,
+    CommitPolicy,
+    LocalDestination,
+    choose_names,
+    describe_existing,
+    existing_checkpoint,
+    make_and_open,
+    require_replaceable,
+    resolve,
+)
+from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, LockTimeout, directory_lock
+from stio.storage.commit.files import (
+    MAX_INDEX_BYTES,
+    FileAttributes,
+    LocalFileWriter,
+    attributes_at,
+    closing,
+    create_files,
+    read_small,
+    write_small,
+)
+from stio.storage.commit.journal import (
+    FILES_NAME,
+    MAX_NOTE_BYTES,
+    STAGING_PREFIX,
+    NoRenameError,
+    StagingDirectory,
+    is_plain,
+)
 from stio.storage.commit.publication import Publication
 from stio.storage.commit.recovery import recover
-from stio.storage.commit.retention import WrittenFiles
-from stio.storage.commit.retention import raise_error
-from stio.storage.local import is_local
-from stio.storage.local import open_at
+from stio.storage.commit.retention import WrittenFiles, raise_error
+from stio.storage.local import is_local, open_at
 from stio.text import log
 
 NONCE_NAME = "shared"

@@ -11,8 +11,7 @@ import stat
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,13 @@ from crash.zygote import Zygote
 from support import needs_engine
 
 from stio import native
-from stio.errors import NoSpaceError
-from stio.errors import StorageError
+from stio.errors import NoSpaceError, StorageError
 from stio.limits import PAGE_BYTES
-from stio.runtime.memory import Region
-from stio.runtime.memory import allocate
+from stio.runtime.memory import Region, allocate
 from stio.storage.base import FileWriter
 from stio.storage.commit import files
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.files import FileAttributes
-from stio.storage.commit.files import LocalFileWriter
-from stio.storage.commit.files import attributes_at
-from stio.storage.commit.files import create_files
-from stio.storage.commit.files import write_small
+from stio.storage.commit.files import FileAttributes, LocalFileWriter, attributes_at, create_files, write_small
 
 DATA = random.Random(1).randbytes(3 * PAGE_BYTES + 777)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own calls")

@@ -18,25 +18,23 @@ import pytest
 
 from stio.errors import StorageError
 from stio.limits import PAGE_BYTES
-from stio.runtime.memory import Region
-from stio.runtime.memory import allocate
-from stio.storage.commit import files
-from stio.storage.commit import transaction
-from stio.storage.commit.transaction import Invitation
-from stio.storage.commit.transaction import JoinedTransaction
-from stio.storage.commit.transaction import LocalTransaction
-from tests.storage.transactions import INDEX
-from tests.storage.transactions import SINGLE
-from tests.storage.transactions import Killed
-from tests.storage.transactions import System
-from tests.storage.transactions import begin_local
-from tests.storage.transactions import content
-from tests.storage.transactions import index_of
-from tests.storage.transactions import names_in
-from tests.storage.transactions import read
-from tests.storage.transactions import require_clean
-from tests.storage.transactions import save
-from tests.storage.transactions import sweep
+from stio.runtime.memory import Region, allocate
+from stio.storage.commit import files, transaction
+from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction
+from tests.storage.transactions import (
+    INDEX,
+    SINGLE,
+    Killed,
+    System,
+    begin_local,
+    content,
+    index_of,
+    names_in,
+    read,
+    require_clean,
+    save,
+    sweep,
+)
 
 DATA = [random.Random(k).randbytes(3 * PAGE_BYTES + 100 * k) for k in range(2)]
 HALF = [len(data) // 2 for data in DATA]
