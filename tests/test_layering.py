@@ -51,7 +51,7 @@ SAME_LEVEL = {
 }
 """Imports between parts of one level that are meant, with the reason."""
 
-PURE = ("format/", "loading/plan.py", "serving/pool/policy.py", "saving/plan.py", "saving/plan_parts.py")
+PURE = ("format/", "loading/plan.py", "serving/pool/policy.py", "saving/plan.py", "distributed/plan_parts.py")
 IMPURE = {
     *("torch", "numpy", "anyio", "asyncio", "trio", "aiofiles"),
     *("os", "io", "mmap", "ctypes", "pathlib", "shutil", "tempfile", "socket", "subprocess"),

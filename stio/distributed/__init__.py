@@ -9,8 +9,8 @@ part of the checkpoint's tensor a `DTensor` is. It has `Placements` too, for loa
 - Loads: `load.py` fills a sharded module or state, one load for each rank. Before that, `broadcast.py` fills what
   several ranks need: it is read once and sent.
 - Saves: `save.py` and `sharded_save.py` are one save for each rank; `agreement.py` is what ranks agree on first, and
-  the first rank commits. On a filesystem all write into the same files. `sharded_upload.py`: in a store each file has
-  an owner, to which the others send their bytes.
+  the first rank commits. `plan_parts.py` (pure) plans what one rank writes or sends. On a filesystem all write into the
+  same files. `sharded_upload.py`: in a store each file has an owner, to which the others send their bytes.
 - `torch.distributed.checkpoint`, whose planner decides what each rank reads and writes: `dcp_reader.py`,
   `dcp_writer.py`, `dcp_stager.py`.
 - `torch_private.py`: all that is used of torch's private names.

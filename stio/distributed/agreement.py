@@ -13,12 +13,12 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from stio.distributed.plan_parts import WrittenPart
 from stio.errors import printable
 from stio.format.dtypes import tensor_nbytes
 from stio.format.header import is_encodable
 from stio.format.placements import ByteRange, byte_ranges
 from stio.format.sharding import TensorSource
-from stio.saving.plan_parts import WrittenPart
 
 _SHOWN_CHARACTERS = 30
 _VALUES_OF = "the values of tensor "

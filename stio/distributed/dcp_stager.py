@@ -24,7 +24,6 @@ from stio.format.state_tree import python_path
 from stio.native import PINNED_BYTES
 from stio.runtime.memory import Region
 from stio.runtime.operation import Operation
-from stio.saving.staging_pool import SNAPSHOT_BLOCK_BYTES
 
 Allocator: TypeAlias = Callable[[int], Region]
 
@@ -32,6 +31,9 @@ _Memory: TypeAlias = tuple[Allocator, Region]
 """Memory, and what has made it."""
 
 _ALIGNMENT = 64
+
+_ALLOCATION_BYTES = 64 << 20
+"""Tensors share an allocation up to this size; a larger one has its own."""
 
 
 class StioStager(AsyncStager):
@@ -129,7 +131,7 @@ def _groups(sources: Sequence[TensorSource]) -> list[list[TensorSource]]:
     groups: list[list[TensorSource]] = [[]]
     nbytes = 0
     for source in sources:
-        if groups[-1] and nbytes + source.nbytes > SNAPSHOT_BLOCK_BYTES:
+        if groups[-1] and nbytes + source.nbytes > _ALLOCATION_BYTES:
             groups.append([])
             nbytes = 0
         groups[-1].append(source)

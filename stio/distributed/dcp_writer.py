@@ -38,6 +38,7 @@ from torch.futures import Future
 from stio.device.describe import LazyTensor, describe_tensors
 from stio.device.tensor_memory import require_values
 from stio.distributed.parts import part_of
+from stio.distributed.plan_parts import WrittenPart
 from stio.distributed.ranks import MAX_VALUE_BYTES, RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.sharded_save import SaveToFiles
 from stio.distributed.torch_private import local_memory, state_of_save
@@ -57,7 +58,6 @@ from stio.saving.nested import StoredTensor, tree_text
 from stio.saving.options import (
     DEFAULT_PATTERN,
     CommitStep,
-    Destination,
     Durability,
     SaveOptions,
     SaveResult,
@@ -66,7 +66,6 @@ from stio.saving.options import (
 )
 from stio.saving.pending import EXIT_PATIENCE_SECONDS
 from stio.saving.plan import WritePlan, plan_writes
-from stio.saving.plan_parts import WrittenPart
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 
 _CHUNK_BYTES = MAX_VALUE_BYTES // 2
@@ -148,7 +147,7 @@ class StioStorageWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this is a path that can be saved to."""
         try:
-            return not isinstance(absolute_destination(checkpoint_id), Destination)
+            return isinstance(absolute_destination(checkpoint_id), str | os.PathLike)
         except (TypeError, ValueError, ImportError):
             return False
 
@@ -259,7 +258,7 @@ class StioStorageWriter(StorageWriter):
 
     def _set_path(self, path: str | os.PathLike[str]) -> None:
         self._options.max_shard_bytes(path)  # for its errors
-        if isinstance(absolute_destination(path), Destination):
+        if not isinstance(absolute_destination(path), str | os.PathLike):
             raise ValueError(
                 f"a writer of DCP saves to a path on a filesystem that all ranks share, not to {printable(str(path))}; "
                 "stio.distributed.save takes URLs"

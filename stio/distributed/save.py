@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,13 +29,12 @@ from stio.format.shared import UNDECLARED, SharedPolicy
 from stio.runtime.progress import Progress
 from stio.runtime.text import described_by, keywords_for
 from stio.runtime.trace import Trace
-from stio.saving import api
-from stio.saving.api import MakeOptions, WhenFull
+from stio.saving.api import Saver as LocalSaver
+from stio.saving.api import save as local_save
 from stio.saving.nested import flatten
 from stio.saving.options import (
     DEFAULT_PATTERN,
     CommitStep,
-    Destination,
     DestinationLike,
     Durability,
     SaveOptions,
@@ -51,7 +50,7 @@ _TOLD = "_stio_told"
 """Attribute of an error that a save of a `Saver` has told to the other ranks: the key of that save."""
 
 
-@described_by(api.save)
+@described_by(local_save)
 async def save(
     module_or_state: object,
     destination: DestinationLike,
@@ -118,8 +117,8 @@ async def save(
         return await pending.complete()
 
 
-@described_by(api.Saver, save)
-class Saver(api.Saver):
+@described_by(LocalSaver, save)
+class Saver(LocalSaver):
     """Saves what is sharded over ranks, with callers that wait only for the snapshot of what they hold.
 
         async with stio.distributed.Saver(keep_last=3) as saver:
@@ -147,7 +146,7 @@ class Saver(api.Saver):
         drop_higher: bool = False,
         adopt: str | os.PathLike[str] | None = None,
         max_pending: int = 1,
-        when_full: WhenFull = "wait",
+        when_full: Literal["wait", "error"] = "wait",
         budget_bytes: int | str | None = None,
         max_shard_size: int | str | None = None,
         metadata: Mapping[str, str] | None = None,
@@ -164,7 +163,7 @@ class Saver(api.Saver):
         process_group: ProcessGroup | None = None,
         rank_timeout: float = RANK_TIMEOUT_SECONDS,
     ) -> None:
-        super().__init__(**keywords_for(api.Saver, locals()))
+        super().__init__(**keywords_for(LocalSaver, locals()))
         self._process_group, self._rank_timeout = process_group, rank_timeout
         self._first_key = ""  # that of the first save; the others have it and their number
         self._numbers = itertools.count()
@@ -188,19 +187,19 @@ class Saver(api.Saver):
         self._first_key, self._last_key = self._first_key or ranks.key, ranks.key
         return ranks
 
-    async def _save(self, tensors: object, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
-        return await self._begin_on_ranks(tensors, destination, make_options, nested=None)
+    async def _save(self, tensors: object, destination: DestinationLike, changes: Mapping[str, Any]) -> PendingSave:
+        return await self._begin_on_ranks(tensors, destination, changes, nested=None)
 
-    async def _save_state(self, state: object, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
-        return await self._begin_on_ranks(state, destination, make_options, nested=True)
+    async def _save_state(self, state: object, destination: DestinationLike, changes: Mapping[str, Any]) -> PendingSave:
+        return await self._begin_on_ranks(state, destination, changes, nested=True)
 
     async def _begin_on_ranks(
-        self, state: object, destination: DestinationLike, make_options: MakeOptions, *, nested: bool | None
+        self, state: object, destination: DestinationLike, changes: Mapping[str, Any], *, nested: bool | None
     ) -> PendingSave:
         ranks = self._next_ranks()
         try:
             async with ranks.reports():
-                options = make_options()
+                options = self._options.with_changes(**changes)
                 make = partial(_sharded, state, destination, options, ranks, nested=nested)
                 return await self._begin(make, destination, options)
         except BaseException as error:
@@ -233,7 +232,7 @@ async def _sharded(
     """
     where = absolute_destination(destination)
     kind: type[ShardedSave] = SaveToStore if is_store(where) else SaveToFiles
-    if isinstance(where, Destination) and not is_store(where):
+    if not (isinstance(where, str | os.PathLike) or is_store(where)):
         raise ValueError(
             f"many ranks save to a path on a filesystem that they share, or to a URL of s3, gs or az, not to {where}"
         )

@@ -22,6 +22,7 @@ import torch
 from stio.device.copy_out import copy_out
 from stio.device.describe import LazyTensor
 from stio.distributed.agreement import TREE, RankState, Share, difference, merged
+from stio.distributed.plan_parts import WrittenPart, data_places, plan_parts
 from stio.distributed.ranks import Ranks
 from stio.errors import LimitError, MismatchError, RankError, printable
 from stio.format.manifest import Hasher
@@ -34,7 +35,6 @@ from stio.runtime.operation import Operation
 from stio.saving.options import DestinationLike, SaveOptions, SaveResult
 from stio.saving.pending import PendingSave
 from stio.saving.plan import WritePlan, plan_writes
-from stio.saving.plan_parts import WrittenPart, data_places, plan_parts
 from stio.storage.base import Ending, FileWriter, Note, Published, Transaction
 from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction
 

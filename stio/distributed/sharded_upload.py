@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from msgspec import Meta
 
+from stio.distributed.plan_parts import Packet, Window, WrittenPart, plan_stream
 from stio.distributed.ranks import Ranks
 from stio.distributed.sharded_save import RankTransaction, ShardedSave
 from stio.distributed.transfer import RankTransfer
@@ -43,14 +44,15 @@ from stio.runtime.operation import Cancelled, Operation, is_interrupted
 from stio.runtime.trace import Trace, traced
 from stio.saving.options import SaveResult
 from stio.saving.plan import WritePlan
-from stio.saving.plan_parts import Packet, Window, WrittenPart, plan_stream
-from stio.saving.scheduler import PIECE_BYTES
 from stio.storage.base import Ending, FileWriter, Transaction
 
 _Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 WINDOW_BYTES = 8 << 20
 """Largest window: a part of an upload. At 1 Gbit/s it takes 70 ms to another host."""
+
+_MAX_BLOCK_BYTES = 16 << 20
+"""Largest block of staging memory. It has whole windows."""
 
 _NUM_IMAGES = 3
 """Windows that an owner has: one is uploaded, one waits for that, one is received."""
@@ -94,7 +96,7 @@ class SaveToStore(ShardedSave):
         return self._absolute_destination
 
     def _plan_own(self, plan: WritePlan, parts: Mapping[str, WrittenPart], block_bytes: int) -> WritePlan:
-        block_bytes = min(block_bytes, PIECE_BYTES)
+        block_bytes = min(block_bytes, _MAX_BLOCK_BYTES)
         own_bytes = min(self._store.window_bytes, block_bytes)
         window_bytes: int = min(self._arrive("window", own_bytes, kind=_WindowBytes))
         sizes = [shard.nbytes for shard in plan.shards]

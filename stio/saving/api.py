@@ -14,12 +14,11 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize, register_after_fork
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeAlias
+from typing import Any, Literal, NoReturn, Self
 from weakref import WeakSet
 
 from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StorageError, printable
@@ -51,11 +50,6 @@ from stio.saving.retention import Retention
 from stio.saving.staging_pool import StagingPool
 from stio.saving.tensors import TensorsLike
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-
-WhenFull: TypeAlias = Literal["wait", "error"]
-
-MakeOptions: TypeAlias = Callable[[], SaveOptions]
-"""Returns the options of a save; raises for wrong ones."""
 
 
 async def save(
@@ -174,7 +168,7 @@ class Saver(AsyncOnly):
         drop_higher: bool = False,
         adopt: str | os.PathLike[str] | None = None,
         max_pending: int = 1,
-        when_full: WhenFull = "wait",
+        when_full: Literal["wait", "error"] = "wait",
         budget_bytes: int | str | None = None,
         max_shard_size: int | str | None = None,
         metadata: Mapping[str, str] | None = None,
@@ -273,8 +267,7 @@ class Saver(AsyncOnly):
             ClosedError: The saver was closed.
             StioError: This save failed before its snapshot was complete, or an earlier one failed and was not awaited.
         """
-        make_options = partial(self._options.with_changes, **keywords_for(SaveOptions, locals()))
-        return await self._save(tensors, destination, make_options)
+        return await self._save(tensors, destination, keywords_for(SaveOptions, locals()))
 
     @described_by(save)
     async def save_state(
@@ -309,8 +302,7 @@ class Saver(AsyncOnly):
         Raises:
             StioError: See `save`.
         """
-        make_options = partial(self._options.with_changes, **keywords_for(SaveOptions, locals()))
-        return await self._save_state(state, destination, make_options)
+        return await self._save_state(state, destination, keywords_for(SaveOptions, locals()))
 
     async def aclose(self) -> None:
         """Wait for the saves that are under way; raise the first failure that was not awaited. Idempotent.
@@ -340,18 +332,19 @@ class Saver(AsyncOnly):
         else:  # the exception that left the block is raised; failures were logged
             await self._close(self._drain if isinstance(error, Exception | SystemExit) else self._roll_back)
 
-    async def _save(self, tensors: TensorsLike, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
-        options = make_options()
+    async def _save(
+        self, tensors: TensorsLike, destination: DestinationLike, changes: Mapping[str, Any]
+    ) -> PendingSave:
+        options = self._options.with_changes(**changes)
 
         async def make(**of_saver: Any) -> PendingSave:
             return PendingSave(tensors, destination, options, **of_saver)
 
         return await self._begin(make, destination, options)
 
-    async def _save_state(self, state: object, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
-        options = make_options()
-        tensors, with_tree = await flatten(state, options.metadata)
-        return await self._save(tensors, destination, lambda: replace(options, metadata=with_tree))
+    async def _save_state(self, state: object, destination: DestinationLike, changes: Mapping[str, Any]) -> PendingSave:
+        tensors, metadata = await flatten(state, self._options.with_changes(**changes).metadata)
+        return await self._save(tensors, destination, {**changes, "metadata": metadata})
 
     async def _begin(
         self, make: Callable[..., Awaitable[PendingSave]], destination: DestinationLike, options: SaveOptions

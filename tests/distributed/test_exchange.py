@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import eventually
 
+from stio.distributed.plan_parts import WrittenPart, plan_stream
 from stio.distributed.ranks import Ranks
 from stio.distributed.sharded_upload import _NUM_IMAGES, Exchange, SendPlan, cut_windows
 from stio.errors import MismatchError
@@ -18,7 +19,6 @@ from stio.format.sharding import TensorSource
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, Operation
 from stio.saving.plan import plan_writes
-from stio.saving.plan_parts import WrittenPart, plan_stream
 
 WINDOW_BYTES = 8192
 HEADER = 1000

@@ -36,12 +36,12 @@ from stio import sync
 from stio.cli.main import main
 from stio.device.describe import LazyTensor
 from stio.distributed import sharded_upload
+from stio.distributed.plan_parts import Window
 from stio.errors import CommitUncertainError, RankError
 from stio.remote.folder import Folder
 from stio.remote.save import RemoteTransaction, Uploads
 from stio.remote.source import RemoteRoot
 from stio.saving import scheduler
-from stio.saving.plan_parts import Window
 
 pytest.importorskip("obstore")
 

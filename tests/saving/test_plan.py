@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stio.distributed.plan_parts import _ALIGNED_BYTES, Window, WrittenPart, plan_parts, plan_stream
 from stio.errors import LimitError, SharedTensorsError, UnsupportedDtypeError
 from stio.format.dtypes import BITS, tensor_nbytes
 from stio.format.header import Header, parse_header
@@ -20,7 +21,6 @@ from stio.format.sharding import TensorSource
 from stio.format.shared import ALIASES_KEY
 from stio.runtime.limits import PAGE_BYTES
 from stio.saving.plan import WritePlan, plan_writes
-from stio.saving.plan_parts import _ALIGNED_BYTES, Window, WrittenPart, plan_parts, plan_stream
 
 Layout = list[tuple[str, str, tuple[int, ...]]]
 
