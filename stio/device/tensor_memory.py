@@ -79,8 +79,8 @@ def require_no_placeholders(sources: Sequence[TensorSource]) -> None:
     Raises:
         ValueError: One does; the message names it, and what to call first.
     """
-    for source in sources:
-        _require_no_flat_name(source.name)
+    for name in filter(_FLAT_NAME.match, [source.name for source in sources]):
+        _require_no_flat_name(name)
     _require_no_partitions({source.name: source.data for source in sources if source.shape == (0,)})
 
 

@@ -282,11 +282,11 @@ class StioStorageWriter(StorageWriter):
             require_right_parts(plan.items, planner)
             require_values(state if isinstance(state := getattr(planner, "state_dict", None), Mapping) else {})
             options = replace(self._options, **layout.options)
-            save = _PlannedSave(plan, planner, path, options, ranks=ranks, budget_bytes=self._budget_bytes)
+            save = _DcpSave(plan, planner, path, options, ranks=ranks, budget_bytes=self._budget_bytes)
             return await save.complete()
 
 
-class _PlannedSave(SaveToFiles):
+class _DcpSave(SaveToFiles):
     """The save on one rank, of the parts that DCP's planner has chosen.
 
     See `ShardedSave` for the other arguments.

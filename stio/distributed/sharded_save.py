@@ -64,8 +64,6 @@ class ShardedSave(PendingSave):
         tied: See `resolve_shared`; the same on all ranks.
     """
 
-    _hashes_blocks = False
-
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor | LazyTensor],

@@ -221,7 +221,7 @@ def _around_suffix(pattern: str) -> tuple[str, str]:
     if not isinstance(pattern, str):
         raise TypeError(f"a filename pattern is text, not {type(pattern).__name__}")
     before, found, after = pattern.partition("{suffix}")
-    if not found or any(brace in before + after for brace in "{}"):
+    if not found or "{" in before or "}" in before or "{" in after or "}" in after:
         raise ValueError(
             f"the filename pattern must hold {{suffix}} once, and nothing else in braces, not {printable(pattern)!r}; "
             "without it the shards would overwrite each other"

@@ -45,7 +45,7 @@ from stio.saving.options import (
     ShardNames,
     adopted_directory,
 )
-from stio.saving.pending import PendingSave
+from stio.saving.pending import PendingSave, SharedBySaves
 from stio.saving.retention import Retention
 from stio.saving.staging_pool import StagingPool
 from stio.saving.tensors import TensorsLike
@@ -200,18 +200,16 @@ class Saver(AsyncOnly):
         self._budget_bytes = budget_bytes
         self._closed = False
         self._start_afresh()
-        self._retention = self._new_retention(adopt=adopted)
+        self._shared.retention = self._new_retention(adopt=adopted)
         _savers.add(self)
         self._is_used = False
 
     def _start_afresh(self) -> None:
         """Reset to no saves. In a forked child, the saves and the checkpoints so far belong to the parent."""
-        self._pool = StagingPool(self._budget_bytes)
-        self._changed = Notifier()  # notified when a save is staged, and when it has ended
+        self._shared = SharedBySaves(StagingPool(self._budget_bytes), Notifier(), self._new_retention())
         self._lock = new_lock(of_callers=True)
         self._saves: list[PendingSave] = []  # in their order; ended ones leave in `_collect`
         self._failures: deque[BaseException] = deque()
-        self._retention = self._new_retention()
 
     def __reduce__(self) -> NoReturn:
         """Refuse copies and pickles.
@@ -227,7 +225,7 @@ class Saver(AsyncOnly):
     @property
     def pending(self) -> tuple[PendingSave, ...]:
         """Saves under way, the oldest first."""
-        return tuple(save for save in self._saves.copy() if save.started and not save.done())
+        return tuple(save for save in self._saves.copy() if save.operation.running)
 
     @described_by(save)
     async def save(
@@ -337,8 +335,8 @@ class Saver(AsyncOnly):
     ) -> PendingSave:
         options = self._options.with_changes(**changes)
 
-        async def make(**of_saver: Any) -> PendingSave:
-            return PendingSave(tensors, destination, options, **of_saver)
+        async def make(saver: SharedBySaves) -> PendingSave:
+            return PendingSave(tensors, destination, options, saver=saver)
 
         return await self._begin(make, destination, options)
 
@@ -352,7 +350,7 @@ class Saver(AsyncOnly):
         """Make a save when there is a place for it, start it, and wait for its snapshot.
 
         Args:
-            make: Makes it, of what a `PendingSave` takes from its saver.
+            make: Makes it, of what all saves of this saver share.
             destination: Its destination.
             options: Its keywords.
         """
@@ -361,11 +359,11 @@ class Saver(AsyncOnly):
             self._require_open(destination)
             if not self._has_place():
                 self._require_wait(destination)
-                await self._changed.wait_for(self._has_place)
+                await self._shared.notifier.wait_for(self._has_place)
                 continue
-            self._retention.attempt(destination, options.filename_pattern)
+            self._shared.retention.attempt(destination, options.filename_pattern)
             # Without a lock: this calls `state_dict` and other code of the user.
-            save = await make(notifier=self._changed, pool=self._pool, retention=self._retention)
+            save = await make(saver=self._shared)
             try:
                 if self._admit(save):
                     await save.wait_staged()
@@ -457,7 +455,7 @@ class Saver(AsyncOnly):
             except BaseException as error:
                 is_uncertain = isinstance(error, CommitUncertainError)
                 failure = save.operation.failure
-                if (save.cancelled and not is_uncertain) or failure is None:
+                if (save.operation.cancelled and not is_uncertain) or failure is None:
                     continue  # rolled back, as intended; or at the exit, which logs it
                 # A copy, without the frames of this thread and its callers: they may refer to the save.
                 self._failures.append(copy_of(failure))
@@ -475,7 +473,10 @@ class Saver(AsyncOnly):
             await end_saves()
         finally:
             self._collect()
-            pool, self._pool = self._pool, StagingPool(self._budget_bytes)  # no save uses the old one any more
+            pool, self._shared.pool = (
+                self._shared.pool,
+                StagingPool(self._budget_bytes),
+            )  # no save uses the old one any more
             if pool.allocate != memory.allocate:
                 with suppress(StorageError):  # no more threads: the pool is released with the last save of the caller's
                     Operation(lambda _: pool.clear(), name="release").start()  # it takes a lock
@@ -484,7 +485,7 @@ class Saver(AsyncOnly):
 
     async def _drain(self) -> None:
         try:
-            await self._changed.wait_for(lambda: not self.pending)
+            await self._shared.notifier.wait_for(lambda: not self.pending)
         except GeneratorExit:
             self._cancel_all()
             raise

@@ -32,7 +32,7 @@ from stio.storage.commit.destination import SingleFile, is_one_file
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.open import open_destination
 
-DEFAULT_MAX_SHARD_SIZE = "5GB"
+DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 DEFAULT_PATTERN = "model{suffix}.safetensors"
 
 _SCHEME = re.compile("([a-z][a-z0-9+.-]+:)/", re.IGNORECASE)  # of a URL, also of one that was made a Path
@@ -191,7 +191,8 @@ class SaveOptions:
             object.__setattr__(self, "metadata", passed_on)
         if self.max_shard_size is not None:
             checked_size(self.max_shard_size, "max_shard_size")
-        check_pattern(self.filename_pattern)
+        if self.filename_pattern != DEFAULT_PATTERN:
+            check_pattern(self.filename_pattern)
         for keyword, value, choices in (
             ("shared", self.shared, get_args(SharedPolicy)),
             ("shard_names", self.shard_names, get_args(ShardNames)),
@@ -227,7 +228,7 @@ class SaveOptions:
             if self.max_shard_size is not None:
                 raise ValueError("max_shard_size is for directories; a destination ending in .safetensors is one file")
             return None
-        return parse_size(self.max_shard_size or DEFAULT_MAX_SHARD_SIZE)
+        return DEFAULT_MAX_SHARD_BYTES if self.max_shard_size is None else parse_size(self.max_shard_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from collections.abc import Collection
+from contextlib import closing, nullcontext, suppress
 
 from stio.errors import StioError, printable
-from stio.format.directory import INDEX_NAME, NamedCheckpoint, choose, of_index, without_index
+from stio.format.directory import INDEX_NAME, choose, of_index, without_index
 from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
 from stio.format.index import ShardIndex, parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, shard_number, step_of
 from stio.runtime.limits import Limits
 from stio.runtime.text import log
 from stio.saving.options import DEFAULT_PATTERN
+from stio.saving.plan import WrittenSave
 from stio.storage.base import ParallelRoot, Root, Source, read_bytes
+from stio.storage.open import open_directory
 
 _READ_BY_NAME = {"diffusion_pytorch_model.safetensors": "diffusers", "adapter_model.safetensors": "PEFT"}
 """Files that a library reads whatever else is in a directory."""
@@ -33,7 +34,10 @@ def warn_of_link_to_step(path: str, resolved: str) -> None:
         path: The destination, absolute.
         resolved: The same without links.
     """
-    named, reached = step_of(os.path.normpath(path)), step_of(resolved)
+    path = os.path.normpath(path)
+    if path == resolved:
+        return
+    named, reached = step_of(path), step_of(resolved)
     if reached is None or (named is not None and named[0] == reached[0]) or not os.path.lexists(resolved):
         return
     # A directory whose name is a number, with further directories, may be that of a job: `123456/final`.
@@ -48,67 +52,63 @@ def warn_of_link_to_step(path: str, resolved: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint that was published."""
-
-    index: str | None
-    """Name of its index, if it has one."""
-    files: tuple[str, ...]
-    """Its files."""
-    tensors: Sequence[str]
-    """Names of its tensors."""
-
-
-def warn_of_surroundings(root: Root, path: str, saved: Saved, pattern: str | None) -> None:
+def warn_of_surroundings(root: Root | None, written: WrittenSave, pattern: str | None) -> None:
     """Log what lies beside a saved checkpoint and keeps readers of the directory from it. Nothing is raised.
 
     Args:
-        root: The directory.
-        path: The destination.
-        saved: The checkpoint.
+        root: The directory in a store; None: it is a local one.
+        written: The checkpoint, which was published.
         pattern: Pattern of its file names; None: the destination is one file.
     """
-    with suppress(StioError):
-        if pattern == DEFAULT_PATTERN and not isinstance(root, ParallelRoot):
-            _warn_of_another_name(root, saved.tensors)
-    hiding = _hiding_index(root, saved)
-    if hiding is not None:
-        log(
-            logging.WARNING,
-            "%s: saved, but a load of its directory follows %s there; load it by its path, or delete that index "
-            "and its shards",
-            printable(path if pattern is None else f"{path.rstrip('/')}/{saved.index or saved.files[0]}"),
-            printable(hiding),
-        )
+    directory = written.path if pattern is not None else os.path.dirname(written.path)
+    with suppress(StioError), nullcontext(root) if root else open_directory(directory, follow_symlinks=False) as place:
+        names = None if isinstance(place, ParallelRoot) else {*place.listdir()}
+        if names is not None and names <= {*written.names, written.index}:
+            return  # nearly always
+        if pattern == DEFAULT_PATTERN and names is not None:
+            _warn_of_another_name(place, names, written.tensor_names)
+        hiding = _hiding_index(place, names, written)
+        if hiding is not None:
+            log(
+                logging.WARNING,
+                "%s: saved, but a load of its directory follows %s there; load it by its path, or delete that index "
+                "and its shards",
+                printable(
+                    written.path
+                    if pattern is None
+                    else f"{written.path.rstrip('/')}/{written.index or written.names[0]}"
+                ),
+                printable(hiding),
+            )
 
 
-def _hiding_index(root: Root, saved: Saved) -> str | None:
+def _hiding_index(root: Root, present: Collection[str] | None, written: WrittenSave) -> str | None:
     """Return the index by which a load of a directory gets other files than those of a save; None: there is none.
 
     A variant, such as `model.fp16.safetensors`, is meant to be loaded by its name. What cannot be read does not decide.
     """
-    index, files = saved.index, saved.files
+    index, files = written.index, written.names
     with suppress(StioError):
         own = of_index(index) if index is not None else next(iter(without_index(files)), None)
         if own is None or (index is None and any(shard_number(name) is not None for name in files)):
             return None  # no name of a checkpoint; or a shard of one whose index comes later
-        names = _names(root, own)
-        found = choose({*names, *files}, path=root.path).index
+        if present is None:  # of a store: a list of all names may be long, and these decide
+            present = [name for name in dict.fromkeys([INDEX_NAME, own.whole + INDEX_SUFFIX]) if _exists(root, name)]
+        found = choose({*present, *files}, path=root.path).index
         if found is None or found == index or own.is_variant_of(of_index(found)):
             return None
         other = _read(root, found)
-        is_gone = not any(shard in names or _exists(root, shard) for shard in other.shards)
+        is_gone = not any(shard in present or _exists(root, shard) for shard in other.shards)
         if is_gone or not other.weight_map or not {*other.shards}.isdisjoint(files):
             return None
-        if of_index(found).stem == own.stem or not other.weight_map.keys().isdisjoint(saved.tensors):
+        if of_index(found).stem == own.stem or not other.weight_map.keys().isdisjoint(written.tensor_names):
             return found
     return None
 
 
-def _warn_of_another_name(root: Root, tensors: Sequence[str]) -> None:
+def _warn_of_another_name(root: Root, present: Collection[str], tensors: Collection[str]) -> None:
     """Log that a directory has a file with the saved tensors that a framework reads by its name."""
-    for name in _READ_BY_NAME.keys() & {*root.listdir()}:
+    for name in _READ_BY_NAME.keys() & present:
         with suppress(StioError), closing(root.open(name)) as file:
             if _tensors_of(file).isdisjoint(tensors):
                 continue
@@ -130,13 +130,6 @@ def _tensors_of(file: Source) -> set[str]:
     nbytes = header_nbytes(prefix, file_bytes=file_bytes, path=file.path)
     raw = read_bytes(file, PREFIX_BYTES, nbytes)
     return {*parse_header(raw, file_bytes=file_bytes, path=file.path, shard="").names}
-
-
-def _names(root: Root, own: NamedCheckpoint) -> list[str]:
-    """Return the names in a directory; of a store those that decide, since a list of all of them may be long."""
-    if not isinstance(root, ParallelRoot):
-        return [*root.listdir()]
-    return [name for name in dict.fromkeys([INDEX_NAME, own.whole + INDEX_SUFFIX]) if _exists(root, name)]
 
 
 def _exists(root: Root, name: str) -> bool:

@@ -52,6 +52,7 @@ class Saving:
         self.staged, self.over, self.error, self.digests = threading.Event(), threading.Event(), None, None
         self.num_staged = 0
         options.setdefault("on_staged", self.tell_staged)
+        self.hasher = options.pop("hasher", None)
         self.run = SaveScheduler(self.plan, self.pool, **options)
 
     def tell_staged(self):
@@ -64,7 +65,7 @@ class Saving:
         try:
             self.run.start()
             transaction = self.destination.begin(num_shards=len(self.plan.shards))
-            self.run.write_to(transaction.create([shard.nbytes for shard in self.plan.shards]))
+            self.run.write_to(transaction.create([shard.nbytes for shard in self.plan.shards]), self.hasher)
             self.digests = self.run.complete()
             index = self.plan.index(transaction.shard_names) if transaction.takes_index else None
             transaction.commit(index=index)
