@@ -455,7 +455,7 @@ class Saver(AsyncOnly):
             except BaseException as error:
                 is_uncertain = isinstance(error, CommitUncertainError)
                 failure = save.operation.failure
-                if (save.operation.cancelled and not is_uncertain) or failure is None:
+                if (save.cancelled and not is_uncertain) or failure is None:
                     continue  # rolled back, as intended; or at the exit, which logs it
                 # A copy, without the frames of this thread and its callers: they may refer to the save.
                 self._failures.append(copy_of(failure))

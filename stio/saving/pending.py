@@ -128,6 +128,8 @@ class PendingSave:
         """See `LIFE_CYCLE`; set by the save's own thread, and by the worker that completes the snapshot."""
         self.delivered = False
         """Whether a caller got the outcome: the result, or what was raised."""
+        self.cancelled = False
+        """Whether `cancel` was called, in time or too late; the exit of the process does not call it."""
         self.written: WrittenFiles | None = None
         """The files that the save published; None before that, and if its destination is no local path."""
         self._called = perf_counter()
@@ -402,6 +404,7 @@ class PendingSave:
 
         A later wait for the save raises `ClosedError`, or returns the result if the cancel came too late.
         """
+        self.cancelled = True
         self.operation.cancel()
 
     def result(self, timeout: float | None = None) -> SaveResult:

@@ -101,7 +101,7 @@ class Retention:
                 self._attempts.append((place, filename_pattern))
 
     def begin(self, path: str, filename_pattern: str | None) -> None:
-        """Examine the directory of the steps before the first save there: take over its steps, warn about higher ones.
+        """Take over the steps of `adopt` before the first save of their series.
 
         Called by one save after the other, on their threads.
 
@@ -116,6 +116,9 @@ class Retention:
             self._earlier = _earlier_saves(self._adopt)
             self._adopt = None
         self._take_over(series_of(path), filename_pattern)
+
+    def _warn(self, path: str) -> None:
+        """Log, after the first save of a step, which higher steps its directory held before this saver."""
         named = step_of(path)
         folder = os.path.dirname(named[1] if named else path)
         if named is None or is_url(path) or self._last.get(folder) == named[0]:
@@ -164,6 +167,7 @@ class Retention:
             filename_pattern: Names of its files, in a directory; None: it is one file.
             written: What its transaction published.
         """
+        self._warn(path)
         if self._keep_last is None:
             return
         self._take_attempts()

@@ -28,7 +28,7 @@ _READ_BY_NAME = {"diffusion_pytorch_model.safetensors": "diffusers", "adapter_mo
 
 
 def warn_of_link_to_step(path: str, resolved: str) -> None:
-    """Log that a destination leads by a link to a step, which the save replaces.
+    """Log that a destination leads by a link to a step, which the save will replace.
 
     Args:
         path: The destination, absolute.
@@ -61,7 +61,8 @@ def warn_of_surroundings(root: Root | None, written: WrittenSave, pattern: str |
         pattern: Pattern of its file names; None: the destination is one file.
     """
     directory = written.path if pattern is not None else os.path.dirname(written.path)
-    with suppress(StioError), nullcontext(root) if root else open_directory(directory, follow_symlinks=False) as place:
+    opened = open_directory(directory, follow_symlinks=False) if root is None else nullcontext(root)
+    with suppress(StioError), opened as place:
         names = None if isinstance(place, ParallelRoot) else {*place.listdir()}
         if names is not None and names <= {*written.names, written.index}:
             return  # nearly always
