@@ -243,8 +243,7 @@ async def _sharded(
         options, tied = replace(options, metadata=with_tree), UNDECLARED
     else:
         assert isinstance(state, Mapping | nn.Module)
-        named = tensors_of(state)
-        tensors, tied = named.by_name, named.tied
+        tensors, tied = tensors_of(state)
     shares: dict[str, Share] = {}
     meshes: dict[DeviceMesh, str] = {}
     for name, tensor in tensors.items():

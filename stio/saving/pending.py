@@ -104,8 +104,7 @@ class PendingSave:
         self.destination = destination
         """The destination, as it was given."""
         self._options = options
-        named = tensors_of(tensors)
-        self._tensors = named.by_name
+        self._tensors, tied = tensors_of(tensors)
         self._absolute_destination = absolute_destination(destination)
         self._max_shard_bytes = options.max_shard_bytes(destination)  # None: the destination is one file
         self._planner: Planner = planner or partial(
@@ -113,7 +112,7 @@ class PendingSave:
             max_shard_bytes=self._max_shard_bytes,
             metadata=options.metadata,
             shared=options.shared,
-            tied=named.tied,
+            tied=tied,
         )
         self._stage_first = saver is not None
         self._retention = saver.retention if saver else None
@@ -190,7 +189,7 @@ class PendingSave:
             self._wait_for_previous(operation, None)
         self._pool.fit(planned.block_bytes, self._ready.staging_allocator(), limit_bytes=planned.budget_bytes)
         staged = self._stage(operation, planned)
-        hasher = self._hasher() if planned.own is planned.files else None
+        has_all = planned.own is planned.files
         files = replace(planned.files, sources=())  # the scheduler releases the tensors once they are staged
         del planned
         transaction: Transaction | None = None
@@ -201,7 +200,7 @@ class PendingSave:
                 self._previous = None  # or each save of a training run would hold the one before it
             with traced(trace, "begin"):
                 transaction = self._begin_transaction(operation, len(files.shards))
-            written = self._write(operation, staged, files, transaction, hasher)
+            written = self._write(operation, staged, files, transaction, hashes_blocks=has_all)
             result = self._publish(operation, written, transaction)
         except BaseException:
             staged.stop()
@@ -313,15 +312,18 @@ class PendingSave:
         staged: SaveScheduler,
         files: WritePlan,
         transaction: Transaction,
-        hasher: Callable[[], Hasher] | None,
+        *,
+        hashes_blocks: bool,
     ) -> WrittenSave:
         """Write all files; return once they are durable."""
-        staged.write_to(transaction.create([shard.nbytes for shard in files.shards]), hasher)
+        hasher = self._hasher()
+        writers = transaction.create([shard.nbytes for shard in files.shards])
+        staged.write_to(writers, hasher if hashes_blocks else None)
         digests = staged.complete()
         operation.set_log_detail(lambda: f"{staged.written_bytes:,} bytes in {len(files.shards):,} files")
-        if digests is None and (new_hasher := self._hasher()) is not None:
+        if digests is None and hasher is not None:
             with traced(self._options.trace, "hash"):
-                digests = transaction.digests(new_hasher, operation.check)
+                digests = transaction.digests(hasher, operation.check)
         return WrittenSave(
             path=transaction.path,
             plan=files,

@@ -14,7 +14,7 @@ from contextlib import closing, nullcontext, suppress
 from stio.errors import StioError, printable
 from stio.format.directory import INDEX_NAME, choose, of_index, without_index
 from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
-from stio.format.index import ShardIndex, parse_index
+from stio.format.index import parse_index
 from stio.format.naming import FILE_SUFFIX, INDEX_SUFFIX, shard_number, step_of
 from stio.runtime.limits import Limits
 from stio.runtime.text import log
@@ -98,7 +98,9 @@ def _hiding_index(root: Root, present: Collection[str] | None, written: WrittenS
         found = choose({*present, *files}, path=root.path).index
         if found is None or found == index or own.is_variant_of(of_index(found)):
             return None
-        other = _read(root, found)
+        with closing(root.open(found)) as file:
+            raw = read_bytes(file, 0, min(file.identity.nbytes, Limits().header_bytes))
+        other = parse_index(raw, path=file.path)
         is_gone = not any(shard in present or _exists(root, shard) for shard in other.shards)
         if is_gone or not other.weight_map or not {*other.shards}.isdisjoint(files):
             return None
@@ -138,8 +140,3 @@ def _exists(root: Root, name: str) -> bool:
         root.open(name).close()
         return True
     return False
-
-
-def _read(root: Root, name: str) -> ShardIndex:
-    with closing(root.open(name)) as file:
-        return parse_index(read_bytes(file, 0, min(file.identity.nbytes, Limits().header_bytes)), path=file.path)

@@ -17,7 +17,6 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -45,18 +44,8 @@ _CHECKED: WeakSet[nn.Module] = WeakSet()
 """Modules whose names have been compared with those that transformers writes."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedTensors:
-    """What a save begins with."""
-
-    by_name: dict[str, torch.Tensor | LazyTensor]
-    """The tensors, in the caller's order; a new dict."""
-    tied: TiedNames = UNDECLARED
-    """What the module declares, if they are those of a module."""
-
-
-def tensors_of(tensors: TensorsLike) -> NamedTensors:
-    """Return the tensors to save, by name.
+def tensors_of(tensors: TensorsLike) -> tuple[dict[str, torch.Tensor | LazyTensor], TiedNames]:
+    """Return the tensors to save by name, in the caller's order, and what their module declares, if there is one.
 
     Raises:
         TypeError: Neither a mapping nor a module.
@@ -67,12 +56,12 @@ def tensors_of(tensors: TensorsLike) -> NamedTensors:
         by_name = dict(tensors.state_dict())
         require_own_data(by_name, tensors.parameters())
         _warn_of_names(tensors)
-        return NamedTensors(by_name, tied_names(tensors, by_name))
+        return by_name, tied_names(tensors, by_name)
     if not isinstance(tensors, Mapping):
         raise TypeError(
             f"tensors must be a mapping of names to tensors or a module, not {type(tensors).__name__}{_advice(tensors)}"
         )
-    return NamedTensors(dict(tensors))
+    return dict(tensors), UNDECLARED
 
 
 def _warn_of_names(module: nn.Module) -> None:
