@@ -185,7 +185,8 @@ class SaveScheduler:
             Cancelled: `stop` was called.
             BaseException: The first error of a worker, as it was raised.
         """
-        be_nice()
+        if len(self._blocks) > 1:  # one block is written at once, and delays no event loop
+            be_nice()
         self._workers.work_along(self._work)
         self.join()
         self._workers.raise_error()
