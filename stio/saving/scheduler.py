@@ -239,8 +239,8 @@ class SaveScheduler:
                 if self._moving and not self._is_taking:
                     self._is_taking = True
                     return self._take
-                if self._full and not (self._writers or self._num_threads):
-                    return None  # `start` has filled the only block on the save's own thread
+                if self._full and not self._writers and len(self._blocks) == 1:
+                    return None  # `complete` writes the only block
                 self._changed.wait()
         return None
 
