@@ -62,7 +62,7 @@ PURE = (
     "loading/plan.py",
     "serving/pool/policy.py",
     "saving/plan.py",
-    "saving/plan_parts.py",
+    "distributed/plan_parts.py",
 )
 IMPURE = {
     *("torch", "numpy", "anyio", "asyncio", "trio", "aiofiles"),

@@ -14,12 +14,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
+from typing import Literal
 
 import msgspec
 import torch
@@ -30,46 +33,67 @@ from torch.distributed.tensor import DTensor
 
 from stio.device.copy_out import Readiness
 from stio.device.describe import LazyTensor
-from stio.distributed.agreement import TREE, RankState, Share, difference, merged
-from stio.distributed.parts import identify, part_of, replica_of
-from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
-from stio.distributed.sharded_write import FileTransaction, RankTransaction, Store, StoreTransaction
-from stio.errors import MismatchError, RankError, printable
+from stio.distributed.agreement import TREE
+from stio.distributed.agreement import RankState
+from stio.distributed.agreement import Share
+from stio.distributed.agreement import difference
+from stio.distributed.agreement import merged
+from stio.distributed.parts import identify
+from stio.distributed.parts import part_of
+from stio.distributed.parts import replica_of
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS
+from stio.distributed.ranks import Ranks
+from stio.distributed.sharded_write import FileTransaction
+from stio.distributed.sharded_write import RankTransaction
+from stio.distributed.sharded_write import Store
+from stio.distributed.sharded_write import StoreTransaction
+from stio.errors import MismatchError
+from stio.errors import RankError
+from stio.errors import printable
 from stio.format.files.manifest import HashName
-from stio.format.shared import SharedPolicy, TensorSource, TiedNames, resolve_shared
-from stio.format.state.tree import POINTER, STATE_KEY, TREE_TENSOR, sorted_tree, tree_entries
+from stio.format.shared import SharedPolicy
+from stio.format.shared import TensorSource
+from stio.format.shared import TiedNames
+from stio.format.shared import resolve_shared
+from stio.format.state.tree import POINTER
+from stio.format.state.tree import STATE_KEY
+from stio.format.state.tree import TREE_TENSOR
+from stio.format.state.tree import sorted_tree
+from stio.format.state.tree import tree_entries
 from stio.remote.save import RemoteDestination
-from stio.runtime.memory import Region, allocate
+from stio.runtime.memory import Region
+from stio.runtime.memory import allocate
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.runtime.reports.progress import Progress
 from stio.runtime.reports.trace import Trace
-from stio.saving import api
-from stio.saving.api import MakeOptions, WhenFull
+from stio.saving.api import Saver as LocalSaver
+from stio.saving.api import save as local_save
 from stio.saving.nested import flatten
-from stio.saving.options import (
-    DEFAULT_PATTERN,
-    CommitStep,
-    Destination,
-    DestinationLike,
-    Durability,
-    SaveOptions,
-    SaveResult,
-    ShardNames,
-)
-from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
-from stio.saving.plan import WritePlan, plan_writes
-from stio.saving.plan_parts import WrittenPart, data_places
+from stio.saving.options import DEFAULT_PATTERN
+from stio.saving.options import CommitStep
+from stio.saving.options import DestinationLike
+from stio.saving.options import Durability
+from stio.saving.options import SaveOptions
+from stio.saving.options import SaveResult
+from stio.saving.options import ShardNames
+from stio.saving.pending import EXIT_PATIENCE_SECONDS
+from stio.saving.pending import PendingSave
+from stio.saving.plan import WritePlan
+from stio.saving.plan import plan_writes
+from stio.saving.plan_parts import WrittenPart
+from stio.saving.plan_parts import data_places
 from stio.saving.tensors import tensors_of
 from stio.storage.base import Transaction
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.text import described_by, keywords_for
+from stio.text import described_by
+from stio.text import keywords_for
 
 _TOLD = "_stio_told"
 """Attribute of an error that a save of a `Saver` has told to the other ranks: the key of that save."""
 
 
-@described_by(api.save)
+@described_by(local_save)
 async def save(
     module_or_state: object,
     destination: DestinationLike,
@@ -136,8 +160,8 @@ async def save(
         return await pending.complete()
 
 
-@described_by(api.Saver, save)
-class Saver(api.Saver):
+@described_by(LocalSaver, save)
+class Saver(LocalSaver):
     """Saves what is sharded over ranks, with callers that wait only for the snapshot of what they hold.
 
         async with stio.distributed.Saver(keep_last=3) as saver:
@@ -165,7 +189,7 @@ class Saver(api.Saver):
         drop_higher: bool = False,
         adopt: str | os.PathLike[str] | None = None,
         max_pending: int = 1,
-        when_full: WhenFull = "wait",
+        when_full: Literal["wait", "error"] = "wait",
         budget_bytes: int | str | None = None,
         max_shard_size: int | str | None = None,
         metadata: Mapping[str, str] | None = None,
@@ -182,7 +206,7 @@ class Saver(api.Saver):
         process_group: ProcessGroup | None = None,
         rank_timeout: float = RANK_TIMEOUT_SECONDS,
     ) -> None:
-        super().__init__(**keywords_for(api.Saver, locals()))
+        super().__init__(**keywords_for(LocalSaver, locals()))
         self._process_group, self._rank_timeout = process_group, rank_timeout
         self._first_key = ""  # that of the first save; the others have it and their number
         self._numbers = itertools.count()
@@ -206,19 +230,19 @@ class Saver(api.Saver):
         self._first_key, self._last_key = self._first_key or ranks.key, ranks.key
         return ranks
 
-    async def _save(self, tensors: object, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
-        return await self._begin_on_ranks(tensors, destination, make_options, nested=None)
+    async def _save(self, tensors: object, destination: DestinationLike, changes: Mapping[str, Any]) -> PendingSave:
+        return await self._begin_on_ranks(tensors, destination, changes, nested=None)
 
-    async def _save_state(self, state: object, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
-        return await self._begin_on_ranks(state, destination, make_options, nested=True)
+    async def _save_state(self, state: object, destination: DestinationLike, changes: Mapping[str, Any]) -> PendingSave:
+        return await self._begin_on_ranks(state, destination, changes, nested=True)
 
     async def _begin_on_ranks(
-        self, state: object, destination: DestinationLike, make_options: MakeOptions, *, nested: bool | None
+        self, state: object, destination: DestinationLike, changes: Mapping[str, Any], *, nested: bool | None
     ) -> PendingSave:
         ranks = self._next_ranks()
         try:
             async with ranks.reports():
-                options = make_options()
+                options = self._options.with_changes(**changes)
                 make = partial(_sharded, state, destination, options, ranks, nested=nested)
                 return await self._begin(make, destination, options)
         except BaseException as error:
@@ -256,8 +280,7 @@ async def _sharded(
         options, tied = replace(options, metadata=with_tree), None
     else:
         assert isinstance(state, Mapping | nn.Module)
-        named = tensors_of(state)
-        tensors, tied = named.by_name, named.tied
+        tensors, tied = tensors_of(state)
     shares: dict[str, Share] = {}
     meshes: dict[DeviceMesh, str] = {}
     for name, tensor in tensors.items():
@@ -305,8 +328,6 @@ class ShardedSave(PendingSave):
         tied: See `resolve_shared`; the same on all ranks.
     """
 
-    _hashes_blocks = False
-
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor | LazyTensor],
@@ -324,7 +345,7 @@ class ShardedSave(PendingSave):
         where = self._absolute_destination
         if isinstance(where, RemoteDestination):
             self._absolute_destination = Store(where)
-        elif isinstance(where, Destination):
+        elif not isinstance(where, str | os.PathLike):
             raise ValueError(
                 f"many ranks save to a path on a filesystem that they share, or to a URL of s3, gs or az, not to "
                 f"{where}"

@@ -19,40 +19,65 @@ staged, and their owners have room for.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain
+from itertools import zip_longest
 from time import perf_counter
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated
+from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from msgspec import Meta
 
+from stio.distributed.plan_parts import Packet
+from stio.distributed.plan_parts import Window
+from stio.distributed.plan_parts import WrittenPart
+from stio.distributed.plan_parts import plan_stream
 from stio.distributed.ranks import Ranks
 from stio.distributed.transfer import RankTransfer
-from stio.errors import MismatchError, RankError
-from stio.format.files.manifest import Hasher, new_hasher
+from stio.errors import MismatchError
+from stio.errors import RankError
+from stio.format.files.manifest import Hasher
+from stio.format.files.manifest import new_hasher
 from stio.limits import PAGE_BYTES
-from stio.remote.save import RemoteDestination, RemoteTransaction, Uploads
+from stio.remote.save import RemoteDestination
+from stio.remote.save import RemoteTransaction
+from stio.remote.save import Uploads
 from stio.runtime.calls import LOOK_SECONDS
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
 from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Cancelled, Operation, is_interrupted
-from stio.runtime.reports.trace import Trace, traced
-from stio.saving.options import SaveOptions, SaveResult
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import Operation
+from stio.runtime.operation import is_interrupted
+from stio.runtime.reports.trace import Trace
+from stio.runtime.reports.trace import traced
+from stio.saving.options import SaveOptions
+from stio.saving.options import SaveResult
 from stio.saving.plan import WritePlan
-from stio.saving.plan_parts import Packet, Window, WrittenPart, plan_parts, plan_stream
-from stio.saving.scheduler import PIECE_BYTES
-from stio.storage.base import FileWriter, Note, Published, Transaction
-from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction
+from stio.saving.plan_parts import plan_parts
+from stio.storage.base import FileWriter
+from stio.storage.base import Note
+from stio.storage.base import Published
+from stio.storage.base import Transaction
+from stio.storage.commit.transaction import Invitation
+from stio.storage.commit.transaction import JoinedTransaction
+from stio.storage.commit.transaction import LocalTransaction
 
 _Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 WINDOW_BYTES = 8 << 20
 """Largest window: a part of an upload. At 1 Gbit/s it takes 70 ms to another host."""
+
+_MAX_BLOCK_BYTES = 16 << 20
+"""Largest block of staging memory. It has whole windows."""
 
 _NUM_IMAGES = 3
 """Windows that an owner has: one is uploaded, one waits for that, one is received."""
@@ -222,7 +247,7 @@ class StoreTransaction(RankTransaction):
 
     def plan(self, plan: WritePlan, parts: Mapping[str, WrittenPart], block_bytes: int) -> WritePlan:
         """Return the plan of the stream that this rank sends."""
-        block_bytes = min(block_bytes, PIECE_BYTES)
+        block_bytes = min(block_bytes, _MAX_BLOCK_BYTES)
         own_bytes = min(self._destination.window_bytes, block_bytes)
         window_bytes: int = min(run_blocking(self._ranks.arrive("window", own_bytes, kind=_WindowBytes)))
         sizes = [shard.nbytes for shard in plan.shards]

@@ -147,7 +147,8 @@ class Condition:
 
     def notify_all(self) -> None:
         """Wake all threads that sleep. The caller holds the lock, and has changed the state under it."""
-        self.notify(len(self._waiting))
+        if self._waiting:
+            self.notify(len(self._waiting))
 
     def wake(self) -> None:
         """Wake all threads that sleep, or are about to. Callable from any thread, with and without the lock."""

@@ -12,50 +12,61 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable
+from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from multiprocessing import parent_process
-from multiprocessing.util import Finalize, register_after_fork
+from multiprocessing.util import Finalize
+from multiprocessing.util import register_after_fork
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeAlias
+from typing import Any
+from typing import Literal
+from typing import NoReturn
+from typing import Self
 from weakref import WeakSet
 
-from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StorageError, printable
+from stio.errors import ClosedError
+from stio.errors import CommitUncertainError
+from stio.errors import SaveInProgressError
+from stio.errors import StorageError
+from stio.errors import printable
 from stio.format.files.manifest import HashName
 from stio.format.shared import SharedPolicy
 from stio.runtime import memory
 from stio.runtime.locks import new_lock
-from stio.runtime.notifier import AsyncOnly, Notifier, runs_blocking
-from stio.runtime.operation import Operation, close_all, copy_of, current_operation, end_all_at_exit
+from stio.runtime.notifier import AsyncOnly
+from stio.runtime.notifier import Notifier
+from stio.runtime.notifier import runs_blocking
+from stio.runtime.operation import Operation
+from stio.runtime.operation import close_all
+from stio.runtime.operation import copy_of
+from stio.runtime.operation import current_operation
+from stio.runtime.operation import end_all_at_exit
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.reports.progress import Progress
 from stio.runtime.reports.trace import Trace
 from stio.saving.nested import flatten
-from stio.saving.options import (
-    DEFAULT_PATTERN,
-    INHERITED,
-    CommitStep,
-    DestinationLike,
-    Durability,
-    Inherited,
-    SaveOptions,
-    SaveResult,
-    ShardNames,
-    adopted_directory,
-)
+from stio.saving.options import DEFAULT_PATTERN
+from stio.saving.options import INHERITED
+from stio.saving.options import CommitStep
+from stio.saving.options import DestinationLike
+from stio.saving.options import Durability
+from stio.saving.options import Inherited
+from stio.saving.options import SaveOptions
+from stio.saving.options import SaveResult
+from stio.saving.options import ShardNames
+from stio.saving.options import adopted_directory
 from stio.saving.pending import PendingSave
+from stio.saving.pending import SharedBySaves
 from stio.saving.retention import Retention
 from stio.saving.staging_pool import StagingPool
 from stio.saving.tensors import TensorsLike
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.text import described_by, keywords_for, log
-
-WhenFull: TypeAlias = Literal["wait", "error"]
-
-MakeOptions: TypeAlias = Callable[[], SaveOptions]
-"""Returns the options of a save; raises for wrong ones."""
+from stio.text import described_by
+from stio.text import keywords_for
+from stio.text import log
 
 
 async def save(
@@ -174,7 +185,7 @@ class Saver(AsyncOnly):
         drop_higher: bool = False,
         adopt: str | os.PathLike[str] | None = None,
         max_pending: int = 1,
-        when_full: WhenFull = "wait",
+        when_full: Literal["wait", "error"] = "wait",
         budget_bytes: int | str | None = None,
         max_shard_size: int | str | None = None,
         metadata: Mapping[str, str] | None = None,
@@ -206,18 +217,16 @@ class Saver(AsyncOnly):
         self._budget_bytes = budget_bytes
         self._closed = False
         self._start_afresh()
-        self._retention = self._new_retention(adopt=adopted)
+        self._shared.retention = self._new_retention(adopt=adopted)
         _savers.add(self)
         self._is_used = False
 
     def _start_afresh(self) -> None:
         """Reset to no saves. In a forked child, the saves and the checkpoints so far belong to the parent."""
-        self._pool = StagingPool(self._budget_bytes)
-        self._changed = Notifier()  # notified when a save is staged, and when it has ended
+        self._shared = SharedBySaves(StagingPool(self._budget_bytes), Notifier(), self._new_retention())
         self._lock = new_lock(of_callers=True)
         self._saves: list[PendingSave] = []  # in their order; ended ones leave in `_collect`
         self._failures: deque[BaseException] = deque()
-        self._retention = self._new_retention()
 
     def __reduce__(self) -> NoReturn:
         """Refuse copies and pickles.
@@ -233,7 +242,7 @@ class Saver(AsyncOnly):
     @property
     def pending(self) -> tuple[PendingSave, ...]:
         """Saves under way, the oldest first."""
-        return tuple(save for save in self._saves.copy() if save.started and not save.done())
+        return tuple(save for save in self._saves.copy() if save.operation.running)
 
     @described_by(save)
     async def save(
@@ -273,8 +282,7 @@ class Saver(AsyncOnly):
             ClosedError: The saver was closed.
             StioError: This save failed before its snapshot was complete, or an earlier one failed and was not awaited.
         """
-        make_options = partial(self._options.with_changes, **keywords_for(SaveOptions, locals()))
-        return await self._save(tensors, destination, make_options)
+        return await self._save(tensors, destination, keywords_for(SaveOptions, locals()))
 
     @described_by(save)
     async def save_state(
@@ -309,8 +317,7 @@ class Saver(AsyncOnly):
         Raises:
             StioError: See `save`.
         """
-        make_options = partial(self._options.with_changes, **keywords_for(SaveOptions, locals()))
-        return await self._save_state(state, destination, make_options)
+        return await self._save_state(state, destination, keywords_for(SaveOptions, locals()))
 
     async def aclose(self) -> None:
         """Wait for the saves that are under way; raise the first failure that was not awaited. Idempotent.
@@ -340,18 +347,19 @@ class Saver(AsyncOnly):
         else:  # the exception that left the block is raised; failures were logged
             await self._close(self._drain if isinstance(error, Exception | SystemExit) else self._roll_back)
 
-    async def _save(self, tensors: TensorsLike, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
-        options = make_options()
+    async def _save(
+        self, tensors: TensorsLike, destination: DestinationLike, changes: Mapping[str, Any]
+    ) -> PendingSave:
+        options = self._options.with_changes(**changes)
 
-        async def make(**of_saver: Any) -> PendingSave:
-            return PendingSave(tensors, destination, options, **of_saver)
+        async def make(saver: SharedBySaves) -> PendingSave:
+            return PendingSave(tensors, destination, options, saver=saver)
 
         return await self._begin(make, destination, options)
 
-    async def _save_state(self, state: object, destination: DestinationLike, make_options: MakeOptions) -> PendingSave:
-        options = make_options()
-        tensors, with_tree = await flatten(state, options.metadata)
-        return await self._save(tensors, destination, lambda: replace(options, metadata=with_tree))
+    async def _save_state(self, state: object, destination: DestinationLike, changes: Mapping[str, Any]) -> PendingSave:
+        tensors, metadata = await flatten(state, self._options.with_changes(**changes).metadata)
+        return await self._save(tensors, destination, {**changes, "metadata": metadata})
 
     async def _begin(
         self, make: Callable[..., Awaitable[PendingSave]], destination: DestinationLike, options: SaveOptions
@@ -359,7 +367,7 @@ class Saver(AsyncOnly):
         """Make a save when there is a place for it, start it, and wait for its snapshot.
 
         Args:
-            make: Makes it, of what a `PendingSave` takes from its saver.
+            make: Makes it, of what all saves of this saver share.
             destination: Its destination.
             options: Its keywords.
         """
@@ -368,11 +376,11 @@ class Saver(AsyncOnly):
             self._require_open(destination)
             if not self._has_place():
                 self._require_wait(destination)
-                await self._changed.wait_for(self._has_place)
+                await self._shared.notifier.wait_for(self._has_place)
                 continue
-            self._retention.attempt(destination, options.filename_pattern)
+            self._shared.retention.attempt(destination, options.filename_pattern)
             # Without a lock: this calls `state_dict` and other code of the user.
-            save = await make(notifier=self._changed, pool=self._pool, retention=self._retention)
+            save = await make(saver=self._shared)
             try:
                 if self._admit(save):
                     await save.wait_staged()
@@ -482,7 +490,10 @@ class Saver(AsyncOnly):
             await end_saves()
         finally:
             self._collect()
-            pool, self._pool = self._pool, StagingPool(self._budget_bytes)  # no save uses the old one any more
+            pool, self._shared.pool = (
+                self._shared.pool,
+                StagingPool(self._budget_bytes),
+            )  # no save uses the old one any more
             if pool.allocate != memory.allocate:
                 with suppress(StorageError):  # no more threads: the pool is released with the last save of the caller's
                     Operation(lambda _: pool.clear(), name="release").start()  # it takes a lock
@@ -491,7 +502,7 @@ class Saver(AsyncOnly):
 
     async def _drain(self) -> None:
         try:
-            await self._changed.wait_for(lambda: not self.pending)
+            await self._shared.notifier.wait_for(lambda: not self.pending)
         except GeneratorExit:
             self._cancel_all()
             raise

@@ -1,53 +1,74 @@
-"""One save, from the call to the durable checkpoint: plan, stage, write, commit.
+"""One save, from the call to the durable checkpoint, and where it is in that life (`LIFE_CYCLE`).
 
-A save runs on its own thread (`PendingSave._run` shows its steps in order). A caller may wait for two moments: the
-snapshot is complete, so the tensors may change; and the checkpoint is durable. A save that fails or is cancelled before
-its commit leaves nothing behind.
+A save runs on its own thread and is four values, each made from the one before: planned (`PlannedSave`), staged (a
+`SaveScheduler`, which copies the tensors and writes them), written (`WrittenSave`), published (`SaveResult`);
+`PendingSave._save` shows them in order. A caller may wait for two moments: the snapshot is complete, so the tensors may
+change; and the checkpoint is durable. A save that fails or is cancelled before its commit leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable
+from collections.abc import Generator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any, Self, TypeAlias
+from typing import Any
+from typing import Literal
+from typing import Self
+from typing import TypeAlias
 
 from stio.device.copy_out import Readiness
 from stio.device.describe import describe_tensors
-from stio.errors import SaveInProgressError, StioError, printable
-from stio.format.files.manifest import FileState, Hasher, manifest_change, new_hasher
-from stio.format.files.names import MANIFEST_SUFFIX, FilePattern
+from stio.errors import SaveInProgressError
+from stio.errors import printable
+from stio.format.files.manifest import FileState
+from stio.format.files.manifest import Hasher
+from stio.format.files.manifest import manifest_change
+from stio.format.files.manifest import new_hasher
+from stio.format.files.names import FilePattern
+from stio.format.files.names import MANIFEST_SUFFIX
 from stio.format.shared import TensorSource
 from stio.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime import memory
 from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Operation, current_operation
-from stio.runtime.process import collection_paused, switch_interval
+from stio.runtime.operation import Operation
+from stio.runtime.operation import current_operation
+from stio.runtime.process import collection_paused
+from stio.runtime.process import switch_interval
 from stio.runtime.reports.progress import progress_callback
 from stio.runtime.reports.spans import CALLER
-from stio.runtime.reports.trace import shown, traced
-from stio.saving.options import (
-    BufferedDestination,
-    Destination,
-    DestinationLike,
-    SaveOptions,
-    SaveResult,
-    absolute_destination,
-)
-from stio.saving.plan import WritePlan, plan_writes
+from stio.runtime.reports.trace import shown
+from stio.runtime.reports.trace import traced
+from stio.saving.options import BufferedDestination
+from stio.saving.options import Destination
+from stio.saving.options import DestinationLike
+from stio.saving.options import SaveOptions
+from stio.saving.options import SaveResult
+from stio.saving.options import absolute_destination
+from stio.saving.plan import PlannedSave
+from stio.saving.plan import WritePlan
+from stio.saving.plan import WrittenSave
+from stio.saving.plan import plan_writes
 from stio.saving.retention import Retention
 from stio.saving.scheduler import SaveScheduler
-from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES, StagingPool, block_bytes_for
-from stio.saving.surroundings import Saved, warn_of_link_to_step, warn_of_surroundings
-from stio.saving.tensors import TensorsLike, tensors_of
-from stio.storage.base import Note, Root, Transaction
+from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES
+from stio.saving.staging_pool import StagingPool
+from stio.saving.staging_pool import block_bytes_for
+from stio.saving.surroundings import warn_of_link_to_step
+from stio.saving.surroundings import warn_of_surroundings
+from stio.saving.tensors import TensorsLike
+from stio.saving.tensors import tensors_of
+from stio.storage.base import Note
+from stio.storage.base import Root
+from stio.storage.base import Transaction
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import begin_local
-from stio.storage.open import open_directory
 from stio.text import log
 
 EXIT_PATIENCE_SECONDS = 60.0
@@ -55,6 +76,36 @@ EXIT_PATIENCE_SECONDS = 60.0
 
 Planner: TypeAlias = Callable[[Sequence[TensorSource], int], WritePlan]
 """Assigns each tensor to a file, and makes the headers; called with the tensors and the block size in bytes."""
+
+State: TypeAlias = Literal["new", "staging", "staged", "committing", "published", "failed", "rolled back"]
+"""Where a save is. `"failed"`: it ended before its snapshot was complete. `"rolled back"`: it ended after that."""
+
+Event: TypeAlias = Literal["begin", "stage", "commit", "publish", "fail"]
+"""What its thread reports: `"stage"` when the snapshot is complete, `"fail"` for an error and for a cancel."""
+
+LIFE_CYCLE: Mapping[tuple[State, Event], State] = {
+    ("new", "begin"): "staging",
+    ("staging", "stage"): "staged",
+    ("staged", "commit"): "committing",  # a cancel has no effect from here on
+    ("committing", "publish"): "published",
+    ("staging", "fail"): "failed",
+    ("staged", "fail"): "rolled back",
+    ("committing", "fail"): "rolled back",
+    ("published", "fail"): "published",  # of what follows the commit
+}
+"""The state of a save after an event; no other event happens in a state."""
+
+
+@dataclass(slots=True)
+class SharedBySaves:
+    """What all saves of one saver share."""
+
+    pool: StagingPool
+    """Staging memory."""
+    notifier: Notifier
+    """Notified when a save is staged, and when it has ended."""
+    retention: Retention
+    """Counts the steps."""
 
 
 class PendingSave:
@@ -64,11 +115,9 @@ class PendingSave:
     the wait; `cancel` rolls the save back.
     """
 
-    # The arguments are internal. With a `pool`, a saver's staging memory, the caller waits for the snapshot, so staging
-    # has priority. Without a pool the caller waits for the end: the save has its own staging memory, `budget_bytes`
-    # (None: the default), and writing has priority.
-
-    _hashes_blocks = True  # False where this process does not have all blocks of a file
+    # The arguments are internal. With a `saver` the caller waits for the snapshot, so staging has priority. Without one
+    # the caller waits for the end: the save has staging memory of its own, `budget_bytes` (None: the default), and
+    # writing has priority.
 
     def __init__(
         self,
@@ -76,17 +125,14 @@ class PendingSave:
         destination: DestinationLike,
         options: SaveOptions,
         *,
-        pool: StagingPool | None = None,
+        saver: SharedBySaves | None = None,
         budget_bytes: int | str | None = None,
-        notifier: Notifier | None = None,
-        retention: Retention | None = None,
         planner: Planner | None = None,
     ) -> None:
         self.destination = destination
         """The destination, as it was given."""
         self._options = options
-        named = tensors_of(tensors)
-        self._tensors = named.by_name
+        self._tensors, tied = tensors_of(tensors)
         self._absolute_destination = absolute_destination(destination)
         self._max_shard_bytes = options.max_shard_bytes(destination)  # None: the destination is one file
         self._planner: Planner = planner or partial(
@@ -94,27 +140,26 @@ class PendingSave:
             max_shard_bytes=self._max_shard_bytes,
             metadata=options.metadata,
             shared=options.shared,
-            tied=named.tied,
+            tied=tied,
         )
-        self._stage_first = pool is not None
-        self._pool = pool or StagingPool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes)
+        self._stage_first = saver is not None
+        self._retention = saver.retention if saver else None
+        self._notifier = saver.notifier if saver else Notifier()
+        self._pool = (
+            saver.pool if saver else StagingPool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes)
+        )
         self._previous: PendingSave | None = None
         # "previous": a save that came between; None once this one has begun.
         self._order: dict[str, PendingSave | None] = {}
-        self.started = False
-        """Whether the save has its place behind the one before it."""
-        self._retention = retention
-        self.staged = False
-        """Whether the snapshot is complete: the tensors may change."""
+        self.state: State = "new"
+        """See `LIFE_CYCLE`; set by the save's own thread, and by the worker that completes the snapshot."""
         self.delivered = False
         """Whether a caller got the outcome: the result, or what was raised."""
         self.cancelled = False
-        """Whether `cancel` was called, in time or too late."""
+        """Whether `cancel` was called, in time or too late; the exit of the process does not call it."""
         self.written: WrittenFiles | None = None
         """The files that the save published; None before that, and if its destination is no local path."""
-        self._committed = False
-        self._notifier = notifier or Notifier()
-        self._started = perf_counter()
+        self._called = perf_counter()
         self._staged_seconds = 0.0
         self._ready = Readiness.now(self._tensors)  # after all that this thread has queued on its current streams
         self.operation: Operation[SaveResult] = Operation(
@@ -135,8 +180,12 @@ class PendingSave:
         """
         self._previous = previous
         self.operation.start()
-        self.started = True
         return self
+
+    @property
+    def started(self) -> bool:
+        """Whether the save has its place behind the one before it."""
+        return self.operation.running or self.operation.done
 
     def comes_before(self, other: PendingSave) -> bool:
         """Return whether this save has begun. If not, it waits for the other one from now on."""
@@ -144,71 +193,86 @@ class PendingSave:
 
     # The steps of a save, on its own thread.
 
+    def _after(self, event: Event) -> None:
+        self.state = LIFE_CYCLE[self.state, event]
+
     def _run(self, operation: Operation[SaveResult]) -> SaveResult:
-        options, trace = self._options, self._options.trace
         between = self._order.setdefault("previous", None)
         if between is not None:
             self._previous = between
-        self.started = True
         self._order["previous"] = None  # `_previous` alone refers to that save, until it is durable
-        with switch_interval(options.switch_interval):
-            with traced(trace, "plan"), collection_paused(len(self._tensors)):
-                plan, own_plan, fit_pool = self._plan(operation)
-            self._wait_for_previous(operation, None)
-            fit_pool()
-            scheduler = SaveScheduler(
-                own_plan,
-                self._pool,
-                ready=self._ready,
-                on_staged=self._on_staged,
-                stage_first=self._stage_first,
-                hasher=self._hasher() if self._hashes_blocks else None,
-                progress=progress_callback(options.progress, "saving"),
-                trace=trace,
-                on_stop=self._notifier.notify,
-            )
-            del own_plan
-            plan = replace(plan, sources=())  # the scheduler releases the tensors once they are staged
-            operation.on_cancel(scheduler.stop)
-            scheduler.start()
-            transaction: Transaction | None = None
-            try:
-                self._wait_for_previous(operation, scheduler)
-                self._previous = None  # or each save of a training run would hold the one before it
-                with traced(trace, "begin"):
-                    transaction = self._begin_transaction(operation, len(plan.shards))
-                scheduler.write_to(transaction.create([shard.nbytes for shard in plan.shards]))
-                digests = scheduler.complete()
-                operation.set_log_detail(lambda: f"{scheduler.written_bytes:,} bytes in {len(plan.shards):,} files")
-                return self._commit(operation, plan, transaction, digests)
-            finally:
-                scheduler.stop()
-                scheduler.join()  # no worker writes into files that are removed now
-                if transaction is not None and not self._committed:
-                    transaction.roll_back()
-                if not self._stage_first:
-                    self._pool.clear()
+        self._after("begin")
+        try:
+            with switch_interval(self._options.switch_interval):
+                return self._save(operation)
+        except BaseException:
+            self._after("fail")
+            raise
 
-    def _plan(self, operation: Operation[SaveResult]) -> tuple[WritePlan, WritePlan, Callable[[], None]]:
-        """Return the plans of `_make_plans`, and a function that sets the pool's block size."""
+    def _save(self, operation: Operation[SaveResult]) -> SaveResult:
+        trace = self._options.trace
+        with traced(trace, "plan"), collection_paused(len(self._tensors)):
+            planned = self._plan(operation)
+        if self._previous is not None:
+            self._wait_for_previous(operation, None)
+        self._pool.fit(planned.block_bytes, self._ready.staging_allocator(), limit_bytes=planned.budget_bytes)
+        staged = self._stage(operation, planned)
+        has_all = planned.own is planned.files
+        files = replace(planned.files, sources=())  # the scheduler releases the tensors once they are staged
+        del planned
+        transaction: Transaction | None = None
+        try:
+            staged.start(self._ready)
+            if self._previous is not None:
+                self._wait_for_previous(operation, staged)
+                self._previous = None  # or each save of a training run would hold the one before it
+            with traced(trace, "begin"):
+                transaction = self._begin_transaction(operation, len(files.shards))
+            written = self._write(operation, staged, files, transaction, hashes_blocks=has_all)
+            result = self._publish(operation, written, transaction)
+        except BaseException:
+            staged.stop()
+            staged.join()  # no worker writes into files that are removed now
+            if transaction is not None:
+                transaction.roll_back()
+            raise
+        finally:
+            if not self._stage_first:
+                self._pool.clear()
+        self._report(written, transaction)
+        return result
+
+    def _plan(self, operation: Operation[SaveResult]) -> PlannedSave:
+        """Return what is written, and in which blocks."""
         tensors, self._tensors = self._tensors, {}
         sources = describe_tensors(tensors, check=operation.check)
         operation.check()
-        data_bytes = sum(source.nbytes for source in sources)
-        allocate = self._ready.staging_allocator()
-        budget_bytes = self._pool.budget_for(data_bytes, pinned=allocate != memory.allocate)
+        data_bytes = sum([source.nbytes for source in sources])
+        budget_bytes = self._pool.budget_for(data_bytes, pinned=self._ready.staging_allocator() != memory.allocate)
         if budget_bytes is not None and isinstance(self._absolute_destination, BufferedDestination):
             self._absolute_destination, buffer_bytes = self._absolute_destination.within(budget_bytes)
             budget_bytes = max(SMALLEST_BLOCK_BYTES, budget_bytes - buffer_bytes)
         block_bytes = block_bytes_for(data_bytes, budget_bytes, stage_first=self._stage_first, num_tensors=len(sources))
-        # The pool is set later: the save before this one may still take blocks.
-        fit_pool = partial(self._pool.fit, block_bytes, allocate, limit_bytes=budget_bytes)
-        return *self._make_plans(sources, block_bytes), fit_pool
+        return PlannedSave(*self._make_plans(sources, block_bytes), block_bytes, budget_bytes)
 
     def _make_plans(self, sources: Sequence[TensorSource], block_bytes: int) -> tuple[WritePlan, WritePlan]:
         """Return the plan of the files, and that of what this process stages and writes: here the same."""
         plan = self._planner(sources, block_bytes)
         return plan, plan
+
+    def _stage(self, operation: Operation[SaveResult], planned: PlannedSave) -> SaveScheduler:
+        """Return what copies the tensors and writes them."""
+        scheduler = SaveScheduler(
+            planned.own,
+            self._pool,
+            stage_first=self._stage_first,
+            on_staged=self._on_staged,
+            progress=progress_callback(self._options.progress, "saving"),
+            trace=self._options.trace,
+        )
+        scheduler.on_stop(self._notifier.notify)
+        operation.on_cancel(scheduler.stop)
+        return scheduler
 
     def _wait_for_previous(self, operation: Operation[SaveResult], scheduler: SaveScheduler | None) -> None:
         """Wait until the save before this one is staged, or has ended early; a cancel ends the wait.
@@ -218,7 +282,7 @@ class PendingSave:
             scheduler: Waits until the save before this one is durable, or until this scheduler has failed.
         """
         save = self._previous
-        with traced(self._options.trace if save else None, "wait", detail="for the save before"):
+        with traced(self._options.trace, "wait", detail="for the save before"):
             while save is not None:
                 passed = save._staged_or_done if scheduler is None else save.done
                 save._block(passed, operation, scheduler)
@@ -239,12 +303,12 @@ class PendingSave:
 
     def _on_staged(self) -> None:
         staged = perf_counter()
-        self._staged_seconds = staged - self._started
-        trace = self._options.trace
-        if self._stage_first and trace is not None:
-            trace.add("wait", self._started, staged, detail="for the snapshot", lane=CALLER)
-        self.staged = True
-        self._notifier.notify()
+        self._staged_seconds = staged - self._called
+        self._after("stage")
+        if self._stage_first:
+            if self._options.trace is not None:
+                self._options.trace.add("wait", self._called, staged, detail="for the snapshot", lane=CALLER)
+            self._notifier.notify()
 
     def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
         options, where = self._options, self._absolute_destination
@@ -264,69 +328,78 @@ class PendingSave:
             if options.hash is not None:
                 transaction.require_names(self._manifest_name(transaction.shard_names))
             if transaction.is_recorded and self._retention is not None:
-                self._retention.begin(transaction.path, self._own_pattern())
+                self._retention.begin(transaction.path, self._own_pattern)
         except BaseException:
             transaction.roll_back()
             raise
         return transaction
 
-    def _commit(
-        self, operation: Operation[SaveResult], plan: WritePlan, transaction: Transaction, digests: list[str] | None
-    ) -> SaveResult:
-        """Publish the files, which are written and durable."""
-        new_hasher = self._hasher()
-        if digests is None and new_hasher is not None:
+    def _write(
+        self,
+        operation: Operation[SaveResult],
+        staged: SaveScheduler,
+        files: WritePlan,
+        transaction: Transaction,
+        *,
+        hashes_blocks: bool,
+    ) -> WrittenSave:
+        """Write all files; return once they are durable."""
+        hasher = self._hasher()
+        writers = transaction.create([shard.nbytes for shard in files.shards])
+        staged.write_to(writers, hasher if hashes_blocks else None)
+        digests = staged.complete()
+        operation.set_log_detail(lambda: f"{staged.written_bytes:,} bytes in {len(files.shards):,} files")
+        if digests is None and hasher is not None:
             with traced(self._options.trace, "hash"):
-                digests = transaction.digests(new_hasher, operation.check)
-        written_seconds = perf_counter() - self._started
-        names = transaction.shard_names
-        hashes = {} if digests is None else dict(zip(names, digests, strict=True))
-        manifest = self._manifest_name(names)
-        states = {
-            name: FileState(shard.nbytes, hashes[name])
-            for name, shard in zip(names, plan.shards, strict=True)
-            if name in hashes
-        }
-        change = manifest_change(transaction.read_note(manifest), self._options.hash, states, path=manifest)
+                digests = transaction.digests(hasher, operation.check)
+        return WrittenSave(
+            path=transaction.path,
+            plan=files,
+            names=transaction.shard_names,
+            index=FilePattern(self._options.filename_pattern).index if transaction.takes_index else None,
+            hashes={} if digests is None else dict(zip(transaction.shard_names, digests, strict=True)),
+            seconds=perf_counter() - self._called,
+        )
+
+    def _publish(self, operation: Operation[SaveResult], written: WrittenSave, transaction: Transaction) -> SaveResult:
+        """Publish the files, with their index and the change of the manifest."""
+        manifest = self._manifest_name(written.names)
+        note = transaction.read_note(manifest)
+        change = manifest_change(note, self._options.hash, written.file_states(), path=manifest)
         notes = [] if change is None else [Note(manifest, *change)]
-        index = plan.index(names) if transaction.takes_index else None
+        index = None if written.index is None else written.plan.index(written.names)
         with traced(self._options.trace, "commit"):
             transaction.prepare_commit(operation.check)
             operation.refuse_cancel()
+            self._after("commit")
             transaction.commit(index=index, notes=notes)
-        self._committed = True
-        committed_seconds = perf_counter() - self._started
-        self._after_commit(plan, transaction)
+        self._after("publish")
         return SaveResult(
-            path=transaction.path,
-            files=names,
-            total_bytes=plan.total_bytes,
-            file_bytes=sum(shard.nbytes for shard in plan.shards),
-            aliases=plan.aliases,
+            path=written.path,
+            files=written.names,
+            total_bytes=written.plan.total_bytes,
+            file_bytes=sum([shard.nbytes for shard in written.plan.shards]),
+            aliases=written.plan.aliases,
             staged_seconds=self._staged_seconds,
-            written_seconds=written_seconds,
-            committed_seconds=committed_seconds,
-            hashes=hashes,
+            written_seconds=written.seconds,
+            committed_seconds=perf_counter() - self._called,
+            hashes=written.hashes,
         )
 
-    def _after_commit(self, plan: WritePlan, transaction: Transaction) -> None:
-        """Count the save for its saver, and report what lies beside it."""
+    def _report(self, written: WrittenSave, transaction: Transaction) -> None:
+        """Count the save for its saver, and log what lies beside it."""
+        pattern = self._own_pattern
         if (published := transaction.published()) is not None:  # what a caller's own destination holds is not deleted
             self.written = published if isinstance(published, WrittenFiles) else None
             if self._retention is not None:
-                self._retention.add(transaction.path, self._own_pattern(), published)
-        pattern = self._own_pattern()
-        index = FilePattern(self._options.filename_pattern).index if transaction.takes_index else None
-        saved = Saved(index, transaction.shard_names, [name for shard in plan.shards for name in shard.names])
-        if isinstance(store := getattr(self._absolute_destination, "root", None), Root):
-            warn_of_surroundings(store, transaction.path, saved, pattern)
-        elif self.written is not None:
-            path = transaction.path if pattern is not None else os.path.dirname(transaction.path)
-            with suppress(StioError), open_directory(path, follow_symlinks=False) as root:
-                warn_of_surroundings(root, transaction.path, saved, pattern)
+                self._retention.add(written.path, pattern, published)
+        store = getattr(self._absolute_destination, "root", None)
+        if isinstance(store, Root) or self.written is not None:
+            warn_of_surroundings(store, written, pattern)
 
+    @property
     def _own_pattern(self) -> str | None:
-        """Return the pattern of the file names in a directory, None if the destination is one file."""
+        """The pattern of the file names in a directory, None if the destination is one file."""
         return None if self._max_shard_bytes is None else self._options.filename_pattern
 
     def _hasher(self) -> Callable[[], Hasher] | None:
@@ -342,10 +415,15 @@ class PendingSave:
 
     def __repr__(self) -> str:
         failure = self.operation.failure
-        state = "saved" if self._committed else "rolled back"
+        state = "saved" if self.state == "published" else "rolled back"
         if failure is not None:
             state = f"failed, {type(failure).__name__}"
         return f"<PendingSave {printable(shown(self.destination))!r}: {state if self.done() else 'under way'}>"
+
+    @property
+    def staged(self) -> bool:
+        """Whether the snapshot was completed: the tensors may change."""
+        return self.state in ("staged", "committing", "published", "rolled back")
 
     def done(self) -> bool:
         """Whether the save has ended: durable, failed or rolled back."""

@@ -9,17 +9,33 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace
 from json.encoder import encode_basestring_ascii
-from typing import Any, NamedTuple
+from typing import Any
+from typing import NamedTuple
 
-from stio.errors import IndexFormatError, LimitError
+from stio.errors import IndexFormatError
+from stio.errors import LimitError
+from stio.errors import printable
 from stio.format.files.index import parse_index
 from stio.format.gil_slices import row_slices
-from stio.format.header import MAX_HEADER_BYTES, build_header, check_name, require_text
-from stio.format.shared import ALIASES_KEY, SharedPolicy, TensorSource, TiedNames, resolve_shared
+from stio.format.header import MAX_HEADER_BYTES
+from stio.format.header import build_header
+from stio.format.header import check_name
+from stio.format.header import require_text
+from stio.format.manifest import FileState
+from stio.format.shared import ALIASES_KEY
+from stio.format.shared import SharedPolicy
+from stio.format.shared import TensorSource
+from stio.format.shared import TiedNames
+from stio.format.shared import resolve_shared
 from stio.limits import PAGE_BYTES
+from stio.runtime.text import counted
+from stio.runtime.text import show_bytes
 
 _SHORT_INDEX_BYTES = 100_000
 _TOTAL_SIZE = "total_size"
@@ -120,6 +136,10 @@ class WritePlan:
     ready_index: bytes | None = None
     """The index, where the caller of `plan_files` made it."""
 
+    def summary(self) -> str:
+        """Return the number of files and the bytes of tensors, such as `2 files, 1.5 GB`."""
+        return f"{counted(len(self.shards), 'file')}, {show_bytes(self.total_bytes)}"
+
     def index(self, shard_names: Sequence[str]) -> bytes:
         """Return the bytes of the index, whether or not there is more than one shard.
 
@@ -134,6 +154,58 @@ class WritePlan:
         # The hub's order: shard by shard, and inside a shard in the caller's order, not in the order of the data.
         weight_map = {name: file for shard, file in zip(self.shards, shard_names, strict=True) for name in shard.listed}
         return build_index(weight_map, self.total_bytes, {**self.metadata, **_alias_metadata(self.aliases)})
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSave:
+    """What a save writes, and in which pieces. Nothing is allocated or created for it."""
+
+    files: WritePlan
+    """All files."""
+    own: WritePlan
+    """What this process stages and writes of them; the same, unless many ranks save together."""
+    block_bytes: int
+    """Size of a block of staging memory."""
+    budget_bytes: int | None
+    """Most bytes of staging memory; None: no limit."""
+
+    def __repr__(self) -> str:
+        num_blocks = sum(len(shard.blocks) for shard in self.own.shards)
+        blocks = f"{counted(num_blocks, 'block')} of {show_bytes(self.block_bytes)}"
+        return f"<PlannedSave: {self.files.summary()}, {blocks}>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenSave:
+    """What was written and is durable, but not published."""
+
+    path: str
+    """The destination."""
+    plan: WritePlan
+    """All files, without the tensors."""
+    names: tuple[str, ...]
+    """Names of the files with tensors, in the plan's order."""
+    index: str | None
+    """Name of the index, if there is to be one."""
+    hashes: Mapping[str, str]
+    """Digest of each file by its name; empty without `hash=`."""
+    seconds: float
+    """Time from the call until all of it was durable."""
+
+    def __repr__(self) -> str:
+        return f"<WrittenSave {printable(self.path)!r}: {self.plan.summary()}>"
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """Names of the tensors that have bytes in the files."""
+        return [name for shard in self.plan.shards for name in shard.names]
+
+    def file_states(self) -> dict[str, FileState]:
+        """Return size and digest of each file by its name, for the manifest; empty without digests."""
+        if not self.hashes:
+            return {}
+        shards = zip(self.names, self.plan.shards, strict=True)
+        return {name: FileState(shard.nbytes, self.hashes[name]) for name, shard in shards}
 
 
 def plan_writes(
@@ -170,17 +242,15 @@ def plan_writes(
     if max_shard_bytes is not None and max_shard_bytes <= 0:
         raise ValueError(f"the largest shard must have one byte or more, not {max_shard_bytes}")
     text = dict(metadata or {})
-    if ALIASES_KEY in text:
-        raise ValueError(f"the metadata key {ALIASES_KEY!r} is stio's own; leave it out")
-    require_text(list(text.items()), "metadata")
-    _require_readable(build_index({}, 0, text))  # now, and not after everything else was written
+    if text:
+        _check_metadata(text)  # now, and not after everything else was written
     saved, aliases = resolve_shared(sources, shared, tied)
     for alias in aliases:  # it is loaded as a tensor's name too
         check_name(alias)
     if max_shard_bytes is None:
         split = [[source.name for source in saved]]
     else:
-        split = split_into_shards(((source.name, source.nbytes) for source in saved), max_shard_bytes) or [[]]
+        split = split_into_shards([(source.name, source.nbytes) for source in saved], max_shard_bytes) or [[]]
     in_header = {**_FORMAT, **text, **_alias_metadata(aliases)}
     if len(split) > 1:
         in_header = {key: value for key, value in in_header.items() if not key.startswith("stio.")}
@@ -216,7 +286,7 @@ def plan_files(
         raise ValueError(f"blocks must be whole pages of {PAGE_BYTES} bytes, not {block_bytes} bytes")
     positions = {source.name: k for k, source in enumerate(sources)}
     shards = [
-        _plan_shard(number, [positions[name] for name in names], sources, positions, text, block_bytes)
+        _plan_shard(number, names, text, sources, positions, block_bytes)
         for number, (names, text) in enumerate([(list(positions), metadata)] if files is None else files)
     ]
     return WritePlan(
@@ -229,12 +299,17 @@ def plan_files(
     )
 
 
-def _require_readable(index: bytes) -> None:
-    """Require that readers take the metadata of an index: its bounds are narrower than those of a header.
+def _check_metadata(text: dict[str, str]) -> None:
+    """Require that readers take the caller's metadata; the bounds of an index are narrower than those of a header.
 
     Raises:
-        ValueError: They do not.
+        ValueError: They do not, or a key is stio's own.
+        TypeError: A key or a value is no string.
     """
+    if ALIASES_KEY in text:
+        raise ValueError(f"the metadata key {ALIASES_KEY!r} is stio's own; leave it out")
+    require_text(list(text.items()), "metadata")
+    index = build_index({}, 0, text)
     if not _SHORT_INDEX_BYTES < len(index) <= MAX_HEADER_BYTES:  # more is refused for the header too
         return
     try:
@@ -252,13 +327,14 @@ def _alias_metadata(aliases: Mapping[str, str]) -> dict[str, str]:
 
 def _plan_shard(
     number: int,
-    members: Sequence[int],
+    names: Sequence[str],
+    metadata: Mapping[str, str] | None,
     sources: Sequence[TensorSource],
     positions: Mapping[str, int],
-    metadata: Mapping[str, str] | None,
     block_bytes: int,
 ) -> ShardPlan:
-    described = ((source.name, source.dtype, source.shape) for source in map(sources.__getitem__, members))
+    members = [sources[positions[name]] for name in names]
+    described = [(source.name, source.dtype, source.shape) for source in members]
     header, order = build_header(described, metadata)
     blocks: list[WriteBlock] = []
     pieces: list[Piece] = []
@@ -292,7 +368,7 @@ def _plan_shard(
     return ShardPlan(
         header=header,
         names=tuple(order),
-        listed=tuple(sources[member].name for member in members),
+        listed=tuple(names),
         nbytes=position,
         data_bytes=position - len(header),
         blocks=tuple(blocks),

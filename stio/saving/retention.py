@@ -12,16 +12,26 @@ import os
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field
 from itertools import takewhile
 from typing import TypeAlias
 
-from stio.errors import StioError, listed, printable
-from stio.format.files.names import FileName, step_of
-from stio.storage.base import Identity, Published
-from stio.storage.checks import CHECKPOINT_SUFFIXES, steps_in
-from stio.storage.commit.retention import EarlierSave, WrittenFiles, find_earlier_saves
-from stio.text import is_url, log, without_secrets
+from stio.errors import StioError
+from stio.errors import listed
+from stio.errors import printable
+from stio.format.files.names import FileName
+from stio.format.files.names import step_of
+from stio.storage.base import Identity
+from stio.storage.base import Published
+from stio.storage.checks import CHECKPOINT_SUFFIXES
+from stio.storage.checks import steps_in
+from stio.storage.commit.retention import EarlierSave
+from stio.storage.commit.retention import WrittenFiles
+from stio.storage.commit.retention import find_earlier_saves
+from stio.text import is_url
+from stio.text import log
+from stio.text import without_secrets
 
 _Place: TypeAlias = tuple[str, str | None]
 """Path of a destination and pattern of the file names in it; None: it is one file."""
@@ -100,7 +110,7 @@ class Retention:
                 self._attempts.append((place, filename_pattern))
 
     def begin(self, path: str, filename_pattern: str | None) -> None:
-        """Examine the directory of the steps before the first save there: take over its steps, warn about higher ones.
+        """Take over the steps of `adopt` before the first save of their series.
 
         Called by one save after the other, on their threads.
 
@@ -115,6 +125,9 @@ class Retention:
             self._earlier = _earlier_saves(self._adopt)
             self._adopt = None
         self._take_over(_series_of(path), filename_pattern)
+
+    def _warn(self, path: str) -> None:
+        """Log, after the first save of a step, which higher steps its directory held before this saver."""
         named = step_of(path)
         folder = os.path.dirname(named.path if named else path)
         if named is None or is_url(path) or self._last.get(folder) == named.number:
@@ -163,6 +176,7 @@ class Retention:
             filename_pattern: Names of its files, in a directory; None: it is one file.
             written: What its transaction published.
         """
+        self._warn(path)
         if self._keep_last is None:
             return
         self._take_attempts()

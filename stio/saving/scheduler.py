@@ -15,7 +15,8 @@ more.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -23,18 +24,27 @@ from typing import Any
 
 from stio import native
 from stio.device.copy_out import Readiness
-from stio.device.describe import LazyTensor, require_values
+from stio.device.describe import LazyTensor
+from stio.device.describe import require_values
 from stio.format.files.manifest import Hasher
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.runtime.memory.control_groups import num_processors
-from stio.runtime.operation import Cancelled, mark_progress
-from stio.runtime.process import be_nice, collection_paused
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import mark_progress
+from stio.runtime.process import be_nice
+from stio.runtime.process import collection_paused
 from stio.runtime.reports import counters
-from stio.runtime.reports.progress import ProgressEvent, ProgressReporter, close_bar
-from stio.runtime.reports.trace import Trace, traced
+from stio.runtime.reports.progress import ProgressEvent
+from stio.runtime.reports.progress import ProgressReporter
+from stio.runtime.reports.progress import close_bar
+from stio.runtime.reports.trace import Trace
+from stio.runtime.reports.trace import traced
+from stio.runtime.text import counted
 from stio.runtime.workers import WorkerPool
-from stio.saving.plan import Run, WriteBlock, WritePlan
+from stio.saving.plan import Run
+from stio.saving.plan import WriteBlock
+from stio.saving.plan import WritePlan
 from stio.saving.staging_pool import StagingPool
 from stio.saving.tensors import ProducedTensors
 from stio.storage.base import FileWriter
@@ -63,13 +73,10 @@ class SaveScheduler:
     Args:
         plan: The files and their blocks; of a plan of parts, files with `write_strided`.
         pool: Staging memory; its condition guards this run too.
-        ready: When the devices' tensors may be read.
-        on_staged: Called once, on a worker, when every tensor was copied and may change.
         stage_first: Whether the snapshot is more urgent than the disk.
-        hasher: Makes one for each file; None: no digests.
+        on_staged: Called once, on a worker, when every tensor was copied and may change.
         progress: Called with an event at the start and after each block that was written, one call at a time.
         trace: Records spans.
-        on_stop: Called when the run is stopped, or has failed. It must take no lock.
     """
 
     def __init__(
@@ -77,13 +84,10 @@ class SaveScheduler:
         plan: WritePlan,
         pool: StagingPool,
         *,
-        ready: Readiness | None = None,
-        on_staged: Callable[[], None] = lambda: None,
         stage_first: bool = True,
-        hasher: Callable[[], Hasher] | None = None,
+        on_staged: Callable[[], None] = lambda: None,
         progress: Callable[[ProgressEvent], object] | None = None,
         trace: Trace | None = None,
-        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._sources = plan.sources
         self._shards = plan.shards
@@ -98,21 +102,20 @@ class SaveScheduler:
             with suppress(OSError):  # no more threads
                 self._transfer = native.Transfer(max_chunks=WRITE_DEPTH)
         # The function that is passed does not refer to this object, which refers to the workers: see `WorkerPool`.
-        stops = [self._produced.stop, *([] if self._transfer is None else [self._transfer.stop]), on_stop]
-        self._workers = WorkerPool("save", changed=pool.changed, on_stop=partial(_call_each, stops))
+        self._stops = [self._produced.stop, *([] if self._transfer is None else [self._transfer.stop])]
+        self._workers = WorkerPool("save", changed=pool.changed, on_stop=partial(_call_each, self._stops))
         self._num_threads = 0
         self._moving: dict[int, list[Any]] = {}  # groups that the engine has, and the storages that it copies from
         self._moved: list[native.Done] = []  # groups that it has moved
         self._is_taking = False
-        self._ready = ready or Readiness()
+        self._ready = Readiness()
         self._on_staged = on_staged
         self._stage_first = stage_first
+        self._progress: ProgressReporter | None = None
+        if progress is not None:
+            total_bytes = sum(source.nbytes for source in plan.sources)
+            self._progress = ProgressReporter(progress, total_bytes=total_bytes, total_tensors=len(plan.sources))
         self._close_bar = partial(close_bar, progress)
-        self._progress = ProgressReporter(
-            progress,
-            total_bytes=sum(source.nbytes for source in plan.sources),
-            total_tensors=len(plan.sources),
-        )
         self._trace = trace
         self._writers: Sequence[Any] = ()
         self._num_fills = self._num_filling = 0  # blocks that were begun; those that are being filled
@@ -121,31 +124,59 @@ class SaveScheduler:
         self._regions: dict[int, Region] = {}  # of blocks that were begun and are not written
         self._full: list[int] = []  # a heap: the lowest block is written first, and hashed in order
         self._left = [len(shard.blocks) for shard in plan.shards]
-        self._hashers = [hasher() for _ in plan.shards] if hasher is not None else None
-        self._in_order = hasher is not None  # digests are computed in order
+        self._hashers: list[Hasher] | None = None
+        self._in_order = False
         self._is_hashing = False
         self.written_bytes = 0
         """Bytes of the blocks that were written."""
         self.read_bytes = self.used_bytes = 0
         """None; see `stio.runtime.reports.counters`. The pool counts the staging memory."""
 
-    def start(self) -> None:
-        """Begin to fill blocks on the run's own threads; `complete` or `stop`, and then `join`, must follow."""
-        self._progress.report()
+    def __repr__(self) -> str:
+        state = "staging" if self._sources else "staged"
+        written = f"{self._num_written:,} of {counted(len(self._blocks), 'block')} written"
+        return f"<SaveScheduler: {state}, {written}>"
+
+    def on_stop(self, stop: Callable[[], None]) -> None:
+        """Call `stop` when the run is stopped, or has failed. It must take no lock."""
+        self._stops.append(stop)
+
+    def start(self, ready: Readiness | None = None) -> None:
+        """Begin to fill blocks on the run's own threads; `complete` or `stop`, and then `join`, must follow.
+
+        A save of one block needs no other thread than the caller's: it is staged when this returns.
+
+        Args:
+            ready: When the devices' tensors may be read.
+        """
+        self._ready = ready or Readiness()
+        if self._progress is not None:
+            self._progress.report()
         counters.add_run(self)
         # With the engine one worker fills; there are others for fsync, one for each file.
         by_engine = self._transfer is not None and not self._has_lazy and self._pool.allocate == memory.allocate
-        self._start_threads(len(self._shards) if by_engine else len(self._blocks))
         if not self._blocks:  # of a plan of parts
             self._on_staged()
+        elif len(self._blocks) == 1 and not self._has_lazy:
+            self._work()
+        else:
+            self._start_threads(len(self._shards) if by_engine else len(self._blocks))
 
-    def write_to(self, writers: Sequence[FileWriter]) -> None:
-        """Set the files to write to; before this call nothing is written."""
+    def write_to(self, writers: Sequence[FileWriter], hasher: Callable[[], Hasher] | None = None) -> None:
+        """Set the files to write to; before this call nothing is written.
+
+        Args:
+            writers: One for each file.
+            hasher: Makes a hasher for each file; None: no digests.
+        """
         with self._changed:
-            self._in_order = self._in_order or any(writer.is_ordered for writer in writers)
+            self._hashers = None if hasher is None else [hasher() for _ in writers]
+            self._in_order = hasher is not None or any(writer.is_ordered for writer in writers)
             self._writers = writers
             self._changed.notify_all()
-        if any(block.runs for block in self._blocks) or not isinstance(writers[0], LocalFileWriter):
+        if len(self._blocks) > 1 and (
+            any(block.runs for block in self._blocks) or not isinstance(writers[0], LocalFileWriter)
+        ):
             self._start_threads(len(self._blocks))
 
     def _start_threads(self, num_jobs: int) -> None:
@@ -163,7 +194,8 @@ class SaveScheduler:
             Cancelled: `stop` was called.
             BaseException: The first error of a worker, as it was raised.
         """
-        be_nice()
+        if len(self._blocks) > 1:  # one block is written at once, and delays no event loop
+            be_nice()
         self._workers.work_along(self._work)
         self.join()
         self._workers.raise_error()
@@ -216,6 +248,8 @@ class SaveScheduler:
                 if self._moving and not self._is_taking:
                     self._is_taking = True
                     return self._take
+                if self._full and not self._writers and len(self._blocks) == 1:
+                    return None  # `complete` writes the only block
                 self._changed.wait()
         return None
 
@@ -287,9 +321,11 @@ class SaveScheduler:
         runs = block.runs or (Run(block.offset, 0, block.nbytes),)
         if self._transfer is not None and isinstance(writer, LocalFileWriter):
             ranges = native.Ranges()
-            if all(run.num_ranges == 1 for run in runs) and all(
-                writer.add_range(ranges, 2 * number + 1, run.offset, region.sub(run.at, run.nbytes)) for run in runs
-            ):
+            for run in runs:
+                part = region.sub(run.at, run.nbytes * run.num_ranges)
+                if run.num_ranges > 1 or not writer.add_range(ranges, 2 * number + 1, run.offset, part):
+                    break
+            else:
                 self._move(2 * number + 1, ranges, [], is_urgent=not self._stage_first)
                 return
         for run in runs:
@@ -314,7 +350,8 @@ class SaveScheduler:
         self._pool.give_back(self._regions.pop(number))
         with self._changed:
             self._num_writing -= 1
-            self._require_going_on()
+            if self._workers.stopped:
+                raise Cancelled
             self.written_bytes += block.file_bytes
             self._left[block.shard] -= 1
             last = not self._left[block.shard]
@@ -326,14 +363,17 @@ class SaveScheduler:
             self._num_finishing -= last
             self._num_written += 1
             self._changed.notify_all()
-        self._progress.report(sum(piece.nbytes for piece in block.pieces), sum(piece.ends for piece in block.pieces))
+        if self._progress is not None:
+            self._progress.report(
+                sum(piece.nbytes for piece in block.pieces), sum(piece.ends for piece in block.pieces)
+            )
 
     def _move(self, group: int, ranges: native.Ranges, storages: list[Any], *, is_urgent: bool) -> None:
         """Give a block to the engine: its copies are an even group, its write is an odd one."""
         with self._changed:
             self._transfer.add(ranges)
             self._moving[group] = storages
-            if is_urgent:
+            if is_urgent and len(self._moving) > 1:
                 self._transfer.arrange([one for one in self._moving if one % 2 == group % 2])
             self._changed.notify_all()
 

@@ -8,18 +8,33 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from collections.abc import Collection
+from contextlib import closing
+from contextlib import nullcontext
+from contextlib import suppress
 
-from stio.errors import StioError, printable
-from stio.format.files.directory import NamedCheckpoint, choose
-from stio.format.files.index import ShardIndex, parse_index
-from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FileName, FilePattern, step_of
-from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
+from stio.errors import StioError
+from stio.errors import printable
+from stio.format.files.directory import NamedCheckpoint
+from stio.format.files.directory import choose
+from stio.format.files.index import ShardIndex
+from stio.format.files.index import parse_index
+from stio.format.files.names import FILE_SUFFIX
+from stio.format.files.names import FileName
+from stio.format.files.names import FilePattern
+from stio.format.files.names import INDEX_SUFFIX
+from stio.format.files.names import step_of
+from stio.format.header import PREFIX_BYTES
+from stio.format.header import header_nbytes
+from stio.format.header import parse_header
 from stio.limits import Limits
 from stio.saving.options import DEFAULT_PATTERN
-from stio.storage.base import ParallelRoot, Root, Source, read_bytes
+from stio.saving.plan import WrittenSave
+from stio.storage.base import ParallelRoot
+from stio.storage.base import Root
+from stio.storage.base import Source
+from stio.storage.base import read_bytes
+from stio.storage.open import open_directory
 from stio.text import log
 
 _READ_BY_NAME = {"diffusion_pytorch_model.safetensors": "diffusers", "adapter_model.safetensors": "PEFT"}
@@ -27,13 +42,16 @@ _READ_BY_NAME = {"diffusion_pytorch_model.safetensors": "diffusers", "adapter_mo
 
 
 def warn_of_link_to_step(path: str, resolved: str) -> None:
-    """Log that a destination leads by a link to a step, which the save replaces.
+    """Log that a destination leads by a link to a step, which the save will replace.
 
     Args:
         path: The destination, absolute.
         resolved: The same without links.
     """
-    named, reached = step_of(os.path.normpath(path)), step_of(resolved)
+    path = os.path.normpath(path)
+    if path == resolved:
+        return
+    named, reached = step_of(path), step_of(resolved)
     if reached is None or (named is not None and named.number == reached.number) or not os.path.lexists(resolved):
         return
     # A directory whose name is a number, with further directories, may be that of a job: `123456/final`.
@@ -48,47 +66,43 @@ def warn_of_link_to_step(path: str, resolved: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint that was published."""
-
-    index: str | None
-    """Name of its index, if it has one."""
-    files: tuple[str, ...]
-    """Its files."""
-    tensors: Sequence[str]
-    """Names of its tensors."""
-
-
-def warn_of_surroundings(root: Root, path: str, saved: Saved, pattern: str | None) -> None:
+def warn_of_surroundings(root: Root | None, written: WrittenSave, pattern: str | None) -> None:
     """Log what lies beside a saved checkpoint and keeps readers of the directory from it. Nothing is raised.
 
     Args:
-        root: The directory.
-        path: The destination.
-        saved: The checkpoint.
+        root: The directory in a store; None: it is a local one.
+        written: The checkpoint, which was published.
         pattern: Pattern of its file names; None: the destination is one file.
     """
-    with suppress(StioError):
-        if pattern == DEFAULT_PATTERN and not isinstance(root, ParallelRoot):
-            _warn_of_another_name(root, saved.tensors)
-    hiding = _hiding_index(root, saved)
-    if hiding is not None:
-        log(
-            logging.WARNING,
-            "%s: saved, but a load of its directory follows %s there; load it by its path, or delete that index "
-            "and its shards",
-            printable(path if pattern is None else f"{path.rstrip('/')}/{saved.index or saved.files[0]}"),
-            printable(hiding),
-        )
+    directory = written.path if pattern is not None else os.path.dirname(written.path)
+    opened = open_directory(directory, follow_symlinks=False) if root is None else nullcontext(root)
+    with suppress(StioError), opened as place:
+        names = None if isinstance(place, ParallelRoot) else {*place.listdir()}
+        if names is not None and names <= {*written.names, written.index}:
+            return  # nearly always
+        if pattern == DEFAULT_PATTERN and names is not None:
+            _warn_of_another_name(place, names, written.tensor_names)
+        hiding = _hiding_index(place, names, written)
+        if hiding is not None:
+            log(
+                logging.WARNING,
+                "%s: saved, but a load of its directory follows %s there; load it by its path, or delete that index "
+                "and its shards",
+                printable(
+                    written.path
+                    if pattern is None
+                    else f"{written.path.rstrip('/')}/{written.index or written.names[0]}"
+                ),
+                printable(hiding),
+            )
 
 
-def _hiding_index(root: Root, saved: Saved) -> str | None:
+def _hiding_index(root: Root, present: Collection[str] | None, written: WrittenSave) -> str | None:
     """Return the index by which a load of a directory gets other files than those of a save; None: there is none.
 
     A variant, such as `model.fp16.safetensors`, is meant to be loaded by its name. What cannot be read does not decide.
     """
-    index, files = saved.index, saved.files
+    index, files = written.index, written.names
     with suppress(StioError):
         own = (
             NamedCheckpoint.of_index(index)
@@ -97,22 +111,25 @@ def _hiding_index(root: Root, saved: Saved) -> str | None:
         )
         if own is None or (index is None and any(FileName(name).shard is not None for name in files)):
             return None  # no name of a checkpoint; or a shard of one whose index comes later
-        names = _names(root, own)
-        found = choose({*names, *files}, path=root.path).index
+        if present is None:  # of a store: a list of all names may be long, and these decide
+            present = [name for name in dict.fromkeys([FilePattern(DEFAULT_PATTERN).index, own.whole + INDEX_SUFFIX]) if _exists(root, name)]
+        found = choose({*present, *files}, path=root.path).index
         if found is None or found == index or own.is_variant_of(NamedCheckpoint.of_index(found)):
             return None
-        other = _read(root, found)
-        is_gone = not any(shard in names or _exists(root, shard) for shard in other.shards)
+        with closing(root.open(found)) as file:
+            raw = read_bytes(file, 0, min(file.identity.nbytes, Limits().header_bytes))
+        other = parse_index(raw, path=file.path)
+        is_gone = not any(shard in present or _exists(root, shard) for shard in other.shards)
         if is_gone or not other.weight_map or not {*other.shards}.isdisjoint(files):
             return None
-        if NamedCheckpoint.of_index(found).stem == own.stem or not other.weight_map.keys().isdisjoint(saved.tensors):
+        if NamedCheckpoint.of_index(found).stem == own.stem or not other.weight_map.keys().isdisjoint(written.tensor_names):
             return found
     return None
 
 
-def _warn_of_another_name(root: Root, tensors: Sequence[str]) -> None:
+def _warn_of_another_name(root: Root, present: Collection[str], tensors: Collection[str]) -> None:
     """Log that a directory has a file with the saved tensors that a framework reads by its name."""
-    for name in _READ_BY_NAME.keys() & {*root.listdir()}:
+    for name in _READ_BY_NAME.keys() & present:
         with suppress(StioError), closing(root.open(name)) as file:
             if _tensors_of(file).isdisjoint(tensors):
                 continue
@@ -136,24 +153,8 @@ def _tensors_of(file: Source) -> set[str]:
     return {*parse_header(raw, file_bytes=file_bytes, path=file.path, shard="").names}
 
 
-def _names(root: Root, own: NamedCheckpoint) -> list[str]:
-    """Return the names in a directory; of a store those that decide, since a list of all of them may be long."""
-    if not isinstance(root, ParallelRoot):
-        return [*root.listdir()]
-    return [
-        name
-        for name in dict.fromkeys([FilePattern(DEFAULT_PATTERN).index, own.whole + INDEX_SUFFIX])
-        if _exists(root, name)
-    ]
-
-
 def _exists(root: Root, name: str) -> bool:
     with suppress(StioError):
         root.open(name).close()
         return True
     return False
-
-
-def _read(root: Root, name: str) -> ShardIndex:
-    with closing(root.open(name)) as file:
-        return parse_index(read_bytes(file, 0, min(file.identity.nbytes, Limits().header_bytes)), path=file.path)

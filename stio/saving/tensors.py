@@ -16,18 +16,25 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
+from typing import TypeAlias
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from stio.device.describe import LazyTensor, describe_tensors, how_to_save, require_values
+from stio.device.describe import LazyTensor
+from stio.device.describe import describe_tensors
+from stio.device.describe import how_to_save
+from stio.device.describe import require_values
 from stio.device.names_in_files import FileNames
-from stio.errors import listed, printable
-from stio.format.shared import TensorSource, TiedNames
+from stio.errors import listed
+from stio.errors import printable
+from stio.format.shared import TensorSource
+from stio.format.shared import TiedNames
 from stio.runtime.calls import LoopTask
 from stio.runtime.locks import require_unlocked
 from stio.runtime.memory import Region
@@ -42,18 +49,8 @@ _CHECKED: WeakSet[nn.Module] = WeakSet()
 """Modules whose names have been compared with those that transformers writes."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedTensors:
-    """What a save begins with."""
-
-    by_name: dict[str, torch.Tensor | LazyTensor]
-    """The tensors, in the caller's order; a new dict."""
-    tied: TiedNames | None = None
-    """What the module declares, if they are those of a module."""
-
-
-def tensors_of(tensors: TensorsLike) -> NamedTensors:
-    """Return the tensors to save, by name.
+def tensors_of(tensors: TensorsLike) -> tuple[dict[str, torch.Tensor | LazyTensor], TiedNames]:
+    """Return the tensors to save by name, in the caller's order, and what their module declares, if there is one.
 
     Raises:
         TypeError: Neither a mapping nor a module.
@@ -64,12 +61,12 @@ def tensors_of(tensors: TensorsLike) -> NamedTensors:
         by_name = dict(tensors.state_dict())
         require_values(by_name, tensors.parameters())
         _warn_of_names(tensors)
-        return NamedTensors(by_name, tied_names(tensors, by_name))
+        return by_name, tied_names(tensors, by_name)
     if not isinstance(tensors, Mapping):
         raise TypeError(
             f"tensors must be a mapping of names to tensors or a module, not {type(tensors).__name__}{_advice(tensors)}"
         )
-    return NamedTensors(dict(tensors))
+    return dict(tensors), TiedNames()
 
 
 def _warn_of_names(module: nn.Module) -> None:

@@ -395,7 +395,7 @@ async def test_a_small_budget_pipelines(tmp_path):
     async def overlaps() -> bool:
         trace = stio.Trace()
         await (await saver.save(tensors, tmp_path / "x", max_shard_size="8MB", trace=trace))
-        assert saver._pool.peak_bytes <= 4 * MIB
+        assert saver._shared.pool.peak_bytes <= 4 * MIB
         writes = [span for span in trace.spans if span.name == "write"]
         stages = [span for span in trace.spans if span.name == "stage"]
         return any(w.detail < s.detail and s.start < w.end and w.start < s.end for w in writes for s in stages)

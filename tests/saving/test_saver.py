@@ -101,9 +101,9 @@ async def test_staging_memory_is_reused(tmp_path):
     async with stio.Saver() as saver:
         for step in range(4):
             await (await saver.save(generation(step), tmp_path / "x"))
-            peak = saver._pool.peak_bytes
-            assert saver._pool.held_bytes == peak
-    assert saver._pool.held_bytes == 0
+            peak = saver._shared.pool.peak_bytes
+            assert saver._shared.pool.held_bytes == peak
+    assert saver._shared.pool.held_bytes == 0
 
 
 # Several saves.
@@ -161,7 +161,7 @@ async def test_many_tasks_share_a_saver_with_a_small_budget(tmp_path):
         async with anyio.create_task_group() as group:
             for k in range(6):
                 group.start_soon(one, k)
-        assert saver._pool.peak_bytes <= 4 * MIB
+        assert saver._shared.pool.peak_bytes <= 4 * MIB
     for k in range(6):
         assert (await stio.load(tmp_path / str(k)))["t0"][0] == k
 

@@ -12,21 +12,35 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from fakes import MemoryDestination, MemoryRoot, checkpoint_bytes
-from support import PATIENCE_SECONDS, assorted, eventually, nothing_left, ramp, require_equal
+from fakes import MemoryDestination
+from fakes import MemoryRoot
+from fakes import checkpoint_bytes
+from support import PATIENCE_SECONDS
+from support import assorted
+from support import eventually
+from support import nothing_left
+from support import ramp
+from support import require_equal
 
 import stio.sync
 from stio import native
 from stio.device.copy_out import Readiness
-from stio.device.describe import LazyTensor, describe_tensors
-from stio.errors import NoSpaceError, StorageError
+from stio.device.describe import LazyTensor
+from stio.device.describe import describe_tensors
+from stio.errors import NoSpaceError
+from stio.errors import StorageError
 from stio.limits import PAGE_BYTES
-from stio.runtime import memory, workers
-from stio.runtime.operation import Cancelled, start_thread
+from stio.runtime import memory
+from stio.runtime import workers
+from stio.runtime.operation import Cancelled
+from stio.runtime.operation import start_thread
 from stio.runtime.reports.progress import ProgressEvent
 from stio.runtime.reports.trace import Trace
 from stio.saving.plan import plan_writes
-from stio.saving.scheduler import AHEAD_BLOCKS, NUM_WORKERS, WRITE_DEPTH, SaveScheduler
+from stio.saving.scheduler import AHEAD_BLOCKS
+from stio.saving.scheduler import NUM_WORKERS
+from stio.saving.scheduler import WRITE_DEPTH
+from stio.saving.scheduler import SaveScheduler
 from stio.saving.staging_pool import StagingPool
 
 pytestmark = pytest.mark.usefixtures("plain_workers")
@@ -52,6 +66,7 @@ class Saving:
         self.staged, self.over, self.error, self.digests = threading.Event(), threading.Event(), None, None
         self.num_staged = 0
         options.setdefault("on_staged", self.tell_staged)
+        self.hasher = options.pop("hasher", None)
         self.run = SaveScheduler(self.plan, self.pool, **options)
 
     def tell_staged(self):
@@ -64,7 +79,7 @@ class Saving:
         try:
             self.run.start()
             transaction = self.destination.begin(num_shards=len(self.plan.shards))
-            self.run.write_to(transaction.create([shard.nbytes for shard in self.plan.shards]))
+            self.run.write_to(transaction.create([shard.nbytes for shard in self.plan.shards]), self.hasher)
             self.digests = self.run.complete()
             index = self.plan.index(transaction.shard_names) if transaction.takes_index else None
             transaction.commit(index=index)

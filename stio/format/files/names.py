@@ -233,7 +233,7 @@ class FilePattern:
         if not isinstance(pattern, str):
             raise TypeError(f"a filename pattern is text, not {type(pattern).__name__}")
         self._before, suffix, self._after = pattern.partition("{suffix}")
-        if not suffix or any(brace in self.whole for brace in "{}"):
+        if not suffix or "{" in self.whole or "}" in self.whole:
             raise ValueError(
                 "the filename pattern must hold {suffix} once, and nothing else in braces, not "
                 f"{printable(pattern)!r}; without it the shards would overwrite each other"
