@@ -57,7 +57,6 @@ from stio.errors import (
 )
 from stio.format.files.index import parse_index
 from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FilePattern
-from stio.format.naming import index_name
 from stio.limits import parse_size
 from stio.loading.module_tree import ModuleTree
 from stio.runtime.notifier import run_blocking

@@ -10,8 +10,8 @@ without a module.
 - Loads: `load.py` fills a sharded module or state, one load for each rank. Before that, a broadcast fills what several
   ranks need: it is read once and sent.
 - Saves: `save.py` is one save for each rank; `agreement.py` is what ranks agree on first, and the first rank commits.
-  `plan_parts.py` (pure) plans what one rank writes or sends.  `sharded_write.py`: on a filesystem all write into the same files; in a store each file has an owner, to which the
-  others send their bytes.
+  `plan_parts.py` (pure) plans what one rank writes or sends. `sharded_write.py`: on a filesystem all write into the
+  same files; in a store each file has an owner, to which the others send their bytes.
 - `torch.distributed.checkpoint`, whose planner decides what each rank reads and writes: `dcp_reader.py`, and
   `dcp_writer.py` with the stager of `async_save`.
 
@@ -37,11 +37,9 @@ expected type; torch's own messages (plans and results of its distributed checkp
 from __future__ import annotations
 
 from stio.distributed.dcp_reader import StioStorageReader
-from stio.distributed.dcp_writer import StioStager
-from stio.distributed.dcp_writer import StioStorageWriter
+from stio.distributed.dcp_writer import StioStager, StioStorageWriter
 from stio.distributed.load import load_into
 from stio.distributed.parts import Placements
-from stio.distributed.save import Saver
-from stio.distributed.save import save
+from stio.distributed.save import Saver, save
 
 __all__ = ["Placements", "Saver", "StioStager", "StioStorageReader", "StioStorageWriter", "load_into", "save"]

@@ -10,22 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Collection
-from collections.abc import Hashable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from stio.distributed.placements import byte_ranges
-from stio.distributed.plan_parts import WrittenPart
+from stio.distributed.plan_parts import ByteRange, WrittenPart
 from stio.errors import printable
 from stio.format.dtypes import tensor_nbytes
 from stio.format.header import is_encodable
 from stio.format.shared import TensorSource
-from stio.saving.plan_parts import ByteRange
 
 _SHOWN_CHARACTERS = 30
 _VALUES_OF = "the values of tensor "

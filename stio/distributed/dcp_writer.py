@@ -23,20 +23,12 @@ import logging
 import os
 import secrets
 import weakref
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
-from typing import Any
-from typing import NoReturn
-from typing import TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,41 +36,25 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.planner import TensorWriteData
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.storage import StorageWriter
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from stio.device.copy_out import Readiness
-from stio.device.describe import LazyTensor
-from stio.device.describe import describe_tensors
-from stio.device.describe import require_values
+from stio.device.describe import LazyTensor, describe_tensors, require_values
 from stio.device.tensors import tensors_in
-from stio.distributed.parts import local_memory
-from stio.distributed.parts import part_of
-from stio.distributed.parts import with_local
+from stio.distributed.parts import local_memory, part_of, with_local
 from stio.distributed.placements import byte_ranges
-from stio.distributed.plan_parts import WrittenPart
-from stio.distributed.ranks import RANK_TIMEOUT_SECONDS
-from stio.distributed.ranks import Ranks
+from stio.distributed.plan_parts import ByteRange, WrittenPart
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.save import ShardedSave
-from stio.errors import MismatchError
-from stio.errors import SaveInProgressError
-from stio.errors import printable
+from stio.errors import MismatchError, SaveInProgressError, printable
 from stio.format.files.manifest import HashName
 from stio.format.shared import TensorSource
-from stio.format.state.tree import POINTER
-from stio.format.state.tree import STATE_KEY
-from stio.format.state.tree import TREE_TENSOR
-from stio.format.state.tree import parse_tree
-from stio.format.state.tree import python_path
-from stio.limits import Limits
-from stio.limits import checked_size
+from stio.format.state.tree import POINTER, STATE_KEY, TREE_TENSOR, parse_tree, python_path
+from stio.limits import Limits, checked_size
 from stio.loading.nested import torch_value
 from stio.native import PINNED_BYTES
 from stio.runtime.memory import Region
@@ -87,23 +63,20 @@ from stio.runtime.operation import Operation
 from stio.runtime.reports.progress import Progress
 from stio.runtime.reports.trace import Trace
 from stio.saving.api import save
-from stio.saving.nested import StoredTensor
-from stio.saving.nested import tree_text
-from stio.saving.options import DEFAULT_PATTERN
-from stio.saving.options import CommitStep
-from stio.saving.options import Durability
-from stio.saving.options import SaveOptions
-from stio.saving.options import SaveResult
-from stio.saving.options import ShardNames
-from stio.saving.options import absolute_destination
+from stio.saving.nested import StoredTensor, tree_text
+from stio.saving.options import (
+    DEFAULT_PATTERN,
+    CommitStep,
+    Durability,
+    SaveOptions,
+    SaveResult,
+    ShardNames,
+    absolute_destination,
+)
 from stio.saving.pending import EXIT_PATIENCE_SECONDS
-from stio.saving.plan import WritePlan
-from stio.saving.plan import plan_writes
-from stio.saving.plan_parts import ByteRange
+from stio.saving.plan import WritePlan, plan_writes
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.text import described_by
-from stio.text import keywords_for
-from stio.text import log
+from stio.text import described_by, keywords_for, log
 
 _COMMON_OPTIONS = (
     "max_shard_size", "metadata", "filename_pattern", "shard_names", "commit", "durability", "hash",

@@ -24,7 +24,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from stio.saving.plan_parts import ByteRange
+from stio.distributed.plan_parts import ByteRange
 
 
 @dataclass(frozen=True, slots=True)

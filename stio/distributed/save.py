@@ -14,15 +14,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -33,36 +30,17 @@ from torch.distributed.tensor import DTensor
 
 from stio.device.copy_out import Readiness
 from stio.device.describe import LazyTensor
-from stio.distributed.agreement import TREE
-from stio.distributed.agreement import RankState
-from stio.distributed.agreement import Share
-from stio.distributed.agreement import difference
-from stio.distributed.agreement import merged
-from stio.distributed.parts import identify
-from stio.distributed.parts import part_of
-from stio.distributed.parts import replica_of
-from stio.distributed.ranks import RANK_TIMEOUT_SECONDS
-from stio.distributed.ranks import Ranks
-from stio.distributed.sharded_write import FileTransaction
-from stio.distributed.sharded_write import RankTransaction
-from stio.distributed.sharded_write import Store
-from stio.distributed.sharded_write import StoreTransaction
-from stio.errors import MismatchError
-from stio.errors import RankError
-from stio.errors import printable
+from stio.distributed.agreement import TREE, RankState, Share, difference, merged
+from stio.distributed.parts import identify, part_of, replica_of
+from stio.distributed.plan_parts import WrittenPart, data_places
+from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
+from stio.distributed.sharded_write import FileTransaction, RankTransaction, Store, StoreTransaction
+from stio.errors import MismatchError, RankError, printable
 from stio.format.files.manifest import HashName
-from stio.format.shared import SharedPolicy
-from stio.format.shared import TensorSource
-from stio.format.shared import TiedNames
-from stio.format.shared import resolve_shared
-from stio.format.state.tree import POINTER
-from stio.format.state.tree import STATE_KEY
-from stio.format.state.tree import TREE_TENSOR
-from stio.format.state.tree import sorted_tree
-from stio.format.state.tree import tree_entries
+from stio.format.shared import SharedPolicy, TensorSource, TiedNames, resolve_shared
+from stio.format.state.tree import POINTER, STATE_KEY, TREE_TENSOR, sorted_tree, tree_entries
 from stio.remote.save import RemoteDestination
-from stio.runtime.memory import Region
-from stio.runtime.memory import allocate
+from stio.runtime.memory import Region, allocate
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation
 from stio.runtime.reports.progress import Progress
@@ -70,24 +48,21 @@ from stio.runtime.reports.trace import Trace
 from stio.saving.api import Saver as LocalSaver
 from stio.saving.api import save as local_save
 from stio.saving.nested import flatten
-from stio.saving.options import DEFAULT_PATTERN
-from stio.saving.options import CommitStep
-from stio.saving.options import DestinationLike
-from stio.saving.options import Durability
-from stio.saving.options import SaveOptions
-from stio.saving.options import SaveResult
-from stio.saving.options import ShardNames
-from stio.saving.pending import EXIT_PATIENCE_SECONDS
-from stio.saving.pending import PendingSave
-from stio.saving.plan import WritePlan
-from stio.saving.plan import plan_writes
-from stio.saving.plan_parts import WrittenPart
-from stio.saving.plan_parts import data_places
+from stio.saving.options import (
+    DEFAULT_PATTERN,
+    CommitStep,
+    DestinationLike,
+    Durability,
+    SaveOptions,
+    SaveResult,
+    ShardNames,
+)
+from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
+from stio.saving.plan import WritePlan, plan_writes
 from stio.saving.tensors import tensors_of
 from stio.storage.base import Transaction
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.text import described_by
-from stio.text import keywords_for
+from stio.text import described_by, keywords_for
 
 _TOLD = "_stio_told"
 """Attribute of an error that a save of a `Saver` has told to the other ranks: the key of that save."""

@@ -19,57 +19,34 @@ staged, and their owners have room for.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from time import perf_counter
-from typing import Annotated
-from typing import Any
-from typing import TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import torch
 from msgspec import Meta
 
-from stio.distributed.plan_parts import Packet
-from stio.distributed.plan_parts import Window
-from stio.distributed.plan_parts import WrittenPart
-from stio.distributed.plan_parts import plan_stream
+from stio.distributed.plan_parts import Packet, Window, WrittenPart, plan_parts, plan_stream
 from stio.distributed.ranks import Ranks
 from stio.distributed.transfer import RankTransfer
-from stio.errors import MismatchError
-from stio.errors import RankError
-from stio.format.files.manifest import Hasher
-from stio.format.files.manifest import new_hasher
+from stio.errors import MismatchError, RankError
+from stio.format.files.manifest import Hasher, new_hasher
 from stio.limits import PAGE_BYTES
-from stio.remote.save import RemoteDestination
-from stio.remote.save import RemoteTransaction
-from stio.remote.save import Uploads
+from stio.remote.save import RemoteDestination, RemoteTransaction, Uploads
 from stio.runtime.calls import LOOK_SECONDS
 from stio.runtime.locks import Condition
 from stio.runtime.memory import Region
 from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Cancelled
-from stio.runtime.operation import Operation
-from stio.runtime.operation import is_interrupted
-from stio.runtime.reports.trace import Trace
-from stio.runtime.reports.trace import traced
-from stio.saving.options import SaveOptions
-from stio.saving.options import SaveResult
+from stio.runtime.operation import Cancelled, Operation, is_interrupted
+from stio.runtime.reports.trace import Trace, traced
+from stio.saving.options import SaveOptions, SaveResult
 from stio.saving.plan import WritePlan
-from stio.saving.plan_parts import plan_parts
-from stio.storage.base import FileWriter
-from stio.storage.base import Note
-from stio.storage.base import Published
-from stio.storage.base import Transaction
-from stio.storage.commit.transaction import Invitation
-from stio.storage.commit.transaction import JoinedTransaction
-from stio.storage.commit.transaction import LocalTransaction
+from stio.storage.base import FileWriter, Note, Published, Transaction
+from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction
 
 _Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 

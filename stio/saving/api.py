@@ -12,61 +12,44 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Awaitable
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing import parent_process
-from multiprocessing.util import Finalize
-from multiprocessing.util import register_after_fork
+from multiprocessing.util import Finalize, register_after_fork
 from types import TracebackType
-from typing import Any
-from typing import Literal
-from typing import NoReturn
-from typing import Self
+from typing import Any, Literal, NoReturn, Self
 from weakref import WeakSet
 
-from stio.errors import ClosedError
-from stio.errors import CommitUncertainError
-from stio.errors import SaveInProgressError
-from stio.errors import StorageError
-from stio.errors import printable
+from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StorageError, printable
 from stio.format.files.manifest import HashName
 from stio.format.shared import SharedPolicy
 from stio.runtime import memory
 from stio.runtime.locks import new_lock
-from stio.runtime.notifier import AsyncOnly
-from stio.runtime.notifier import Notifier
-from stio.runtime.notifier import runs_blocking
-from stio.runtime.operation import Operation
-from stio.runtime.operation import close_all
-from stio.runtime.operation import copy_of
-from stio.runtime.operation import current_operation
-from stio.runtime.operation import end_all_at_exit
+from stio.runtime.notifier import AsyncOnly, Notifier, runs_blocking
+from stio.runtime.operation import Operation, close_all, copy_of, current_operation, end_all_at_exit
 from stio.runtime.process import after_fork_in_child
 from stio.runtime.reports.progress import Progress
 from stio.runtime.reports.trace import Trace
 from stio.saving.nested import flatten
-from stio.saving.options import DEFAULT_PATTERN
-from stio.saving.options import INHERITED
-from stio.saving.options import CommitStep
-from stio.saving.options import DestinationLike
-from stio.saving.options import Durability
-from stio.saving.options import Inherited
-from stio.saving.options import SaveOptions
-from stio.saving.options import SaveResult
-from stio.saving.options import ShardNames
-from stio.saving.options import adopted_directory
-from stio.saving.pending import PendingSave
-from stio.saving.pending import SharedBySaves
+from stio.saving.options import (
+    DEFAULT_PATTERN,
+    INHERITED,
+    CommitStep,
+    DestinationLike,
+    Durability,
+    Inherited,
+    SaveOptions,
+    SaveResult,
+    ShardNames,
+    adopted_directory,
+)
+from stio.saving.pending import PendingSave, SharedBySaves
 from stio.saving.retention import Retention
 from stio.saving.staging_pool import StagingPool
 from stio.saving.tensors import TensorsLike
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.text import described_by
-from stio.text import keywords_for
-from stio.text import log
+from stio.text import described_by, keywords_for, log
 
 
 async def save(

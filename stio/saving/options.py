@@ -9,47 +9,28 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from threading import TIMEOUT_MAX
-from typing import Any
-from typing import Literal
-from typing import Protocol
-from typing import TypeAlias
-from typing import get_args
-from typing import runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
-from stio.errors import StorageError
-from stio.errors import printable
-from stio.format.files.manifest import HashName
-from stio.format.files.manifest import new_hasher
-from stio.format.files.names import FileName
-from stio.format.files.names import FilePattern
+from stio.errors import StorageError, printable
+from stio.format.files.manifest import HashName, new_hasher
+from stio.format.files.names import FileName, FilePattern
 from stio.format.files.other_kinds import advice_for_path
-from stio.format.shared import SharedPolicy
-from stio.format.shared import may_be_copied
-from stio.limits import checked_size
-from stio.limits import parse_size
+from stio.format.shared import SharedPolicy, may_be_copied
+from stio.limits import checked_size, parse_size
 from stio.runtime.locks import require_unlocked
 from stio.runtime.process import check_switch_interval
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.progress import progress_callback
+from stio.runtime.reports.progress import Progress, progress_callback
 from stio.runtime.reports.trace import Trace
 from stio.schemes import SAVERS
-from stio.storage.base import Root
-from stio.storage.base import Transaction
+from stio.storage.base import Root, Transaction
 from stio.storage.checks import local_directory
-from stio.storage.commit.destination import SingleFile
-from stio.storage.commit.destination import is_one_file
+from stio.storage.commit.destination import SingleFile, is_one_file
 from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
 from stio.storage.open import open_destination
-from stio.text import counted
-from stio.text import is_url
-from stio.text import show_bytes
-from stio.text import show_seconds
-from stio.text import without_secrets
+from stio.text import counted, is_url, show_bytes, show_seconds, without_secrets
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
 DEFAULT_PATTERN = "model{suffix}.safetensors"

@@ -10,63 +10,41 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from collections.abc import Generator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
-from typing import Literal
-from typing import Self
-from typing import TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 from stio.device.copy_out import Readiness
 from stio.device.describe import describe_tensors
-from stio.errors import SaveInProgressError
-from stio.errors import printable
-from stio.format.files.manifest import FileState
-from stio.format.files.manifest import Hasher
-from stio.format.files.manifest import manifest_change
-from stio.format.files.manifest import new_hasher
-from stio.format.files.names import FilePattern
-from stio.format.files.names import MANIFEST_SUFFIX
+from stio.errors import SaveInProgressError, printable
+from stio.format.files.manifest import Hasher, manifest_change, new_hasher
+from stio.format.files.names import MANIFEST_SUFFIX, FilePattern
 from stio.format.shared import TensorSource
 from stio.limits import DEFAULT_BUDGET_BYTES
 from stio.runtime import memory
 from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Operation
-from stio.runtime.operation import current_operation
-from stio.runtime.process import collection_paused
-from stio.runtime.process import switch_interval
+from stio.runtime.operation import Operation, current_operation
+from stio.runtime.process import collection_paused, switch_interval
 from stio.runtime.reports.progress import progress_callback
 from stio.runtime.reports.spans import CALLER
-from stio.runtime.reports.trace import shown
-from stio.runtime.reports.trace import traced
-from stio.saving.options import BufferedDestination
-from stio.saving.options import Destination
-from stio.saving.options import DestinationLike
-from stio.saving.options import SaveOptions
-from stio.saving.options import SaveResult
-from stio.saving.options import absolute_destination
-from stio.saving.plan import PlannedSave
-from stio.saving.plan import WritePlan
-from stio.saving.plan import WrittenSave
-from stio.saving.plan import plan_writes
+from stio.runtime.reports.trace import shown, traced
+from stio.saving.options import (
+    BufferedDestination,
+    Destination,
+    DestinationLike,
+    SaveOptions,
+    SaveResult,
+    absolute_destination,
+)
+from stio.saving.plan import PlannedSave, WritePlan, WrittenSave, plan_writes
 from stio.saving.retention import Retention
 from stio.saving.scheduler import SaveScheduler
-from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES
-from stio.saving.staging_pool import StagingPool
-from stio.saving.staging_pool import block_bytes_for
-from stio.saving.surroundings import warn_of_link_to_step
-from stio.saving.surroundings import warn_of_surroundings
-from stio.saving.tensors import TensorsLike
-from stio.saving.tensors import tensors_of
-from stio.storage.base import Note
-from stio.storage.base import Root
-from stio.storage.base import Transaction
+from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES, StagingPool, block_bytes_for
+from stio.saving.surroundings import warn_of_link_to_step, warn_of_surroundings
+from stio.saving.tensors import TensorsLike, tensors_of
+from stio.storage.base import Note, Root, Transaction
 from stio.storage.commit.retention import WrittenFiles
 from stio.storage.commit.transaction import begin_local
 from stio.text import log

@@ -9,33 +9,19 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from stio.errors import IndexFormatError
-from stio.errors import LimitError
-from stio.errors import printable
+from stio.errors import IndexFormatError, LimitError, printable
 from stio.format.files.index import parse_index
+from stio.format.files.manifest import FileState
 from stio.format.gil_slices import row_slices
-from stio.format.header import MAX_HEADER_BYTES
-from stio.format.header import build_header
-from stio.format.header import check_name
-from stio.format.header import require_text
-from stio.format.manifest import FileState
-from stio.format.shared import ALIASES_KEY
-from stio.format.shared import SharedPolicy
-from stio.format.shared import TensorSource
-from stio.format.shared import TiedNames
-from stio.format.shared import resolve_shared
+from stio.format.header import MAX_HEADER_BYTES, build_header, check_name, require_text
+from stio.format.shared import ALIASES_KEY, SharedPolicy, TensorSource, TiedNames, resolve_shared
 from stio.limits import PAGE_BYTES
-from stio.runtime.text import counted
-from stio.runtime.text import show_bytes
+from stio.text import counted, show_bytes
 
 _SHORT_INDEX_BYTES = 100_000
 _TOTAL_SIZE = "total_size"

@@ -12,26 +12,16 @@ import os
 from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TypeAlias
 
-from stio.errors import StioError
-from stio.errors import listed
-from stio.errors import printable
-from stio.format.files.names import FileName
-from stio.format.files.names import step_of
-from stio.storage.base import Identity
-from stio.storage.base import Published
-from stio.storage.checks import CHECKPOINT_SUFFIXES
-from stio.storage.checks import steps_in
-from stio.storage.commit.retention import EarlierSave
-from stio.storage.commit.retention import WrittenFiles
-from stio.storage.commit.retention import find_earlier_saves
-from stio.text import is_url
-from stio.text import log
-from stio.text import without_secrets
+from stio.errors import StioError, listed, printable
+from stio.format.files.names import FileName, step_of
+from stio.storage.base import Identity, Published
+from stio.storage.checks import CHECKPOINT_SUFFIXES, steps_in
+from stio.storage.commit.retention import EarlierSave, WrittenFiles, find_earlier_saves
+from stio.text import is_url, log, without_secrets
 
 _Place: TypeAlias = tuple[str, str | None]
 """Path of a destination and pattern of the file names in it; None: it is one file."""

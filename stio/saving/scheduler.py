@@ -15,8 +15,7 @@ more.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -24,31 +23,23 @@ from typing import Any
 
 from stio import native
 from stio.device.copy_out import Readiness
-from stio.device.describe import LazyTensor
-from stio.device.describe import require_values
+from stio.device.describe import LazyTensor, require_values
 from stio.format.files.manifest import Hasher
 from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.runtime.memory.control_groups import num_processors
-from stio.runtime.operation import Cancelled
-from stio.runtime.operation import mark_progress
-from stio.runtime.process import be_nice
-from stio.runtime.process import collection_paused
+from stio.runtime.operation import Cancelled, mark_progress
+from stio.runtime.process import be_nice, collection_paused
 from stio.runtime.reports import counters
-from stio.runtime.reports.progress import ProgressEvent
-from stio.runtime.reports.progress import ProgressReporter
-from stio.runtime.reports.progress import close_bar
-from stio.runtime.reports.trace import Trace
-from stio.runtime.reports.trace import traced
-from stio.runtime.text import counted
+from stio.runtime.reports.progress import ProgressEvent, ProgressReporter, close_bar
+from stio.runtime.reports.trace import Trace, traced
 from stio.runtime.workers import WorkerPool
-from stio.saving.plan import Run
-from stio.saving.plan import WriteBlock
-from stio.saving.plan import WritePlan
+from stio.saving.plan import Run, WriteBlock, WritePlan
 from stio.saving.staging_pool import StagingPool
 from stio.saving.tensors import ProducedTensors
 from stio.storage.base import FileWriter
 from stio.storage.commit.files import LocalFileWriter
+from stio.text import counted
 
 WRITE_DEPTH = 4
 """Most writes under way at once; so many reach the rate of the disk."""

@@ -9,31 +9,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection
-from contextlib import closing
-from contextlib import nullcontext
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 
-from stio.errors import StioError
-from stio.errors import printable
-from stio.format.files.directory import NamedCheckpoint
-from stio.format.files.directory import choose
-from stio.format.files.index import ShardIndex
+from stio.errors import StioError, printable
+from stio.format.files.directory import NamedCheckpoint, choose
 from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.names import FileName
-from stio.format.files.names import FilePattern
-from stio.format.files.names import INDEX_SUFFIX
-from stio.format.files.names import step_of
-from stio.format.header import PREFIX_BYTES
-from stio.format.header import header_nbytes
-from stio.format.header import parse_header
+from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FileName, FilePattern, step_of
+from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
 from stio.limits import Limits
 from stio.saving.options import DEFAULT_PATTERN
 from stio.saving.plan import WrittenSave
-from stio.storage.base import ParallelRoot
-from stio.storage.base import Root
-from stio.storage.base import Source
-from stio.storage.base import read_bytes
+from stio.storage.base import ParallelRoot, Root, Source, read_bytes
 from stio.storage.open import open_directory
 from stio.text import log
 
@@ -112,7 +98,11 @@ def _hiding_index(root: Root, present: Collection[str] | None, written: WrittenS
         if own is None or (index is None and any(FileName(name).shard is not None for name in files)):
             return None  # no name of a checkpoint; or a shard of one whose index comes later
         if present is None:  # of a store: a list of all names may be long, and these decide
-            present = [name for name in dict.fromkeys([FilePattern(DEFAULT_PATTERN).index, own.whole + INDEX_SUFFIX]) if _exists(root, name)]
+            present = [
+                name
+                for name in dict.fromkeys([FilePattern(DEFAULT_PATTERN).index, own.whole + INDEX_SUFFIX])
+                if _exists(root, name)
+            ]
         found = choose({*present, *files}, path=root.path).index
         if found is None or found == index or own.is_variant_of(NamedCheckpoint.of_index(found)):
             return None
@@ -122,7 +112,9 @@ def _hiding_index(root: Root, present: Collection[str] | None, written: WrittenS
         is_gone = not any(shard in present or _exists(root, shard) for shard in other.shards)
         if is_gone or not other.weight_map or not {*other.shards}.isdisjoint(files):
             return None
-        if NamedCheckpoint.of_index(found).stem == own.stem or not other.weight_map.keys().isdisjoint(written.tensor_names):
+        if NamedCheckpoint.of_index(found).stem == own.stem or not other.weight_map.keys().isdisjoint(
+            written.tensor_names
+        ):
             return found
     return None
 

@@ -16,25 +16,17 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from typing import Any
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from stio.device.describe import LazyTensor
-from stio.device.describe import describe_tensors
-from stio.device.describe import how_to_save
-from stio.device.describe import require_values
+from stio.device.describe import LazyTensor, describe_tensors, how_to_save, require_values
 from stio.device.names_in_files import FileNames
-from stio.errors import listed
-from stio.errors import printable
-from stio.format.shared import TensorSource
-from stio.format.shared import TiedNames
+from stio.errors import listed, printable
+from stio.format.shared import TensorSource, TiedNames
 from stio.runtime.calls import LoopTask
 from stio.runtime.locks import require_unlocked
 from stio.runtime.memory import Region

@@ -10,20 +10,14 @@ import numpy as np
 import pytest
 from support import eventually
 
-from stio.distributed.plan_parts import WrittenPart
-from stio.distributed.plan_parts import plan_stream
+from stio.distributed.plan_parts import ByteRange, WrittenPart, plan_stream
 from stio.distributed.ranks import Ranks
-from stio.distributed.sharded_write import _NUM_IMAGES
-from stio.distributed.sharded_write import Exchange
-from stio.distributed.sharded_write import SendPlan
-from stio.distributed.sharded_write import cut_windows
+from stio.distributed.sharded_write import _NUM_IMAGES, Exchange, SendPlan, cut_windows
 from stio.errors import MismatchError
 from stio.format.shared import TensorSource
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled
-from stio.runtime.operation import Operation
+from stio.runtime.operation import Cancelled, Operation
 from stio.saving.plan import plan_writes
-from stio.saving.plan_parts import ByteRange
 
 WINDOW_BYTES = 8192
 HEADER = 1000

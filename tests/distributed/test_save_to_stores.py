@@ -10,9 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -25,22 +23,13 @@ from click.testing import CliRunner
 from counts import count
 from distributed.ranks import run_ranks
 from fakes import MemoryDestination
-from save_helpers import keys
-from save_helpers import uploads
+from save_helpers import keys, uploads
 from servers import s3_server
 from test_load import new_model
-from test_save import Failing
-from test_save import odd_tensors
-from test_save import patched
-from test_save import random_states
-from test_save import recorded_pools
-from test_save import spread_of
-from test_save import tensor_of
+from test_save import Failing, odd_tensors, patched, random_states, recorded_pools, spread_of, tensor_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Placement
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 import stio
 from stio import sync
@@ -48,11 +37,9 @@ from stio.cli.main import main
 from stio.device.describe import LazyTensor
 from stio.distributed import sharded_write
 from stio.distributed.plan_parts import Window
-from stio.errors import CommitUncertainError
-from stio.errors import RankError
+from stio.errors import CommitUncertainError, RankError
 from stio.remote.folder import Folder
-from stio.remote.save import RemoteTransaction
-from stio.remote.save import Uploads
+from stio.remote.save import RemoteTransaction, Uploads
 from stio.remote.source import RemoteRoot
 from stio.saving import scheduler
 

@@ -12,8 +12,8 @@ import stio
 import stio.sync
 from stio.device.describe import describe_tensors
 from stio.errors import StorageError
+from stio.limits import PAGE_BYTES
 from stio.runtime import memory
-from stio.runtime.limits import PAGE_BYTES
 from stio.saving.options import SaveOptions
 from stio.saving.pending import LIFE_CYCLE, Event, PendingSave, State
 from stio.saving.plan import PlannedSave, WrittenSave, plan_writes

@@ -8,33 +8,18 @@ import random
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stio.distributed.placements import Cut
-from stio.distributed.placements import byte_ranges
-from stio.distributed.placements import local_part
-from stio.distributed.plan_parts import Window
-from stio.distributed.plan_parts import WrittenPart
-from stio.distributed.plan_parts import _ALIGNED_BYTES
-from stio.distributed.plan_parts import plan_parts
-from stio.distributed.plan_parts import plan_stream
-from stio.errors import LimitError
-from stio.errors import SharedTensorsError
-from stio.errors import UnsupportedDtypeError
-from stio.format.dtypes import BITS
-from stio.format.dtypes import tensor_nbytes
-from stio.format.files.index import check_shards
-from stio.format.files.index import parse_index
-from stio.format.header import Header
-from stio.format.header import parse_header
-from stio.format.shared import ALIASES_KEY
-from stio.format.shared import TensorSource
+from stio.distributed.placements import Cut, byte_ranges, local_part
+from stio.distributed.plan_parts import _ALIGNED_BYTES, ByteRange, Window, WrittenPart, plan_parts, plan_stream
+from stio.errors import LimitError, SharedTensorsError, UnsupportedDtypeError
+from stio.format.dtypes import BITS, tensor_nbytes
+from stio.format.files.index import check_shards, parse_index
+from stio.format.header import Header, parse_header
+from stio.format.shared import ALIASES_KEY, TensorSource
 from stio.limits import PAGE_BYTES
-from stio.saving.plan import WritePlan
-from stio.saving.plan import plan_writes
-from stio.saving.plan_parts import ByteRange
+from stio.saving.plan import WritePlan, plan_writes
 
 Layout = list[tuple[str, str, tuple[int, ...]]]
 

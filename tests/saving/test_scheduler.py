@@ -12,35 +12,21 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from fakes import MemoryDestination
-from fakes import MemoryRoot
-from fakes import checkpoint_bytes
-from support import PATIENCE_SECONDS
-from support import assorted
-from support import eventually
-from support import nothing_left
-from support import ramp
-from support import require_equal
+from fakes import MemoryDestination, MemoryRoot, checkpoint_bytes
+from support import PATIENCE_SECONDS, assorted, eventually, nothing_left, ramp, require_equal
 
 import stio.sync
 from stio import native
 from stio.device.copy_out import Readiness
-from stio.device.describe import LazyTensor
-from stio.device.describe import describe_tensors
-from stio.errors import NoSpaceError
-from stio.errors import StorageError
+from stio.device.describe import LazyTensor, describe_tensors
+from stio.errors import NoSpaceError, StorageError
 from stio.limits import PAGE_BYTES
-from stio.runtime import memory
-from stio.runtime import workers
-from stio.runtime.operation import Cancelled
-from stio.runtime.operation import start_thread
+from stio.runtime import memory, workers
+from stio.runtime.operation import Cancelled, start_thread
 from stio.runtime.reports.progress import ProgressEvent
 from stio.runtime.reports.trace import Trace
 from stio.saving.plan import plan_writes
-from stio.saving.scheduler import AHEAD_BLOCKS
-from stio.saving.scheduler import NUM_WORKERS
-from stio.saving.scheduler import WRITE_DEPTH
-from stio.saving.scheduler import SaveScheduler
+from stio.saving.scheduler import AHEAD_BLOCKS, NUM_WORKERS, WRITE_DEPTH, SaveScheduler
 from stio.saving.staging_pool import StagingPool
 
 pytestmark = pytest.mark.usefixtures("plain_workers")
