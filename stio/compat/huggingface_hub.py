@@ -365,14 +365,14 @@ def load_torch_model(
     if path.is_file():
         return _load(model, path, **how)
     if filename_pattern is None:
-        is_pickled = not safe and not (path / index_name(_SAFETENSORS)).is_file()
+        is_pickled = not safe and not (path / FilePattern(_SAFETENSORS).index).is_file()
         filename_pattern = _PICKLES if is_pickled else _SAFETENSORS
     elif safe and not _is_safetensors(filename_pattern.format(suffix="")):
         raise ValueError(
             f"`filename_pattern={printable(filename_pattern)!r}` does not describe safetensors files but `safe=True`: "
             "pass `safe=False` to load pickles"
         )
-    if os.path.lexists(path / index_name(filename_pattern)):
+    if os.path.lexists(path / FilePattern(filename_pattern).index):
         return _load_sharded_checkpoint(model, path, filename_pattern=filename_pattern, **how)
     return _load(model, path, **how)
 
@@ -382,7 +382,7 @@ def _load_sharded_checkpoint(
 ) -> _IncompatibleKeys:
     """Load the shards of an index into a model; see `load_torch_model`."""
     # In the directory stio takes the whole file if all shards are gone.
-    index = "" if filename_pattern == _SAFETENSORS else index_name(filename_pattern)
+    index = "" if filename_pattern == _SAFETENSORS else FilePattern(filename_pattern).index
     return _load(model, Path(save_directory, index), **how)
 
 

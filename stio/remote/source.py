@@ -66,7 +66,7 @@ def open_url(url: str, *, is_file: bool | None = None) -> tuple[RemoteRoot, str]
 
 
 def place_of_url(url: str) -> str:
-    """Return the URL below which all sources of a URL are; see `stio.runtime.schemes.register`."""
+    """Return the URL below which all sources of a URL are; see `stio.schemes.register`."""
     return without_secrets(url).rstrip("/")
 
 
