@@ -29,8 +29,8 @@ schemes.register(("hf",), reads="stio.remote.hub")
 if TYPE_CHECKING:
     from stio import distributed as distributed
     from stio import sync as sync
-    from stio.conversion.api import convert as convert
-    from stio.device.describe import LazyTensor as LazyTensor
+    from stio.conversion import convert as convert
+    from stio.device import LazyTensor as LazyTensor
     from stio.errors import AmbiguousCheckpointError as AmbiguousCheckpointError
     from stio.errors import ChangedDuringReadError as ChangedDuringReadError
     from stio.errors import CheckpointNotFoundError as CheckpointNotFoundError
@@ -58,65 +58,56 @@ if TYPE_CHECKING:
     from stio.errors import UnsafePathError as UnsafePathError
     from stio.errors import UnsupportedDtypeError as UnsupportedDtypeError
     from stio.errors import WarmStartError as WarmStartError
-    from stio.format.header import TensorInfo as TensorInfo
+    from stio.format import TensorInfo as TensorInfo
     from stio.limits import Limits as Limits
-    from stio.loading.api import Checkpoint as Checkpoint
-    from stio.loading.api import Stream as Stream
-    from stio.loading.api import load as load
-    from stio.loading.api import load_into as load_into
-    from stio.loading.api import open as open
-    from stio.loading.options import LoadOptions as LoadOptions
-    from stio.loading.target import LoadReport as LoadReport
-    from stio.remote.disk_cache import DiskCache as DiskCache
-    from stio.remote.source import RemoteRoot as RemoteRoot
-    from stio.runtime.reports.counters import Stats as Stats
-    from stio.runtime.reports.counters import stats as stats
-    from stio.runtime.reports.progress import ProgressEvent as ProgressEvent
-    from stio.runtime.reports.spans import Span as Span
-    from stio.runtime.reports.trace import Trace as Trace
-    from stio.saving.api import Saver as Saver
-    from stio.saving.api import save as save
-    from stio.saving.options import SaveOptions as SaveOptions
-    from stio.saving.options import SaveResult as SaveResult
-    from stio.saving.pending import PendingSave as PendingSave
-    from stio.serving.host_cache import HostCache as HostCache
-    from stio.serving.pool.api import ModelPool as ModelPool
-    from stio.serving.pool.policy import ModelStatus as ModelStatus
-    from stio.serving.pool.policy import PoolStats as PoolStats
-    from stio.serving.warm_start.api import WarmStart as WarmStart
-    from stio.serving.warm_start.api import warm_start as warm_start
+    from stio.loading import Checkpoint as Checkpoint
+    from stio.loading import LoadOptions as LoadOptions
+    from stio.loading import Stream as Stream
+    from stio.loading import load as load
+    from stio.loading import load_into as load_into
+    from stio.loading import open as open
+    from stio.loading.targets import LoadReport as LoadReport
+    from stio.remote import DiskCache as DiskCache
+    from stio.remote import RemoteRoot as RemoteRoot
+    from stio.runtime.reports import ProgressEvent as ProgressEvent
+    from stio.runtime.reports import Span as Span
+    from stio.runtime.reports import Stats as Stats
+    from stio.runtime.reports import Trace as Trace
+    from stio.runtime.reports import stats as stats
+    from stio.saving import PendingSave as PendingSave
+    from stio.saving import SaveOptions as SaveOptions
+    from stio.saving import Saver as Saver
+    from stio.saving import SaveResult as SaveResult
+    from stio.saving import save as save
+    from stio.serving import HostCache as HostCache
+    from stio.serving.pool import ModelPool as ModelPool
+    from stio.serving.pool import ModelStatus as ModelStatus
+    from stio.serving.pool import PoolStats as PoolStats
+    from stio.serving.warm_start import WarmStart as WarmStart
+    from stio.serving.warm_start import warm_start as warm_start
     from stio.state import load_state as load_state
     from stio.state import save_state as save_state
-    from stio.storage.checkpoint.caches import CacheStats as CacheStats
-    from stio.storage.checkpoint.latest import latest as latest
+    from stio.storage.checkpoint import CacheStats as CacheStats
+    from stio.storage.checkpoint import latest as latest
 
 _NAMES = {
-    "stio.conversion.api": "convert",
-    "stio.device.describe": "LazyTensor",
-    "stio.format.header": "TensorInfo",
+    "stio.conversion": "convert",
+    "stio.device": "LazyTensor",
+    "stio.format": "TensorInfo",
     "stio.limits": "Limits",
-    "stio.loading.api": "Checkpoint Stream load load_into open",
-    "stio.loading.options": "LoadOptions",
-    "stio.loading.target": "LoadReport",
-    "stio.remote.disk_cache": "DiskCache",
-    "stio.remote.source": "RemoteRoot",
-    "stio.runtime.reports.counters": "Stats stats",
-    "stio.runtime.reports.progress": "ProgressEvent",
-    "stio.runtime.reports.spans": "Span",
-    "stio.runtime.reports.trace": "Trace",
-    "stio.saving.api": "Saver save",
-    "stio.saving.options": "SaveOptions SaveResult",
-    "stio.saving.pending": "PendingSave",
-    "stio.serving.host_cache": "HostCache",
-    "stio.serving.pool.api": "ModelPool",
-    "stio.serving.pool.policy": "ModelStatus PoolStats",
-    "stio.serving.warm_start.api": "WarmStart warm_start",
+    "stio.loading": "Checkpoint LoadOptions Stream load load_into open",
+    "stio.loading.targets": "LoadReport",
+    "stio.remote": "DiskCache RemoteRoot",
+    "stio.runtime.reports": "ProgressEvent Span Stats Trace stats",
+    "stio.saving": "PendingSave SaveOptions SaveResult Saver save",
+    "stio.serving": "HostCache",
+    "stio.serving.pool": "ModelPool ModelStatus PoolStats",
+    "stio.serving.warm_start": "WarmStart warm_start",
     "stio.state": "load_state save_state",
-    "stio.storage.checkpoint.caches": "CacheStats",
-    "stio.storage.checkpoint.latest": "latest",
+    "stio.storage.checkpoint": "CacheStats latest",
     "stio.errors": " ".join(errors.__all__),
 }
-"""Public names by the module that defines them."""
+"""Public names by the package whose face has them."""
 
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -129,13 +120,13 @@ __all__ = [  # noqa: PLE0604  # a test compares the table with the imports above
 
 
 def _import_names(module_name: str) -> None:
-    """Import all public names of one module, so that their `repr` says `stio.X` and their annotations resolve here."""
+    """Import all public names of one package or module, so that their `repr` says `stio.X` and their annotations resolve here."""
     module = import_module(module_name)
     for name, place in _MODULE_OF.items():
         if place == module_name:
             value = globals()[name] = getattr(module, name)
             if vars(value).get("__annotations__"):  # their names resolve in their own module only
-                value.__annotations__ = get_type_hints(value, vars(module))
+                value.__annotations__ = get_type_hints(value, vars(sys.modules[value.__module__]))
             value.__module__ = __name__
 
 

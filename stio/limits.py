@@ -17,6 +17,10 @@ Size: TypeAlias = int | str
 DEFAULT_BUDGET_BYTES = 512 << 20
 """Memory that a load, a save or a conversion may use for bytes under way, unless `budget_bytes` is given."""
 
+ACCELERATOR_BUDGET_BYTES = 256 << 20
+"""Default budget of a load to an accelerator: for groups that a stream, or a load into a module, has under way. What is
+on its way to the device is in the engine's ring."""
+
 PAGE_BYTES = 4096
 """Alignment of direct reads and writes. Machines with larger base pages accept multiples of 4096 too."""
 

@@ -14,27 +14,17 @@ import torch
 from torch import nn
 
 from stio.errors import FormatError, printable
-from stio.format.files.manifest import HashName
-from stio.format.shared import SharedPolicy
-from stio.format.state.tree import Reference, Tree
+from stio.format import SharedPolicy
+from stio.format.files import HashName
+from stio.format.state import Reference, Tree
 from stio.limits import Limits
-from stio.loading.api import load
-from stio.loading.body import collect, reading_operation
-from stio.loading.casts import DtypesLike
-from stio.loading.nested import read_nested
-from stio.loading.options import DevicesLike, LoadOptions, Memory
-from stio.loading.select import select_tensors
-from stio.runtime.operation import Operation
-from stio.runtime.process import collection_paused
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace
-from stio.saving.api import save
-from stio.saving.nested import flatten
-from stio.saving.options import DEFAULT_PATTERN, CommitStep, DestinationLike, Durability, SaveResult, ShardNames
-from stio.storage.checkpoint.caches import CacheLike
-from stio.storage.checkpoint.open import SourceLike
-from stio.storage.checkpoint.shards import OpenCheckpoint
-from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
+from stio.loading import DevicesLike, DtypesLike, LoadOptions, Memory, collect, load, reading_operation, select_tensors
+from stio.loading.targets import read_nested
+from stio.runtime import Operation, process
+from stio.runtime.reports import Progress, Trace
+from stio.saving import DEFAULT_PATTERN, CommitStep, DestinationLike, Durability, SaveResult, ShardNames, flatten, save
+from stio.storage.checkpoint import CacheLike, OpenCheckpoint, SourceLike
+from stio.storage.commit import LOCK_TIMEOUT_SECONDS
 from stio.text import described_by, keywords_for
 
 
@@ -144,7 +134,7 @@ def restore(operation: Operation[Any], opened: OpenCheckpoint, options: LoadOpti
     tree, holds_bytes = nested.tree, nested.holds_bytes
     names = (lambda name: name not in holds_bytes) if holds_bytes else None
     take_tensors = collect(operation, select_tensors(opened, names, options))
-    with collection_paused(tree.num_nodes):
+    with process.collection_paused(tree.num_nodes):
         made = [_filled(tree, take_tensors(), nested.host_values, opened.path)]
 
     def take() -> Any:

@@ -27,12 +27,9 @@ import stio.serving.host_cache as host_cache
 import stio.serving.pool.api as pools
 import stio.serving.warm_start.api as warm
 import stio.state as state
-from stio.loading.plan import Names
-from stio.loading.select import PlacementsLike
-from stio.runtime.locks import new_lock
-from stio.runtime.notifier import in_event_loop, run_blocking
-from stio.runtime.process import contextmanager
-from stio.saving.pending import PendingSave
+from stio.loading import Names, PlacementsLike
+from stio.runtime import contextmanager, in_event_loop, new_lock, run_blocking
+from stio.saving import PendingSave
 
 __all__ = [  # with those of `stio` that do not wait, see below
     "Checkpoint",

@@ -227,42 +227,72 @@ def test_imports_lead_to_lower_levels(file: str) -> None:
         assert allowed, f"{file} (level {LEVELS[mine]}) imports {target} (level {LEVELS[other]})"
 
 
-PUBLIC_MODULES = {
-    *("__init__.py", "sync.py", "errors.py", "compat/__init__.py"),
-    *("loading/options.py", "loading/plan.py", "runtime/reports/trace.py"),  # types of arguments, in the reference
-    *("remote/disk_cache.py", "limits.py"),  # public classes
-}
+MAX_NAMES = 25
+FACES = [file for file in FILES if file.endswith("/__init__.py")]
 
 
-INTEGRATION_INTERNALS = {
-    # What waits, runs and reports.
-    *("runtime/notifier.py", "runtime/operation.py", "text.py", "format/files/manifest.py", "limits.py"),
-    "runtime/reports/spans.py",
-    # What is saved, kept and removed.
-    *("saving/pending.py", "saving/retention.py", "storage/commit/retention.py"),
-    *("storage/commit/destination.py", "storage/commit/transaction.py"),
-    # What a source is.
-    *("conversion/torch_files.py", "format/files/directory.py", "format/files/names.py"),
-    *("format/state/tree.py", "storage/base.py", "storage/open.py"),
-    # The part of a rank; names of weights in files of transformers.
-    "distributed/parts.py",
-    *("device/names_in_files.py", "loading/module_tree.py", "saving/tensors.py"),
-}
-"""Internals that `integrations/` may use; all else there is built on public names."""
+@cache
+def names_of(face: str) -> list[str]:
+    """Return the names in `__all__` of a package."""
+    for node in tree_of(face).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return []
 
 
-def internals_of(file: str) -> set[str]:
-    used = imported(file) | imported_by_name(file)
-    return {one for one in used if one not in PUBLIC_MODULES and not one.startswith("integrations/")}
+@pytest.mark.parametrize("face", FACES)
+def test_a_face_is_sorted_and_narrow(face: str) -> None:
+    names = names_of(face)
+    assert names == sorted(set(names), key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert len(names) <= MAX_NAMES
 
 
-@pytest.mark.parametrize("file", list(files_in("integrations/")))
-def test_integrations_use_public_names_and_the_listed_internals(file: str) -> None:
-    assert internals_of(file) - INTEGRATION_INTERNALS == set()
+def test_packages_import_from_faces() -> None:
+    """A name of another package is imported from the package: what is not in its face may change tomorrow."""
+    past = {
+        f"{file}: from {node.module} import {alias.name}"
+        for file in FILES
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stio.")
+        for alias in node.names
+        if not is_by_face(file, node.module or "", alias.name)
+    }
+    assert past == set()
 
 
-def test_an_internal_of_an_integration_is_found() -> None:
-    assert {"saving/pending.py", "storage/commit/destination.py"} <= internals_of("integrations/lightning.py")
+def is_by_face(file: str, module: str, name: str) -> bool:
+    target = _file_of(module) or "?"
+    if part_of(target) == part_of(file) or "/" not in target:  # of its own package, or a module at the top
+        return True
+    return target in FACES and (name in names_of(target) or f"{module}.{name}" in PUBLIC_PACKAGES)
+
+
+PUBLIC_PACKAGES = {"stio.runtime.memory"}
+"""Packages that are imported as a whole."""
+
+
+def test_an_import_past_a_face_is_found() -> None:
+    assert not is_by_face("cli/main.py", "stio.loading.plan", "Group")
+    assert not is_by_face("cli/main.py", "stio.loading", "no_name")
+    assert is_by_face("loading/plan.py", "stio.loading.api", "load")
+
+
+def test_a_name_in_a_face_is_used() -> None:
+    used = {
+        f"{node.module}.{alias.name}"
+        for file in FILES
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.ImportFrom) and part_of(file) != part_of(_file_of(node.module or "") or "")
+        for alias in node.names
+    }
+    faces = [face for face in FACES if not face.startswith(NOT_USED_HERE)]
+    listed = {f"stio.{face.removesuffix('/__init__.py').replace('/', '.')}.{name}" for face in faces for name in names_of(face)}
+    assert listed - used == set()
+
+
+NOT_USED_HERE = ("compat/", "distributed/", "integrations/", "testing/", "native/")
+"""Packages whose faces users import."""
 
 
 def test_no_import_circle() -> None:
@@ -277,15 +307,6 @@ def test_circles_that_an_import_by_name_closes_are_known() -> None:
 def test_an_import_by_name_is_found() -> None:
     assert "device/tensors.py" in imported_by_name("cli/diff.py")
     assert imported_by_name("compat/replacement.py") >= {"compat/safetensors/_installed.py"}, "a constant names it"
-
-
-def test_few_levels_of_modules_under_a_load() -> None:
-    @cache
-    def depth(file: str) -> int:
-        below = [depth(one) for one in imported(file) if one != "__init__.py"]
-        return 1 + max(below, default=0)
-
-    assert depth("loading/api.py") <= 12
 
 
 @pytest.mark.parametrize("file", list(files_in(*PURE)))

@@ -13,7 +13,7 @@ from support import save_file
 
 import stio
 from stio import sync
-from stio.remote.pull import pull
+from stio.remote.pulls import pull
 
 WEIGHTS = {"w": torch.ones(2, 3), "b": torch.ones(2)}
 

@@ -37,13 +37,11 @@ from stio.cli.output import (
     wrong_arguments,
 )
 from stio.errors import one_line
-from stio.format.header import build_header
+from stio.format import build_header
 from stio.limits import parse_size
-from stio.runtime.memory import fits
-from stio.runtime.memory.control_groups import room_in_memory
-from stio.runtime.process import contextmanager
-from stio.storage.checkpoint.open import open_checkpoint
-from stio.storage.checkpoint.shards import OpenOptions
+from stio.runtime import contextmanager
+from stio.runtime.memory import fits, room_in_memory
+from stio.storage.checkpoint import OpenOptions, open_checkpoint
 from stio.text import counted, is_url, show_bytes, without_secrets
 
 LIMIT = "limit"

@@ -22,7 +22,7 @@ import numpy as np
 
 from stio import __version__
 from stio.runtime.memory import Region, allocate
-from stio.storage.local import LocalFile
+from stio.storage import LocalFile
 
 if TYPE_CHECKING:
     import torch  # the limit needs none, and its import takes seconds

@@ -37,14 +37,11 @@ from stio.cli.output import (
     width_of,
 )
 from stio.errors import one_line
-from stio.format.dtypes import BITS
-from stio.format.header import TensorInfo
+from stio.format import BITS, TensorInfo
+from stio.runtime import Operation, WorkerPool
 from stio.runtime.memory import Region, allocate, libc
-from stio.runtime.operation import Operation
-from stio.runtime.workers import WorkerPool
-from stio.storage.base import Source
-from stio.storage.checkpoint.open import open_checkpoint
-from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
+from stio.storage import Source
+from stio.storage.checkpoint import OpenCheckpoint, OpenOptions, open_checkpoint
 from stio.text import counted, natural_key, without_secrets
 
 PIECE_BYTES = 6 << 20

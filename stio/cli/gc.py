@@ -10,8 +10,8 @@ import click
 
 from stio.cli.output import JSON_OPTION, NO, PATH, ZERO_OR_MORE, print_result, wrong_arguments
 from stio.errors import one_line
-from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport, collect_garbage
-from stio.storage.open import open_destination
+from stio.storage import open_destination
+from stio.storage.commit import MAX_AGE_SECONDS, GarbageReport, collect_garbage
 from stio.text import is_url, without_secrets
 
 _NO_DESTINATION = "there is no such destination, and no save to it was interrupted; check the path"

@@ -30,11 +30,8 @@ from stio.cli.output import (
     width_of,
 )
 from stio.errors import one_line, printable
-from stio.format.dtypes import LIBRARY_NAMES
-from stio.format.header import TensorInfo
-from stio.format.shared import ALIASES_KEY
-from stio.storage.checkpoint.open import open_checkpoint
-from stio.storage.checkpoint.shards import OpenOptions
+from stio.format import ALIASES_KEY, LIBRARY_NAMES, TensorInfo
+from stio.storage.checkpoint import OpenOptions, open_checkpoint
 from stio.text import counted, natural_key, show_bytes
 
 MAX_LEVELS = 32

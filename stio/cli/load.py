@@ -31,7 +31,7 @@ from stio.cli.output import (
     wrong_arguments,
 )
 from stio.errors import one_line
-from stio.runtime.reports.trace import Trace
+from stio.runtime.reports import Trace
 from stio.text import counted, show_bytes, without_secrets
 
 _TIMELINES = {".json": "save_chrome", ".svg": "save_svg"}

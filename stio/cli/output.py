@@ -47,8 +47,8 @@ from stio.errors import (
     one_line,
     printable,
 )
-from stio.runtime.process import contextmanager
-from stio.runtime.reports.progress import ProgressEvent
+from stio.runtime import contextmanager
+from stio.runtime.reports import ProgressEvent
 from stio.text import show_bytes
 
 NO, ERROR, NO_MATCH, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141

@@ -20,9 +20,9 @@ from stio.cli.output import (
     wrong_arguments,
 )
 from stio.errors import one_line
-from stio.remote.pull import PullResult
-from stio.remote.pull import pull as copy
-from stio.runtime.operation import Operation
+from stio.remote import PullResult
+from stio.remote import pull as copy
+from stio.runtime import Operation
 from stio.text import counted, show_bytes, without_secrets
 
 

@@ -25,14 +25,12 @@ from stio.errors import (
     printable,
     without_path,
 )
-from stio.format.files.names import FILE_SUFFIXES, INDEX_SUFFIX, FileName
-from stio.format.header import Header
+from stio.format import Header
+from stio.format.files import FILE_SUFFIXES, INDEX_SUFFIX, FileName
+from stio.runtime import Operation
 from stio.runtime.memory import allocate
-from stio.runtime.operation import Operation
-from stio.storage.base import Source
-from stio.storage.checkpoint.integrity import judge_files, no_manifest, read_manifest
-from stio.storage.checkpoint.open import open_checkpoint
-from stio.storage.checkpoint.shards import OpenOptions
+from stio.storage import Source
+from stio.storage.checkpoint import OpenOptions, judge_files, no_manifest, open_checkpoint, read_manifest
 from stio.text import counted, show_bytes, without_secrets
 
 PIECE_BYTES = 4 << 20

@@ -40,8 +40,8 @@ from stio.compat.safetensors.torch import (
     _require_contiguous,
     _require_no_names,
 )
-from stio.conversion.sources import pickle_files
-from stio.device.describe import describe_tensors, require_values
+from stio.conversion import pickle_files
+from stio.device import describe_tensors, require_values
 from stio.errors import (
     AmbiguousCheckpointError,
     CheckpointNotFoundError,
@@ -55,17 +55,13 @@ from stio.errors import (
     install_command,
     printable,
 )
-from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FilePattern
+from stio.format.files import FILE_SUFFIX, INDEX_SUFFIX, FilePattern, parse_index
 from stio.limits import parse_size
-from stio.loading.module_tree import ModuleTree
-from stio.runtime.notifier import run_blocking
-from stio.runtime.process import contextmanager
-from stio.saving.options import SaveOptions
-from stio.saving.pending import PendingSave
-from stio.saving.plan import plan_files
-from stio.storage.checks import refusals
-from stio.storage.commit.transaction import NamedFiles
+from stio.loading.targets import ModuleTree
+from stio.runtime import contextmanager, run_blocking
+from stio.saving import PendingSave, SaveOptions, plan_files
+from stio.storage import refusals
+from stio.storage.commit import NamedFiles
 
 try:
     from huggingface_hub import (

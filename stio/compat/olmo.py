@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 import stio
-from stio.conversion.safe_pickle import (
+from stio.conversion import (
     MAX_DEPTH,
     MAX_KEYS,
     MAX_NAME_BYTES,
@@ -32,18 +32,15 @@ from stio.conversion.safe_pickle import (
     PlainPickles,
     decode_name,
     looks_encoded,
+    read_pickle,
     shown,
 )
-from stio.conversion.torch_files import read_pickle
-from stio.device.base import resolve_device
-from stio.device.describe import describe_tensors
+from stio.device import describe_tensors, resolve_device
 from stio.errors import CheckpointNotFoundError, FormatError, listed, printable
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.state.tree import STATE_KEY
-from stio.runtime.notifier import run_blocking
-from stio.saving.options import SaveOptions, SaveResult
-from stio.saving.pending import PendingSave
-from stio.saving.plan import plan_files
+from stio.format.files import FILE_SUFFIX
+from stio.format.state import STATE_KEY
+from stio.runtime import run_blocking
+from stio.saving import PendingSave, SaveOptions, SaveResult, plan_files
 
 __all__ = [
     "load_state_dict",

@@ -22,8 +22,7 @@ from importlib import import_module
 from types import MappingProxyType, ModuleType
 from typing import Any, Self
 
-from stio.runtime.locks import new_lock
-from stio.runtime.process import after_fork_in_child
+from stio.runtime import new_lock, process
 
 SUPPORTED = ((0, 5), (0, 10))
 """Releases of safetensors of which names, arguments and methods were compared: from the first, before the second."""
@@ -48,7 +47,7 @@ class _State:
 _state = _State()
 
 
-@after_fork_in_child
+@process.after_fork_in_child
 def _settle_in_child() -> None:
     """Complete what a thread of the parent had begun. What was installed stays."""
     _state.lock = new_lock(of_callers=True)

@@ -9,3 +9,33 @@ executing them; `safe_pickle.py` reads pickles of plain values, and the names of
 Invariants: memory stays within the budget, but for a single row; nothing in a file is executed without `trust_pickle`;
 an error or a cancel leaves the destination unchanged. Start with `convert` in `api.py`.
 """
+
+from stio.conversion.api import convert
+from stio.conversion.safe_pickle import (
+    MAX_DEPTH,
+    MAX_KEYS,
+    MAX_NAME_BYTES,
+    KeyPath,
+    PickleRefused,
+    PlainPickles,
+    decode_name,
+    looks_encoded,
+    shown,
+)
+from stio.conversion.sources import pickle_files
+from stio.conversion.torch_files import read_pickle
+
+__all__ = [
+    "KeyPath",
+    "MAX_DEPTH",
+    "MAX_KEYS",
+    "MAX_NAME_BYTES",
+    "PickleRefused",
+    "PlainPickles",
+    "convert",
+    "decode_name",
+    "looks_encoded",
+    "pickle_files",
+    "read_pickle",
+    "shown",
+]

@@ -15,22 +15,26 @@ import torch
 
 from stio.conversion.sources import OpenSource, open_source
 from stio.conversion.torch_files import Key, check_key
-from stio.device.tensors import TORCH_DTYPES
+from stio.device import TORCH_DTYPES
 from stio.errors import ClosedError, printable
-from stio.format.files.manifest import HashName
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.shared import TensorSource
+from stio.format import TensorSource
+from stio.format.files import FILE_SUFFIX, HashName
 from stio.limits import checked_size
+from stio.runtime import Operation
 from stio.runtime.memory import default_budget_bytes
-from stio.runtime.operation import Operation
-from stio.runtime.reports.progress import Progress, progress_callback
-from stio.runtime.reports.trace import shown
-from stio.saving.api import save
-from stio.saving.options import Durability, SaveOptions, SaveResult, absolute_destination
-from stio.saving.pending import PendingSave
-from stio.saving.plan import WritePlan, plan_writes
-from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.storage.open import open_destination
+from stio.runtime.reports import Progress, progress_callback, shown
+from stio.saving import (
+    Durability,
+    PendingSave,
+    SaveOptions,
+    SaveResult,
+    WritePlan,
+    absolute_destination,
+    plan_writes,
+    save,
+)
+from stio.storage import open_destination
+from stio.storage.commit import LOCK_TIMEOUT_SECONDS
 from stio.text import described_by, is_url
 
 PathLike = str | os.PathLike[str]

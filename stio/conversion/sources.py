@@ -32,9 +32,7 @@ from stio.conversion.torch_files import (
     tensors_in,
     value_at,
 )
-from stio.device.casts import Lost
-from stio.device.describe import LazyTensor, describe_tensors
-from stio.device.tensors import TORCH_DTYPES
+from stio.device import TORCH_DTYPES, LazyTensor, Lost, describe_tensors
 from stio.errors import (
     AmbiguousCheckpointError,
     CheckpointNotFoundError,
@@ -45,22 +43,14 @@ from stio.errors import (
     listed,
     printable,
 )
-from stio.format.files.directory import NamedCheckpoint
-from stio.format.files.index import ShardIndex, parse_index
-from stio.format.files.names import FILE_SUFFIX, PICKLE_SUFFIXES, FileName
-from stio.format.header import TensorInfo
-from stio.format.shared import TiedNames, may_be_copied, resolve_shared
+from stio.format import TensorInfo, TiedNames, may_be_copied, resolve_shared
+from stio.format.files import FILE_SUFFIX, PICKLE_SUFFIXES, FileName, NamedCheckpoint, ShardIndex, parse_index
 from stio.limits import Limits
-from stio.loading.body import collect
-from stio.loading.casts import planned_casts
-from stio.loading.options import LoadOptions
-from stio.loading.select import select_tensors
-from stio.runtime.operation import Operation
-from stio.saving.tensors import tied_names
-from stio.storage.checkpoint.open import open_checkpoint
-from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
-from stio.storage.checks import broken_link, refusals
-from stio.storage.open import open_directory
+from stio.loading import LoadOptions, collect, planned_casts, select_tensors
+from stio.runtime import Operation
+from stio.saving import tied_names
+from stio.storage import broken_link, open_directory, refusals
+from stio.storage.checkpoint import OpenCheckpoint, OpenOptions, open_checkpoint
 from stio.text import is_url, log
 
 _MAX_NAMES = 4096

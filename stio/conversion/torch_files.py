@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, ClassVar
 import torch
 from torch import nn
 
-from stio.device.describe import describe_tensors
+from stio.device import describe_tensors
 from stio.errors import (
     AmbiguousCheckpointError,
     FormatError,
@@ -34,12 +34,10 @@ from stio.errors import (
     listed,
     printable,
 )
-from stio.format.files.names import FILE_SUFFIX
-from stio.format.files.other_kinds import FileKind, kind_of
+from stio.format.files import FILE_SUFFIX, FileKind, kind_of
+from stio.runtime import contextmanager
 from stio.runtime.memory import reporting_shortage
-from stio.runtime.process import contextmanager
-from stio.storage.checks import refusals
-from stio.storage.local import LocalFile
+from stio.storage import LocalFile, refusals
 from stio.text import counted, log
 
 

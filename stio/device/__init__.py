@@ -58,3 +58,41 @@ The GIL. torch releases it at the end of each tensor, and beside a busy Python t
 interval later: dropping 10,000 small tensors takes 0.1 s, or 10 to 30. So no load makes and drops a tensor per tensor
 of the file, unless torch must copy or cast it, and device tensors are made by calls that keep the GIL.
 """
+
+from stio.device.base import Accelerator, DeviceMap, LoadedGroup, resolve_device, with_current_index
+from stio.device.casts import Casts, Lost, select_and_cast
+from stio.device.copy_in import TargetMemory
+from stio.device.copy_out import Readiness
+from stio.device.cuda import DeviceRing, TorchAccelerator, TorchEvent
+from stio.device.describe import LazyTensor, describe_tensors, how_to_save, require_values
+from stio.device.names_in_files import FileNames
+from stio.device.tensors import TORCH_DTYPES, GroupMemory, tensors_in, typed
+from stio.device.torch_private import copy_of, moved, traits_of
+
+__all__ = [
+    "Accelerator",
+    "Casts",
+    "DeviceMap",
+    "DeviceRing",
+    "FileNames",
+    "GroupMemory",
+    "LazyTensor",
+    "LoadedGroup",
+    "Lost",
+    "Readiness",
+    "TORCH_DTYPES",
+    "TargetMemory",
+    "TorchAccelerator",
+    "TorchEvent",
+    "copy_of",
+    "describe_tensors",
+    "how_to_save",
+    "moved",
+    "require_values",
+    "resolve_device",
+    "select_and_cast",
+    "tensors_in",
+    "traits_of",
+    "typed",
+    "with_current_index",
+]

@@ -17,7 +17,7 @@ import torch
 from stio.device.tensors import E8M0, F4, FORMAT_DTYPES, TORCH_DTYPES, smallest_of, tensors_in, typed
 from stio.device.torch_private import INTEGERS
 from stio.errors import UnsupportedDtypeError, listed, printable
-from stio.format.slicing import Selection
+from stio.format import Selection
 from stio.limits import HUGE_PAGE_BYTES
 from stio.runtime.memory import allocate
 from stio.text import log

@@ -18,8 +18,8 @@ from stio.device.cuda import queue_copies
 from stio.device.tensors import PLAIN, Extent, ShortStorageError, dense_parts, extent_of
 from stio.device.torch_private import conj_neg_bits, copy_each, has_no_overrides, traits_of, without_torch_function
 from stio.errors import MismatchError, printable
+from stio.runtime import Cancelled, is_interrupted
 from stio.runtime.memory import WritableMemory
-from stio.runtime.operation import Cancelled, is_interrupted
 
 
 class TargetMemory:

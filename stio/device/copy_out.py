@@ -22,7 +22,7 @@ from stio.device.pinned import PinnedAllocator, driver_of
 from stio.device.tensors import PLAIN, require_data, require_held
 from stio.device.torch_private import INTEGERS, conj_neg_bits, copy_each, without_torch_function
 from stio.errors import DeviceError, DeviceMemoryError, StioError
-from stio.format.shared import TensorSource
+from stio.format import TensorSource
 from stio.runtime import memory
 from stio.runtime.memory import Region
 

@@ -30,9 +30,8 @@ from stio.device.base import current_device
 from stio.device.pinned import PinnedAllocator, driver_of, drivers, is_pinned, node_of
 from stio.device.torch_private import copy_each, new_tensors
 from stio.errors import DeviceError, DeviceMemoryError, StioError
-from stio.runtime.locks import new_lock
+from stio.runtime import contextmanager, new_lock, process
 from stio.runtime.memory import Region
-from stio.runtime.process import after_fork_in_child, contextmanager
 from stio.runtime.reports import counters
 
 STREAM_API = ("current_stream", "device", "stream")
@@ -409,7 +408,7 @@ def _log_missing(why: str) -> None:
     logger.info("loads to devices use the plain executor, which is slower: %s", why)
 
 
-@after_fork_in_child
+@process.after_fork_in_child
 def _forget_parent() -> None:
     """Forget the parent's streams and rings in a forked child, which cannot use them."""
     global _making

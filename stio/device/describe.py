@@ -24,8 +24,7 @@ from stio.device.cuda import require_streams
 from stio.device.tensors import FORMAT_DTYPES, GATHER_FSDP, PLAIN, dense_parts, require_data
 from stio.device.torch_private import traits_of, without_torch_function
 from stio.errors import FormatError, UnsupportedDtypeError, printable
-from stio.format.dtypes import tensor_nbytes
-from stio.format.shared import TensorSource
+from stio.format import TensorSource, tensor_nbytes
 
 _PACKED = (
     "torch packs the weights of a quantized module, and the format cannot hold these. Save the module as it is before "

@@ -21,10 +21,8 @@ from typing import Any
 import torch
 
 from stio import native
-from stio.runtime import memory
-from stio.runtime.memory import Region
-from stio.runtime.memory.control_groups import read_text
-from stio.runtime.process import after_fork_in_child
+from stio.runtime import memory, process
+from stio.runtime.memory import Region, read_text
 
 
 def numa_node(pci_address: str, *, sysfs: str = "/sys") -> int | None:
@@ -50,7 +48,7 @@ def _cuda(device: torch.device, stream: Any) -> tuple[native.Driver | str, int]:
 
 _known_drivers: dict[torch.device, native.Driver] = {}
 """Drivers that were found: to open one retains the context of its device once more."""
-after_fork_in_child(_known_drivers.clear)
+process.after_fork_in_child(_known_drivers.clear)
 
 
 drivers: dict[str, Callable[[torch.device, Any], tuple[native.Driver | str, int]]] = {"cuda": _cuda}
@@ -151,7 +149,7 @@ class PinnedAllocator:
         return hash(self.device)
 
 
-@after_fork_in_child
+@process.after_fork_in_child
 def _keep_of_parent() -> None:
     """Never free memory in a forked child that torch has pinned for its parent."""
     _of_parent.extend(_of_torch.values())

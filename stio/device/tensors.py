@@ -34,9 +34,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from stio.device.base import Accelerator, Image
 from stio.device.torch_private import from_dlpack, over_storages, without_torch_function
 from stio.errors import UnsupportedDtypeError, printable
-from stio.format.dtypes import BITS, LIBRARY_NAMES, tensor_nbytes
+from stio.format import BITS, LIBRARY_NAMES, tensor_nbytes
+from stio.runtime import process
 from stio.runtime.memory import Region
-from stio.runtime.process import collection_paused
 
 # DLPack's DLDataTypeCode (dlpack.h 1.1). The others are I, U or F: the place of the letter is the code.
 _CODES = {
@@ -244,7 +244,7 @@ def tensors_in(
     address, array, word_at = region.address, np.ndarray, ctypes.c_uint32.from_address
     # Locals instead of globals and attributes, for speed: a load may have 100,000 tensors.
     pointer, make, makers = _capsule_pointer, from_dlpack, _MAKERS
-    with collection_paused(len(names)):
+    with process.collection_paused(len(names)):
         for name, dtype, shape, offset in zip(names, dtypes, shapes, offsets, strict=True):
             maker = makers[dtype]
             if dtype == "F4":
@@ -395,7 +395,7 @@ class GroupMemory:
             for group, as_image in zip(groups, as_images, strict=True)
         ]
         wanted = [(TORCH_DTYPES[dtype], TORCH_DTYPES.shape(dtype, shape)) for some in kinds for dtype, shape in some]
-        with collection_paused(sum(len(group.names) for group in groups)):
+        with process.collection_paused(sum(len(group.names) for group in groups)):
             tensors = iter(accelerator.allocate(wanted))
             found = []
             for group, as_image, some in zip(groups, as_images, kinds, strict=True):

@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from stio.distributed.placements import byte_ranges
 from stio.distributed.plan_parts import ByteRange, WrittenPart
 from stio.errors import printable
-from stio.format.dtypes import tensor_nbytes
-from stio.format.header import is_encodable
-from stio.format.shared import TensorSource
+from stio.format import TensorSource, is_encodable, tensor_nbytes
 
 _SHOWN_CHARACTERS = 30
 _VALUES_OF = "the values of tensor "

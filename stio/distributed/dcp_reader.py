@@ -34,24 +34,17 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
-from stio.device.tensors import TORCH_DTYPES
+from stio.device import TORCH_DTYPES
 from stio.distributed.load import describe_opened, require_same
 from stio.distributed.parts import part_of
 from stio.errors import ClosedError, MismatchError, StioError, printable
-from stio.format.state.tree import STATE_KEY, Reference
+from stio.format.state import STATE_KEY, Reference
 from stio.limits import Limits
-from stio.loading.api import fill_from, load
-from stio.loading.body import open_with_options
-from stio.loading.nested import read_nested
-from stio.loading.options import LoadOptions, Memory
-from stio.loading.target import Casting, LocalPart, PartsTarget, checked_casting
-from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Operation, copy_of
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace, shown
-from stio.storage.checkpoint.caches import CacheLike
-from stio.storage.checkpoint.open import SourceLike
-from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.loading import LoadOptions, Memory, fill_from, load, open_with_options
+from stio.loading.targets import Casting, LocalPart, PartsTarget, checked_casting, read_nested
+from stio.runtime import Operation, copy_of, run_blocking
+from stio.runtime.reports import Progress, Trace, shown
+from stio.storage.checkpoint import CacheLike, OpenCheckpoint, SourceLike
 from stio.text import described_by, is_url, keywords_for
 
 

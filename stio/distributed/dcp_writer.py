@@ -42,40 +42,38 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from stio.device.copy_out import Readiness
-from stio.device.describe import LazyTensor, describe_tensors, require_values
-from stio.device.tensors import tensors_in
+from stio.device import LazyTensor, Readiness, describe_tensors, require_values, tensors_in
 from stio.distributed.parts import local_memory, part_of, with_local
 from stio.distributed.placements import byte_ranges
 from stio.distributed.plan_parts import ByteRange, WrittenPart
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.save import ShardedSave
 from stio.errors import MismatchError, SaveInProgressError, printable
-from stio.format.files.manifest import HashName
-from stio.format.shared import TensorSource
-from stio.format.state.tree import POINTER, STATE_KEY, TREE_TENSOR, parse_tree, python_path
+from stio.format import TensorSource
+from stio.format.files import HashName
+from stio.format.state import POINTER, STATE_KEY, TREE_TENSOR, parse_tree, python_path
 from stio.limits import Limits, checked_size
-from stio.loading.nested import torch_value
+from stio.loading.targets import torch_value
 from stio.native import PINNED_BYTES
+from stio.runtime import Operation, run_blocking
 from stio.runtime.memory import Region
-from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Operation
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace
-from stio.saving.api import save
-from stio.saving.nested import StoredTensor, tree_text
-from stio.saving.options import (
+from stio.runtime.reports import Progress, Trace
+from stio.saving import (
     DEFAULT_PATTERN,
+    EXIT_PATIENCE_SECONDS,
     CommitStep,
     Durability,
     SaveOptions,
     SaveResult,
     ShardNames,
+    StoredTensor,
+    WritePlan,
     absolute_destination,
+    plan_writes,
+    save,
+    tree_text,
 )
-from stio.saving.pending import EXIT_PATIENCE_SECONDS
-from stio.saving.plan import WritePlan, plan_writes
-from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
+from stio.storage.commit import LOCK_TIMEOUT_SECONDS
 from stio.text import described_by, keywords_for, log
 
 _COMMON_OPTIONS = (

@@ -29,8 +29,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from stio.device.base import LoadedGroup
-from stio.device.tensors import TORCH_DTYPES
+from stio.device import TORCH_DTYPES, LoadedGroup
 from stio.distributed.parts import part_of
 from stio.distributed.placements import (
     NO_ROWS,
@@ -47,29 +46,27 @@ from stio.distributed.placements import (
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.transfer import RankTransfer
 from stio.errors import ChangedDuringReadError, FormatError, RankError
-from stio.format.gil_slices import row_slices
-from stio.format.header import Header
+from stio.format import Header, row_slices
 from stio.limits import Limits
-from stio.loading.api import fill_from, load
-from stio.loading.body import scheduled
-from stio.loading.module import ModuleTarget
-from stio.loading.nested import StateTarget
-from stio.loading.options import LoadOptions, Memory
-from stio.loading.plan import Group, stored_shape
-from stio.loading.read_paths import Delivery
-from stio.loading.scheduler import LoadScheduler
-from stio.loading.select import select_tensors
-from stio.loading.target import Casting, LoadReport, LoadTarget, checked_casting
+from stio.loading import (
+    Delivery,
+    Group,
+    LoadOptions,
+    LoadScheduler,
+    Memory,
+    fill_from,
+    load,
+    scheduled,
+    select_tensors,
+    stored_shape,
+)
+from stio.loading.targets import Casting, LoadReport, LoadTarget, ModuleTarget, StateTarget, checked_casting
+from stio.runtime import Cancelled, Notifier, Operation, run_blocking
 from stio.runtime.memory import default_budget_bytes
-from stio.runtime.notifier import Notifier, run_blocking
-from stio.runtime.operation import Cancelled, Operation
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace, traced
-from stio.storage.base import RequestedSource
-from stio.storage.checkpoint.caches import CacheLike
-from stio.storage.checkpoint.open import SourceLike
-from stio.storage.checkpoint.shards import OpenCheckpoint
-from stio.storage.commit.directory_lock import boot_id
+from stio.runtime.reports import Progress, Trace, traced
+from stio.storage import RequestedSource
+from stio.storage.checkpoint import CacheLike, OpenCheckpoint, SourceLike
+from stio.storage.commit import boot_id
 from stio.text import described_by, is_url, keywords_for
 
 Broadcast: TypeAlias = bool | Literal["auto"]

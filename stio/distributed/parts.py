@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from stio.distributed.placements import Cut, local_part
 from stio.errors import DeviceError, MismatchError, printable
-from stio.loading.select import PlacedPart
-from stio.loading.target import LocalPart
+from stio.loading import PlacedPart
+from stio.loading.targets import LocalPart
 
 
 def part_of(name: str, tensor: torch.Tensor) -> LocalPart | None:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from stio.format.shared import TensorSource
+from stio.format import TensorSource
 from stio.limits import PAGE_BYTES
-from stio.saving.plan import Piece, Run, ShardPlan, WriteBlock, WritePlan
+from stio.saving import Piece, Run, ShardPlan, WriteBlock, WritePlan
 
 
 @dataclass(frozen=True, slots=True)

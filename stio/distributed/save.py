@@ -28,40 +28,39 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from stio.device.copy_out import Readiness
-from stio.device.describe import LazyTensor
+from stio.device import LazyTensor, Readiness
 from stio.distributed.agreement import TREE, RankState, Share, difference, merged
 from stio.distributed.parts import identify, part_of, replica_of
 from stio.distributed.plan_parts import WrittenPart, data_places
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.sharded_write import FileTransaction, RankTransaction, Store, StoreTransaction
 from stio.errors import MismatchError, RankError, printable
-from stio.format.files.manifest import HashName
-from stio.format.shared import SharedPolicy, TensorSource, TiedNames, resolve_shared
-from stio.format.state.tree import POINTER, STATE_KEY, TREE_TENSOR, sorted_tree, tree_entries
-from stio.remote.save import RemoteDestination
+from stio.format import SharedPolicy, TensorSource, TiedNames, resolve_shared
+from stio.format.files import HashName
+from stio.format.state import POINTER, STATE_KEY, TREE_TENSOR, sorted_tree, tree_entries
+from stio.remote import RemoteDestination
+from stio.runtime import Operation, run_blocking
 from stio.runtime.memory import Region, allocate
-from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Operation
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace
-from stio.saving.api import Saver as LocalSaver
-from stio.saving.api import save as local_save
-from stio.saving.nested import flatten
-from stio.saving.options import (
+from stio.runtime.reports import Progress, Trace
+from stio.saving import (
     DEFAULT_PATTERN,
+    EXIT_PATIENCE_SECONDS,
     CommitStep,
     DestinationLike,
     Durability,
+    PendingSave,
     SaveOptions,
     SaveResult,
     ShardNames,
+    WritePlan,
+    flatten,
+    plan_writes,
+    tensors_of,
 )
-from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
-from stio.saving.plan import WritePlan, plan_writes
-from stio.saving.tensors import tensors_of
-from stio.storage.base import Transaction
-from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
+from stio.saving import Saver as LocalSaver
+from stio.saving import save as local_save
+from stio.storage import Transaction
+from stio.storage.commit import LOCK_TIMEOUT_SECONDS
 from stio.text import described_by, keywords_for
 
 _TOLD = "_stio_told"

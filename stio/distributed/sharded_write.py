@@ -34,19 +34,15 @@ from stio.distributed.plan_parts import Packet, Window, WrittenPart, plan_parts,
 from stio.distributed.ranks import Ranks
 from stio.distributed.transfer import RankTransfer
 from stio.errors import MismatchError, RankError
-from stio.format.files.manifest import Hasher, new_hasher
+from stio.format.files import Hasher, new_hasher
 from stio.limits import PAGE_BYTES
-from stio.remote.save import RemoteDestination, RemoteTransaction, Uploads
-from stio.runtime.calls import LOOK_SECONDS
-from stio.runtime.locks import Condition
+from stio.remote import RemoteDestination, RemoteTransaction, Uploads
+from stio.runtime import Cancelled, Condition, Operation, calls, is_interrupted, run_blocking
 from stio.runtime.memory import Region
-from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Cancelled, Operation, is_interrupted
-from stio.runtime.reports.trace import Trace, traced
-from stio.saving.options import SaveOptions, SaveResult
-from stio.saving.plan import WritePlan
-from stio.storage.base import FileWriter, Note, Published, Transaction
-from stio.storage.commit.transaction import Invitation, JoinedTransaction, LocalTransaction
+from stio.runtime.reports import Trace, traced
+from stio.saving import SaveOptions, SaveResult, WritePlan
+from stio.storage import FileWriter, Note, Published, Transaction
+from stio.storage.commit import Invitation, JoinedTransaction, LocalTransaction
 
 _Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
@@ -590,7 +586,7 @@ class _Messages:
                         raise self._error
                     if is_interrupted():
                         raise Cancelled
-                    self._changed.wait(LOOK_SECONDS)
+                    self._changed.wait(calls.LOOK_SECONDS)
             finally:
                 del self._blocks[offset]
 

@@ -22,9 +22,7 @@ import torch.distributed as dist
 from stio import clock
 from stio.distributed.ranks import Ranks
 from stio.errors import RankError, printable
-from stio.runtime.calls import Call
-from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Cancelled, Operation
+from stio.runtime import Cancelled, Operation, calls, run_blocking
 
 _STOP = -1
 _PAUSE = 0.005
@@ -116,7 +114,7 @@ class RankTransfer:
         if set(run_blocking(ranks.arrive("group", name, kind=str))) != {name} or not name.endswith(f" {ranks.timeout}"):
             self._group = None
             # On a thread that a failure or a cancel leaves behind: it waits for each of the others.
-            name, self._group = Call(ranks.connect).result()
+            name, self._group = calls.Call(ranks.connect).result()
             run_blocking(ranks.arrive("connected"))
         return name
 

@@ -17,3 +17,56 @@ duplicate keys. `shared` knows which metadata every save makes anew (`may_be_cop
 
 A new dtype goes into `dtypes`, with its name in torch; its DLPack code goes into `stio.device.tensors`.
 """
+
+from stio.format.dtypes import BITS, LIBRARY_NAMES, tensor_nbytes
+from stio.format.gil_slices import row_slices
+from stio.format.header import (
+    MAX_HEADER_BYTES,
+    PREFIX_BYTES,
+    Header,
+    TensorInfo,
+    build_header,
+    check_name,
+    header_nbytes,
+    is_encodable,
+    parse_header,
+    require_text,
+)
+from stio.format.shared import (
+    ALIASES_KEY,
+    SharedPolicy,
+    TensorSource,
+    TiedNames,
+    may_be_copied,
+    overlap_groups,
+    parse_aliases,
+    resolve_shared,
+)
+from stio.format.slicing import Selection, select
+
+__all__ = [
+    "ALIASES_KEY",
+    "BITS",
+    "Header",
+    "LIBRARY_NAMES",
+    "MAX_HEADER_BYTES",
+    "PREFIX_BYTES",
+    "Selection",
+    "SharedPolicy",
+    "TensorInfo",
+    "TensorSource",
+    "TiedNames",
+    "build_header",
+    "check_name",
+    "header_nbytes",
+    "is_encodable",
+    "may_be_copied",
+    "overlap_groups",
+    "parse_aliases",
+    "parse_header",
+    "require_text",
+    "resolve_shared",
+    "row_slices",
+    "select",
+    "tensor_nbytes",
+]

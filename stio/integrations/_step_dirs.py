@@ -21,11 +21,9 @@ from typing import Any, Self
 from huggingface_hub import HfApi
 
 from stio.errors import StioError, printable
-from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Operation
-from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
-from stio.storage.commit.retention import WrittenFiles
-from stio.storage.commit.transaction import begin_directory
+from stio.runtime import Operation, run_blocking
+from stio.saving import EXIT_PATIENCE_SECONDS, PendingSave
+from stio.storage.commit import WrittenFiles, begin_directory
 from stio.text import log
 
 STATE_NAME = "training_state"

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from stio.distributed.parts import part_of
 from stio.errors import FormatError, MismatchError, StioError, printable
-from stio.format.state.tree import MAPPING_TAGS, MAX_DEPTH
+from stio.format.state import MAPPING_TAGS, MAX_DEPTH
 
 
 def gather(num_processes: int, value: Any) -> list[Any]:

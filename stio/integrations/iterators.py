@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from stio import sync
-from stio.loading.plan import Names
-from stio.storage.checkpoint.open import SourceLike
+from stio.loading import Names
+from stio.storage.checkpoint import SourceLike
 
 __all__ = ["weights"]
 

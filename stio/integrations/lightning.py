@@ -44,7 +44,7 @@ import torch
 
 from stio import sync
 from stio.errors import FormatError, StioError, install_command
-from stio.format.state.tree import STATE_KEY
+from stio.format.state import STATE_KEY
 from stio.integrations._training import (
     exchange,
     from_plain,
@@ -55,10 +55,9 @@ from stio.integrations._training import (
     states_of_rank,
     to_plain,
 )
-from stio.runtime.operation import Operation
-from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
-from stio.storage.commit.destination import SingleFile
-from stio.storage.commit.retention import WrittenFiles
+from stio.runtime import Operation
+from stio.saving import EXIT_PATIENCE_SECONDS, PendingSave
+from stio.storage.commit import SingleFile, WrittenFiles
 from stio.sync import load_state
 from stio.sync import open as open_checkpoint
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from stio import Trace
 from stio.errors import install_command, printable
-from stio.runtime.reports.spans import Span, covered_seconds, summarize, usable
+from stio.runtime.reports import Span, covered_seconds, summarize, usable
 
 try:
     from opentelemetry import trace as otel

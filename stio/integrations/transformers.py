@@ -43,7 +43,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from stio import PendingSave, sync
-from stio.device.names_in_files import FileNames
+from stio.device import FileNames
 from stio.errors import CheckpointNotFoundError, MismatchError, install_command, listed
 from stio.integrations._step_dirs import (
     STATE_NAME,
@@ -64,9 +64,8 @@ from stio.integrations._training import (
     states_of_rank,
     to_plain,
 )
-from stio.loading.module_tree import views_in_files
-from stio.saving.retention import warn_of_higher_steps
-from stio.saving.tensors import tied_names
+from stio.loading.targets import views_in_files
+from stio.saving import tied_names, warn_of_higher_steps
 from stio.sync import load_state
 
 try:

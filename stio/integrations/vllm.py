@@ -30,15 +30,13 @@ from torch import nn
 
 from stio import sync
 from stio.errors import AmbiguousCheckpointError, CheckpointNotFoundError, MismatchError, StioError, listed, printable
-from stio.format.files.directory import NamedCheckpoint, choose
-from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FileName
+from stio.format.files import FILE_SUFFIX, INDEX_SUFFIX, FileName, NamedCheckpoint, choose
 from stio.limits import Limits
-from stio.loading.options import LoadOptions
-from stio.remote.disk_cache import DiskCache
-from stio.runtime.reports.trace import Trace
-from stio.storage.base import Root
-from stio.storage.checkpoint.open import SourceLike
-from stio.storage.open import SingleFileRoot, open_directory
+from stio.loading import LoadOptions
+from stio.remote import DiskCache
+from stio.runtime.reports import Trace
+from stio.storage import Root, SingleFileRoot, open_directory
+from stio.storage.checkpoint import SourceLike
 from stio.text import is_url
 
 __all__ = ["LOAD_FORMAT", "register"]

@@ -7,10 +7,9 @@ shard and checks its header (`OpenCheckpoint`); `select.py` selects the tensors 
 (`PlannedLoad`): groups of neighbouring tensors that are delivered together, cut into blocks of one read each;
 `scheduler.py` runs that (`LoadScheduler`). It begins groups within the budget, an executor moves their bytes, and a
 group that is complete (a `LoadedGroup`) goes to a `load`, to a queue (`consumers.py`), to threads that take tensors by
-name (`by_name.py`), or into memory of the caller (`target.py`): a module (`module.py`, `module_tree.py`), a nested
-state (`nested.py`), parts of tensors. A read path (`read_paths.py`, `gds_path.py`) says where the bytes of a group go,
-and makes its tensors. The executor is the engine (`engine.py`, `stio.native`) or, where that cannot move the bytes, the
-plain one (`plain.py`).
+name (`by_name.py`), or into memory of the caller (`targets/`): a module, a nested state, parts of tensors. A read path
+(`read_paths.py`, `gds_path.py`) says where the bytes of a group go, and makes its tensors. The executor is the engine
+(`engine.py`, `stio.native`) or, where that cannot move the bytes, the plain one (`plain.py`).
 
 Invariants. The memory of a group counts against the budget from its begin until its last user has released it, unless
 the consumer keeps it. Groups begin in the plan's order; a group that is larger than the budget is read alone. A group
@@ -43,3 +42,42 @@ Rules that are easy to miss:
   releases the GIL there, and freeing device memory takes long enough for a busy thread to take it; the end of a storage
   keeps it.
 """
+
+from stio.loading.api import Checkpoint, Stream, fill_from, load, load_into, open
+
+from stio.loading.body import collect, open_with_options, prefetch, reading_operation, scheduled
+from stio.loading.by_name import LoadByName
+from stio.loading.casts import DtypesLike, planned_casts
+from stio.loading.options import DevicesLike, LoadOptions, Memory
+from stio.loading.plan import Group, Names, stored_shape
+from stio.loading.read_paths import Delivery
+from stio.loading.scheduler import LoadScheduler
+from stio.loading.select import PlacedPart, PlacementsLike, select_tensors
+
+__all__ = [
+    "Checkpoint",
+    "Delivery",
+    "DevicesLike",
+    "DtypesLike",
+    "Group",
+    "LoadByName",
+    "LoadOptions",
+    "LoadScheduler",
+    "Memory",
+    "Names",
+    "PlacedPart",
+    "PlacementsLike",
+    "Stream",
+    "collect",
+    "fill_from",
+    "load",
+    "load_into",
+    "open",
+    "open_with_options",
+    "planned_casts",
+    "prefetch",
+    "reading_operation",
+    "scheduled",
+    "select_tensors",
+    "stored_shape",
+]

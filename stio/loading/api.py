@@ -17,15 +17,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from stio.device.casts import Lost
-from stio.device.cuda import TorchEvent
+from stio.device import Lost, TorchEvent
 from stio.errors import ClosedError, printable
-from stio.format.header import TensorInfo
+from stio.format import TensorInfo
 from stio.limits import Limits
 from stio.loading.body import FillSome, collect, fill, open_with_options, reading_operation, scheduled
 from stio.loading.casts import DtypesLike
 from stio.loading.consumers import GroupQueue
-from stio.loading.module import ModuleTarget
 from stio.loading.options import DevicesLike, LoadOptions, Memory
 from stio.loading.plan import Names
 from stio.loading.read_paths import Delivery
@@ -37,15 +35,11 @@ from stio.loading.select import (
     select_tensors,
     shards_of,
 )
-from stio.loading.target import LoadReport, LoadTarget
-from stio.runtime.notifier import AsyncOnly, runs_blocking
-from stio.runtime.operation import Operation, close_all
-from stio.runtime.process import switch_interval as shortened
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace, shown
-from stio.storage.checkpoint.caches import CacheLike
-from stio.storage.checkpoint.open import SourceLike
-from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.loading.targets.base import LoadReport, LoadTarget
+from stio.loading.targets.module import ModuleTarget
+from stio.runtime import AsyncOnly, Operation, close_all, process, runs_blocking
+from stio.runtime.reports import Progress, Trace, shown
+from stio.storage.checkpoint import CacheLike, OpenCheckpoint, SourceLike
 from stio.text import counted, described_by, keywords_for, show_bytes
 
 
@@ -446,7 +440,7 @@ class Checkpoint(AsyncOnly):
         opened, options, placed = self._now, self._options_here(), checked_placements(placements)
 
         def body(operation: Operation[None], queue: GroupQueue) -> None:
-            with shortened(options.switch_interval):
+            with process.switch_interval(options.switch_interval):
                 selected = select_tensors(opened, names, options, slices=slices, placements=placed)
                 scheduler = scheduled(selected, Delivery(deliver=queue.put, hold=True, keeps=False))
                 queue.attach(scheduler, opened.aliases)
@@ -482,7 +476,7 @@ class Checkpoint(AsyncOnly):
         opened, options = self._now, self._options_here()
 
         def body(operation: Operation[Any]) -> Callable[[], dict[str, torch.Tensor]]:
-            with shortened(options.switch_interval):
+            with process.switch_interval(options.switch_interval):
                 selected = select_tensors(opened, names, options, slices=slices, placements=placements)
                 return collect(operation, selected)
 

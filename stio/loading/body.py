@@ -13,26 +13,21 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from stio import native
-from stio.device.base import DeviceMap, LoadedGroup
+from stio.device import DeviceMap, LoadedGroup
 from stio.errors import FormatError, IntegrityError, LimitError
-from stio.format.files.index import ShardIndex
+from stio.format.files import ShardIndex
 from stio.limits import DEFAULT_BUDGET_BYTES, Limits
 from stio.loading.consumers import GroupQueue
-from stio.loading.module import ModuleTarget
 from stio.loading.options import LoadOptions
 from stio.loading.planned import plan_load, plan_prefetch
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import SelectedTensors, select_tensors
-from stio.loading.target import LoadTarget
-from stio.runtime.operation import Operation
-from stio.runtime.process import collection_paused
-from stio.runtime.process import switch_interval as shortened
-from stio.runtime.reports.trace import shown, traced
-from stio.storage.checkpoint.caches import CachedFile
-from stio.storage.checkpoint.integrity import verify_files
-from stio.storage.checkpoint.open import SourceLike, open_checkpoint
-from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
+from stio.loading.targets.base import LoadTarget
+from stio.loading.targets.module import ModuleTarget
+from stio.runtime import Operation, process
+from stio.runtime.reports import shown, traced
+from stio.storage.checkpoint import CachedFile, OpenCheckpoint, OpenOptions, SourceLike, open_checkpoint, verify_files
 
 T = TypeVar("T")
 
@@ -148,7 +143,7 @@ def fill(
     fill_first: FillSome | None = None,
 ) -> None:
     """Load into a target; groups that the consumer's thread must copy are put in the queue."""
-    with shortened(options.switch_interval), ExitStack() as closing_all:
+    with process.switch_interval(options.switch_interval), ExitStack() as closing_all:
         names: list[str] = []
 
         def compare(opened: OpenCheckpoint) -> None:
@@ -169,7 +164,7 @@ def fill(
             scheduler = scheduled(select_tensors(opened, names, options), delivery)
             queue.attach(scheduler)
             scheduler.run_for(operation)
-            with collection_paused(len(names)):
+            with process.collection_paused(len(names)):
                 target.make()
             return
         if not names and fill_first is not None:
@@ -203,7 +198,7 @@ def reading_operation(
     """
 
     def body(operation: Operation[Any]) -> T:
-        with shortened(options.switch_interval):
+        with process.switch_interval(options.switch_interval):
             DeviceMap.of(options.device)  # a missing device is an error before any file is opened
             with closing(open_with_options(operation, source, options, shards_of=shards_of)) as opened:
                 return read(operation, opened)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stio.device.base import LoadedGroup
+from stio.device import LoadedGroup
 from stio.errors import ClosedError
 from stio.loading.body import gather, scheduled
 from stio.loading.options import LoadOptions
@@ -24,9 +24,8 @@ from stio.loading.plan import Group
 from stio.loading.read_paths import Delivery
 from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import select_tensors
-from stio.runtime.notifier import Notifier, run_blocking
-from stio.runtime.operation import Operation, close_all
-from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.runtime import Notifier, Operation, close_all, run_blocking
+from stio.storage.checkpoint import OpenCheckpoint
 
 
 class LoadByName:

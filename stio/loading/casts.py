@@ -14,8 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from stio.device.casts import Casts
-from stio.device.tensors import TORCH_DTYPES
+from stio.device import TORCH_DTYPES, Casts
 from stio.errors import MismatchError, UnsupportedDtypeError, listed, printable
 from stio.loading.companions import Companions, find_companions, is_quantized
 from stio.text import log

@@ -13,12 +13,11 @@ from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
-from stio.device.base import LoadedGroup
+from stio.device import LoadedGroup
 from stio.loading.plan import Group
 from stio.loading.scheduler import LoadScheduler
-from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Operation
-from stio.runtime.reports.trace import Trace, traced
+from stio.runtime import Notifier, Operation
+from stio.runtime.reports import Trace, traced
 
 
 class GroupQueue:

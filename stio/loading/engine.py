@@ -14,9 +14,9 @@ from stio import native
 from stio.errors import StorageError
 from stio.loading.plan import Group
 from stio.loading.read_paths import ReadPath
-from stio.runtime.memory.control_groups import num_processors
-from stio.runtime.reports.trace import Trace
-from stio.storage.checkpoint.caches import FileImage
+from stio.runtime.memory import num_processors
+from stio.runtime.reports import Trace
+from stio.storage.checkpoint import FileImage
 
 _MAX_CHUNKS = 1 << 20  # as good as no limit, and an int of C
 

@@ -22,12 +22,11 @@ from pathlib import Path
 import torch
 
 from stio import native
-from stio.device.base import Accelerator, LoadedGroup
-from stio.device.cuda import DeviceRing, TorchAccelerator
+from stio.device import Accelerator, DeviceRing, LoadedGroup, TorchAccelerator
 from stio.errors import StorageError, install_command
 from stio.loading.plan import Block, Group
 from stio.loading.read_paths import Delivery, DevicePath, StagingSlots
-from stio.storage.local import LocalFile
+from stio.storage import LocalFile
 
 logger = logging.getLogger("stio")
 

@@ -13,15 +13,12 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
-from stio.device.base import Accelerator, with_current_index
-from stio.device.casts import Lost
-from stio.device.cuda import TorchAccelerator
+from stio.device import Accelerator, Lost, TorchAccelerator, with_current_index
 from stio.limits import Limits, checked_size
 from stio.loading.casts import DtypeOf, DtypesLike, checked_casts
-from stio.runtime.process import check_switch_interval
-from stio.runtime.reports.progress import Progress, progress_callback
-from stio.runtime.reports.trace import Trace
-from stio.storage.checkpoint.caches import CacheLike, FileCache, ObjectCache
+from stio.runtime import process
+from stio.runtime.reports import Progress, Trace, progress_callback
+from stio.storage.checkpoint import CacheLike, FileCache, ObjectCache
 
 DeviceLike: TypeAlias = str | int | torch.device | Accelerator
 """An argument of `torch.device`, `"auto"`, or a device object of your own. A name without a number is
@@ -89,7 +86,7 @@ class LoadOptions:
         if self.progress is not None:
             progress_callback(self.progress)  # raises for a wrong value, before the load starts
         if self.switch_interval is not None:
-            check_switch_interval(self.switch_interval)
+            process.check_switch_interval(self.switch_interval)
         if self.memory not in get_args(Memory):
             raise ValueError(f"memory= takes one of {', '.join(map(repr, get_args(Memory)))}, not {self.memory!r}")
         for name in ("strict", "verify", "follow_symlinks"):

@@ -13,10 +13,8 @@ from collections.abc import Sequence
 
 from stio.loading.plan import Block, Group
 from stio.loading.read_paths import ReadPath
-from stio.runtime.locks import Condition
-from stio.runtime.operation import Cancelled
-from stio.runtime.reports.trace import Trace, traced
-from stio.runtime.workers import WorkerPool
+from stio.runtime import Cancelled, Condition, WorkerPool
+from stio.runtime.reports import Trace, traced
 
 
 class PlainExecutor:

@@ -15,9 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from stio.errors import FormatError, SliceError, TensorNotFoundError, printable
-from stio.format.dtypes import BITS
-from stio.format.header import Header
-from stio.format.slicing import Selection, select
+from stio.format import BITS, Header, Selection, select
 from stio.limits import PAGE_BYTES
 
 GAP_BYTES = 256 << 10

@@ -23,13 +23,10 @@ from typing import TypeAlias
 
 import torch
 
-from stio.device.base import Accelerator
-from stio.device.casts import Lost
-from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES
+from stio.device import TORCH_DTYPES, Accelerator, Lost, TorchAccelerator
 from stio.errors import DeviceError
-from stio.format.header import Header
-from stio.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
+from stio.format import Header
+from stio.limits import ACCELERATOR_BUDGET_BYTES, DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.options import LoadOptions
@@ -39,19 +36,14 @@ from stio.loading.read_paths import CacheFillPath, CopiedPath, Delivery, DeviceP
 from stio.loading.scheduler import FIRST_BYTES, PlannedLoad
 from stio.loading.select import DeviceSelection, SelectedTensors, selected_bytes
 from stio.runtime import memory
-from stio.runtime.reports.trace import traced
-from stio.storage.base import RequestedSource, Requests, Source
-from stio.storage.checkpoint.caches import CachedFile, FileCache
-from stio.storage.checkpoint.shards import OpenCheckpoint
-from stio.storage.local import LocalFile, MappedFile
+from stio.runtime.reports import traced
+from stio.storage import LocalFile, MappedFile, RequestedSource, Requests, Source
+from stio.storage.checkpoint import CachedFile, FileCache, OpenCheckpoint
 
 GROUP_BYTES = 64 << 20
 """Size of groups: memory is allocated, and tensors are made, for one at a time."""
 NUM_WORKERS = 4
 """Threads of the plain executor that read local files."""
-ACCELERATOR_BUDGET_BYTES = 256 << 20
-"""Default budget of a load to an accelerator: for groups that a stream, or a load into a module, has under way. What is
-on its way to the device is in the engine's ring."""
 _is_native = attrgetter("is_native")
 _SLOT_BYTES = 8 << 20
 _MIN_SLOT_BYTES = 4096

@@ -22,22 +22,26 @@ from typing import TypeGuard
 import torch
 
 from stio import native
-from stio.device.base import Accelerator, LoadedGroup
-from stio.device.casts import Casts, Lost, select_and_cast
-from stio.device.cuda import DeviceRing
-from stio.device.tensors import TORCH_DTYPES, GroupMemory, tensors_in
+from stio.device import (
+    TORCH_DTYPES,
+    Accelerator,
+    Casts,
+    DeviceRing,
+    GroupMemory,
+    LoadedGroup,
+    Lost,
+    select_and_cast,
+    tensors_in,
+)
 from stio.errors import StioError
-from stio.format.dtypes import BITS
+from stio.format import BITS
 from stio.limits import HUGE_PAGE_BYTES, PAGE_BYTES
 from stio.loading.plan import GAP, Block, Group
-from stio.runtime import memory
+from stio.runtime import Cancelled, memory
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled
-from stio.runtime.reports import counters
-from stio.runtime.reports.trace import Trace
-from stio.storage.base import RequestedSource, Source
-from stio.storage.checkpoint.caches import CachedFile, FileImage
-from stio.storage.local import LocalFile, MappedFile
+from stio.runtime.reports import Trace, counters
+from stio.storage import LocalFile, MappedFile, RequestedSource, Source
+from stio.storage.checkpoint import CachedFile, FileImage
 
 _MIN_IMAGE_BYTES = 2 << 20  # of one tensor: a shorter one is copied by this thread, which costs less
 

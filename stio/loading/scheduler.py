@@ -21,19 +21,15 @@ from typing import Any
 
 import torch
 
-from stio.device.casts import Lost
+from stio.device import Lost
 from stio.loading.engine import EngineExecutor
 from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import Group, ReadPlan
 from stio.loading.read_paths import Delivery, ReadPath
-from stio.runtime.operation import Cancelled, Operation
-from stio.runtime.process import be_nice
-from stio.runtime.reports import counters
-from stio.runtime.reports.progress import ProgressReporter, close_bar, progress_callback
-from stio.runtime.workers import WorkerPool
-from stio.storage.base import Source
-from stio.storage.local import LocalFile
+from stio.runtime import Cancelled, Operation, WorkerPool, process
+from stio.runtime.reports import ProgressReporter, close_bar, counters, progress_callback
+from stio.storage import LocalFile, Source
 
 FIRST_BYTES = 512 << 20
 """The first groups, with so many bytes, are given to the executor alone. They move while the others are begun."""
@@ -164,7 +160,7 @@ class LoadScheduler:
                 self._reorderings.popleft()()
             num_under_way += self._begin_groups(self._planned.first_bytes if is_first else sys.maxsize)
             if is_first:
-                be_nice()  # after the start of threads, which inherit the priority and lower it once more
+                process.be_nice()  # after the start of threads, which inherit the priority and lower it once more
                 is_first = False
                 continue
             if not num_under_way and not self._waiting:

@@ -17,17 +17,14 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from stio.device.base import Accelerator, DeviceMap
-from stio.device.casts import Casts
-from stio.device.tensors import TORCH_DTYPES
+from stio.device import TORCH_DTYPES, Accelerator, Casts, DeviceMap
 from stio.errors import MismatchError, TensorNotFoundError, listed, printable
-from stio.format.files.index import ShardIndex
-from stio.format.header import Header
-from stio.format.shared import ALIASES_KEY
+from stio.format import ALIASES_KEY, Header
+from stio.format.files import ShardIndex
 from stio.loading.casts import planned_casts
 from stio.loading.options import LoadOptions
 from stio.loading.plan import Names, select_names, similar_names
-from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.storage.checkpoint import OpenCheckpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ For saves: `save.py` has the transaction, which one put commits, and deletes wha
 
 `hub.py` finds repositories of the Hugging Face hub (`hf://`); their files are then local. `disk_cache.py` has
 `DiskCache`, a directory of objects that the processes of a machine share: a load gets local files in place of objects,
-before it is planned; it copies an object to a file by a `Download`, as `pull.py` does, which copies a checkpoint.
+before it is planned; it copies an object to a file by a `Download`, as `pulls.py` does, which copies a checkpoint.
 The schemes of URLs are registered in `stio/__init__.py`, so nothing below this package imports it.
 
 Invariants: before any byte of an answer reaches the caller's memory, the answer is known to belong to the state in
@@ -22,3 +22,18 @@ form, which is aborted when the iterator raises; its writer objects would leave 
 exist for one request only, so an object that is a whole checkpoint carries the id of its save, which settles the case
 of a lost answer. `Patience` and `Attempts` (`requests.py`) bound how long and how often a request is repeated.
 """
+
+from stio.remote.disk_cache import DiskCache
+from stio.remote.pulls import PullResult, pull
+from stio.remote.save import RemoteDestination, RemoteTransaction, Uploads
+from stio.remote.source import RemoteRoot
+
+__all__ = [
+    "DiskCache",
+    "PullResult",
+    "RemoteDestination",
+    "RemoteRoot",
+    "RemoteTransaction",
+    "Uploads",
+    "pull",
+]

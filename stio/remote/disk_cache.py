@@ -18,7 +18,7 @@ bytes of the object it has a mark for each block that is complete. Another proce
 and reads the other blocks only. After a restart of the machine it reads all of them: a mark may then be on the disk
 and its block may not. When all are there, the marks are cut off, the file is made durable and renamed. The name of the
 file identifies the object and its state (`object_key`), so blocks of two states never mix. Its user holds a lock
-(`FileLock`), and nothing else excludes a second writer. `pull.py` copies by it too.
+(`FileLock`), and nothing else excludes a second writer. `pulls.py` copies by it too.
 """
 
 from __future__ import annotations
@@ -37,22 +37,14 @@ from typing import Any
 
 from stio import clock
 from stio.errors import ChangedDuringReadError, StioError, StorageError
-from stio.format.files.names import FILE_SUFFIX
+from stio.format.files import FILE_SUFFIX
 from stio.limits import checked_size
-from stio.runtime import memory
-from stio.runtime.locks import new_lock
+from stio.runtime import Cancelled, Operation, WorkerPool, contextmanager, is_interrupted, memory, new_lock, process
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled, Operation, is_interrupted
-from stio.runtime.process import after_fork_in_child, contextmanager
-from stio.runtime.workers import WorkerPool
-from stio.storage.base import Identity, RequestedSource, Requests, Source
-from stio.storage.checkpoint.caches import CacheStats
-from stio.storage.checks import local_directory
+from stio.storage import Identity, LocalFile, RequestedSource, Requests, Source, local_directory, max_open_files
+from stio.storage.checkpoint import CacheStats
+from stio.storage.commit import FileLock, LockTimeout, boot_id, status_at, write_whole
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.directory_lock import FileLock, LockTimeout, boot_id
-from stio.storage.commit.files import status_at, write_whole
-from stio.storage.local import LocalFile
-from stio.storage.open import max_open_files
 from stio.text import log, show_bytes
 
 PART_SUFFIX = ".part"
@@ -371,7 +363,7 @@ class DiskCache:
 _counting = new_lock()  # for the counters of all caches
 
 
-@after_fork_in_child
+@process.after_fork_in_child
 def _forget_parent() -> None:
     """Make a new lock in a forked child: a thread of the parent may hold the old one."""
     global _counting

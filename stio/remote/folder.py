@@ -21,11 +21,8 @@ from stio.errors import CheckpointNotFoundError, StioError, StorageError
 from stio.remote.requests import RequestFailure, failure_of, for_each
 from stio.remote.source import RemoteRoot
 from stio.remote.stores import require_obstore
-from stio.runtime import memory
-from stio.runtime.calls import LOOK_SECONDS, Call
-from stio.runtime.locks import Condition
+from stio.runtime import Cancelled, Condition, calls, is_interrupted, mark_progress, memory
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled, is_interrupted, mark_progress
 from stio.text import log
 
 T = TypeVar("T")
@@ -293,7 +290,7 @@ class Upload:
         self._filled = 0
         self._ready: deque[Any] = deque()
         self._ends = self._stopped = self._is_over = False
-        self._call: Call[None] | None = None
+        self._call: calls.Call[None] | None = None
         self._failure: RequestFailure | None = None
         self._error: BaseException | None = None  # what is no failure of a request
         self.may_complete_yet = False
@@ -307,7 +304,7 @@ class Upload:
             self._wait(lambda: self._at == offset)
             if self._call is None:
                 try:
-                    self._call = Call(self._put, on_own_thread=True)
+                    self._call = calls.Call(self._put, on_own_thread=True)
                 except RuntimeError as error:
                     text = f"the upload cannot begin, the system starts no more threads: {error}"
                     raise StorageError(text, path=self.path) from None
@@ -395,7 +392,7 @@ class Upload:
                 raise Cancelled
             if ready():
                 return
-            self._changed.wait(LOOK_SECONDS)
+            self._changed.wait(calls.LOOK_SECONDS)
 
     def _put(self) -> None:
         try:

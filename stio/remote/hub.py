@@ -20,11 +20,10 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from stio.errors import CheckpointNotFoundError, FormatError, StioError, StorageError, install_command
-from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, PICKLE_SUFFIXES, FileName
+from stio.format.files import FILE_SUFFIX, INDEX_SUFFIX, PICKLE_SUFFIXES, FileName
 from stio.remote.requests import for_each, short_line
-from stio.runtime.calls import Call
-from stio.storage.base import Source
-from stio.storage.open import open_file
+from stio.runtime import calls
+from stio.storage import Source, open_file
 from stio.text import log, without_secrets
 
 T = TypeVar("T")
@@ -312,7 +311,7 @@ class HubRoot:
         """
         path = f"{self.path}/{name}" if name else self.path
         try:
-            return Call(work).result()
+            return calls.Call(work).result()
         except Exception as error:
             raise self._error(error, path, name) from error
 

@@ -32,9 +32,7 @@ from stio.errors import (
     printable,
 )
 from stio.remote.stores import STALL_SECONDS, set_variables
-from stio.runtime.calls import LOOK_SECONDS, Call
-from stio.runtime.operation import Cancelled, PanicError, is_interrupted, without_panic
-from stio.runtime.workers import WorkerPool
+from stio.runtime import Cancelled, PanicError, WorkerPool, calls, is_interrupted, without_panic
 from stio.text import RareWarnings, log, without_secrets
 
 A = TypeVar("A")
@@ -469,7 +467,7 @@ class Requester:
         """Make the store again, with new credentials."""
         self._store = self._connect()
 
-    def begin(self, request: Callable[[Any], T]) -> Call[T]:
+    def begin(self, request: Callable[[Any], T]) -> calls.Call[T]:
         """Start one attempt at a request, which gets the store."""
         require_usable(self._path)
         store, watch = self._store, RateWatch(self.patience.stall_seconds)
@@ -478,7 +476,7 @@ class Requester:
             _thread_local.watch = watch
             return request(store)
 
-        return Call(work, check=watch.check)
+        return calls.Call(work, check=watch.check)
 
     def run(self, request: Callable[[Any], T], path: str, *, expected: object = None, work: Work = "load") -> T:
         """Make a request, and wait for its answer; repeat it while it fails, and may succeed.
@@ -531,7 +529,7 @@ def pause(seconds: float) -> None:
     while (left := until - clock.monotonic()) > 0:
         if is_interrupted():
             raise Cancelled
-        clock.sleep(min(left, LOOK_SECONDS))
+        clock.sleep(min(left, calls.LOOK_SECONDS))
 
 
 # Fork: obstore's own threads are not in the child, and a request would wait for them for ever.

@@ -38,16 +38,14 @@ from stio.errors import (
     StorageError,
     printable,
 )
-from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FileName, FilePattern
+from stio.format.files import FILE_SUFFIX, INDEX_SUFFIX, FileName, FilePattern, parse_index
 from stio.remote.folder import DEFAULT_BYTES, MIN_PART_BYTES, Folder, PartMemory, State, Upload
 from stio.remote.requests import Attempts, RateWatch, RequestError, RequestFailure, failure_of, summary_of
 from stio.remote.source import RemoteRoot
 from stio.remote.stores import Query, added_authorities, locate, signed_url
-from stio.runtime.calls import Call
-from stio.runtime.operation import Cancelled
-from stio.storage.base import Note, Root, Transaction
-from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport
+from stio.runtime import Cancelled, calls
+from stio.storage import Note, Root, Transaction
+from stio.storage.commit import MAX_AGE_SECONDS, GarbageReport
 from stio.text import log, without_secrets
 
 
@@ -205,7 +203,7 @@ class Uploads(Transaction):
         uploaded.discard(self._kept or "")
         if uploaded:
             with suppress(StioError, Cancelled):  # a cancel leaves the deletions behind; they go on
-                Call(partial(self._folder.delete, sorted(uploaded))).result()
+                calls.Call(partial(self._folder.delete, sorted(uploaded))).result()
 
 
 class RemoteTransaction(Uploads):

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError
-from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FileName
+from stio.format.files import FILE_SUFFIX, INDEX_SUFFIX, FileName
 from stio.remote.requests import (
     WEB_PAGE,
     Patience,
@@ -29,11 +29,9 @@ from stio.remote.requests import (
     patience_of,
 )
 from stio.remote.stores import Location, Options, locate, new_store, require_obstore
-from stio.runtime import memory
-from stio.runtime.calls import Call
-from stio.runtime.locks import new_lock
+from stio.runtime import calls, memory, new_lock
 from stio.runtime.memory import Region
-from stio.storage.base import Identity, Requests
+from stio.storage import Identity, Requests
 from stio.text import log, without_secrets
 
 REQUESTS = Requests(nbytes=8 << 20, num_in_flight=32, gap_bytes=1 << 20)
@@ -375,7 +373,7 @@ class WholeObject(RemoteSource):
         """
         watch = RateWatch(self._requester.patience.stall_seconds)
         watch.begin()
-        piece = Call(lambda: next(stream, None), check=watch.check).result()
+        piece = calls.Call(lambda: next(stream, None), check=watch.check).result()
         if not piece:
             raise RequestError("wrong", "the answer has ended early")
         return piece

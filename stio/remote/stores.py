@@ -20,8 +20,8 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
 
 from stio.errors import CheckpointNotFoundError, StorageError, install_command, listed, one_line
-from stio.runtime.operation import without_panic
-from stio.storage.checks import refusals
+from stio.runtime import without_panic
+from stio.storage import refusals
 from stio.text import without_secrets
 
 STALL_SECONDS = 30.0

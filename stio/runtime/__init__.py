@@ -32,3 +32,49 @@ are replaced as a whole. These would have to change first:
 - objects made on first use without a lock (`functools.cache`) may be made twice;
 - calls into C that keep the GIL no longer exclude each other.
 """
+
+from stio.runtime import calls, memory, process
+from stio.runtime.locks import Condition, new_lock, require_unlocked
+from stio.runtime.notifier import AsyncOnly, Notifier, in_event_loop, run_blocking, runs_blocking
+from stio.runtime.operation import (
+    Cancelled,
+    Operation,
+    PanicError,
+    close_all,
+    copy_of,
+    current_operation,
+    end_all_at_exit,
+    is_interrupted,
+    mark_progress,
+    start_thread,
+    without_panic,
+)
+from stio.runtime.process import contextmanager
+from stio.runtime.workers import WorkerPool
+
+__all__ = [
+    "AsyncOnly",
+    "Cancelled",
+    "Condition",
+    "Notifier",
+    "Operation",
+    "PanicError",
+    "WorkerPool",
+    "calls",
+    "close_all",
+    "contextmanager",
+    "copy_of",
+    "current_operation",
+    "end_all_at_exit",
+    "in_event_loop",
+    "is_interrupted",
+    "mark_progress",
+    "memory",
+    "new_lock",
+    "process",
+    "require_unlocked",
+    "run_blocking",
+    "runs_blocking",
+    "start_thread",
+    "without_panic",
+]

@@ -27,3 +27,48 @@ device, inode, size and time of each file with those at the commit, and leaves w
 exception leaves the block of a `Saver`, its saves are waited for; when a cancel leaves it, they are rolled back. A
 second Ctrl-C in `stio.sync` is raised before the rollback has ended, so that a program can leave a producer that hangs.
 """
+
+from stio.saving.api import Saver, save
+from stio.saving.nested import StoredTensor, flatten, tree_text
+from stio.saving.options import (
+    DEFAULT_PATTERN,
+    CommitStep,
+    DestinationLike,
+    Durability,
+    SaveOptions,
+    SaveResult,
+    ShardNames,
+    absolute_destination,
+)
+from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
+from stio.saving.plan import Piece, Run, ShardPlan, WriteBlock, WritePlan, plan_files, plan_writes
+from stio.saving.retention import warn_of_higher_steps
+from stio.saving.tensors import tensors_of, tied_names
+
+__all__ = [
+    "CommitStep",
+    "DEFAULT_PATTERN",
+    "DestinationLike",
+    "Durability",
+    "EXIT_PATIENCE_SECONDS",
+    "PendingSave",
+    "Piece",
+    "Run",
+    "SaveOptions",
+    "SaveResult",
+    "Saver",
+    "ShardNames",
+    "ShardPlan",
+    "StoredTensor",
+    "WriteBlock",
+    "WritePlan",
+    "absolute_destination",
+    "flatten",
+    "plan_files",
+    "plan_writes",
+    "save",
+    "tensors_of",
+    "tied_names",
+    "tree_text",
+    "warn_of_higher_steps",
+]

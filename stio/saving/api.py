@@ -22,15 +22,22 @@ from typing import Any, Literal, NoReturn, Self
 from weakref import WeakSet
 
 from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StorageError, printable
-from stio.format.files.manifest import HashName
-from stio.format.shared import SharedPolicy
-from stio.runtime import memory
-from stio.runtime.locks import new_lock
-from stio.runtime.notifier import AsyncOnly, Notifier, runs_blocking
-from stio.runtime.operation import Operation, close_all, copy_of, current_operation, end_all_at_exit
-from stio.runtime.process import after_fork_in_child
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace
+from stio.format import SharedPolicy
+from stio.format.files import HashName
+from stio.runtime import (
+    AsyncOnly,
+    Notifier,
+    Operation,
+    close_all,
+    copy_of,
+    current_operation,
+    end_all_at_exit,
+    memory,
+    new_lock,
+    process,
+    runs_blocking,
+)
+from stio.runtime.reports import Progress, Trace
 from stio.saving.nested import flatten
 from stio.saving.options import (
     DEFAULT_PATTERN,
@@ -48,7 +55,7 @@ from stio.saving.pending import PendingSave, SharedBySaves
 from stio.saving.retention import Retention
 from stio.saving.staging_pool import StagingPool
 from stio.saving.tensors import TensorsLike
-from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
+from stio.storage.commit import LOCK_TIMEOUT_SECONDS
 from stio.text import described_by, keywords_for, log
 
 
@@ -542,7 +549,7 @@ _report_in_child(_report_at_exit)
 register_after_fork(_report_at_exit, _report_in_child)  # a child forgets what its parent has registered
 
 
-@after_fork_in_child
+@process.after_fork_in_child
 def _forget_parent() -> None:
     """Start afresh in a forked child: the threads of the parent's saves are not here, but may have held its locks."""
     for saver in list(_savers):

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from stio.device.describe import LazyTensor, how_to_save
+from stio.device import LazyTensor, how_to_save
 from stio.errors import LimitError, printable, with_article
-from stio.format.dtypes import LIBRARY_NAMES
-from stio.format.header import MAX_HEADER_BYTES
-from stio.format.state.tree import (
+from stio.format import LIBRARY_NAMES, MAX_HEADER_BYTES
+from stio.format.state import (
     MAPPING_TAGS,
     MAX_DEPTH,
     POINTER,
@@ -36,8 +35,7 @@ from stio.format.state.tree import (
     scalar_node,
 )
 from stio.limits import Limits
-from stio.runtime.operation import Operation
-from stio.runtime.process import collection_paused
+from stio.runtime import Operation, process
 
 Flattened: TypeAlias = tuple[dict[str, torch.Tensor | LazyTensor], dict[str, str]]
 """Tensors by name, and the metadata of the save."""
@@ -92,7 +90,7 @@ async def flatten(state: object, metadata: Mapping[str, str] | None) -> Flattene
         return walk.complete(metadata)
 
     def walk_on(operation: Operation[Flattened]) -> Flattened:
-        with collection_paused(_STEP_NODES):
+        with process.collection_paused(_STEP_NODES):
             while not walk.advance(_STEP_NODES):
                 operation.check()
             return walk.complete(metadata)

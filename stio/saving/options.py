@@ -15,21 +15,14 @@ from threading import TIMEOUT_MAX
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from stio.errors import StorageError, printable
-from stio.format.files.manifest import HashName, new_hasher
-from stio.format.files.names import FileName, FilePattern
-from stio.format.files.other_kinds import advice_for_path
-from stio.format.shared import SharedPolicy, may_be_copied
+from stio.format import SharedPolicy, may_be_copied
+from stio.format.files import FileName, FilePattern, HashName, advice_for_path, new_hasher
 from stio.limits import checked_size, parse_size
-from stio.runtime.locks import require_unlocked
-from stio.runtime.process import check_switch_interval
-from stio.runtime.reports.progress import Progress, progress_callback
-from stio.runtime.reports.trace import Trace
+from stio.runtime import process, require_unlocked
+from stio.runtime.reports import Progress, Trace, progress_callback
 from stio.schemes import SAVERS
-from stio.storage.base import Root, Transaction
-from stio.storage.checks import local_directory
-from stio.storage.commit.destination import SingleFile, is_one_file
-from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS
-from stio.storage.open import open_destination
+from stio.storage import Root, Transaction, local_directory, open_destination
+from stio.storage.commit import LOCK_TIMEOUT_SECONDS, SingleFile, is_one_file
 from stio.text import counted, is_url, show_bytes, show_seconds, without_secrets
 
 DEFAULT_MAX_SHARD_BYTES = 5_000_000_000
@@ -224,7 +217,7 @@ class SaveOptions:
             raise ValueError(
                 f"lock_timeout must be from 0 to {TIMEOUT_MAX:.0f} seconds, not {printable(self.lock_timeout)}"
             )
-        check_switch_interval(self.switch_interval)
+        process.check_switch_interval(self.switch_interval)
         if self.trace is not None and not isinstance(self.trace, Trace):
             raise TypeError(f"trace= takes a stio.Trace, not {self.trace!r}")
 

@@ -16,20 +16,13 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Literal, Self, TypeAlias
 
-from stio.device.copy_out import Readiness
-from stio.device.describe import describe_tensors
+from stio.device import Readiness, describe_tensors
 from stio.errors import SaveInProgressError, printable
-from stio.format.files.manifest import Hasher, manifest_change, new_hasher
-from stio.format.files.names import MANIFEST_SUFFIX, FilePattern
-from stio.format.shared import TensorSource
+from stio.format import TensorSource
+from stio.format.files import MANIFEST_SUFFIX, FilePattern, Hasher, manifest_change, new_hasher
 from stio.limits import DEFAULT_BUDGET_BYTES
-from stio.runtime import memory
-from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Operation, current_operation
-from stio.runtime.process import collection_paused, switch_interval
-from stio.runtime.reports.progress import progress_callback
-from stio.runtime.reports.spans import CALLER
-from stio.runtime.reports.trace import shown, traced
+from stio.runtime import Notifier, Operation, current_operation, memory, process
+from stio.runtime.reports import CALLER, progress_callback, shown, traced
 from stio.saving.options import (
     BufferedDestination,
     Destination,
@@ -44,9 +37,8 @@ from stio.saving.scheduler import SaveScheduler
 from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES, StagingPool, block_bytes_for
 from stio.saving.surroundings import warn_of_link_to_step, warn_of_surroundings
 from stio.saving.tensors import TensorsLike, tensors_of
-from stio.storage.base import Note, Root, Transaction
-from stio.storage.commit.retention import WrittenFiles
-from stio.storage.commit.transaction import begin_local
+from stio.storage import Note, Root, Transaction
+from stio.storage.commit import WrittenFiles, begin_local
 from stio.text import log
 
 EXIT_PATIENCE_SECONDS = 60.0
@@ -181,7 +173,7 @@ class PendingSave:
         self._order["previous"] = None  # `_previous` alone refers to that save, until it is durable
         self._after("begin")
         try:
-            with switch_interval(self._options.switch_interval):
+            with process.switch_interval(self._options.switch_interval):
                 return self._save(operation)
         except BaseException:
             self._after("fail")
@@ -189,7 +181,7 @@ class PendingSave:
 
     def _save(self, operation: Operation[SaveResult]) -> SaveResult:
         trace = self._options.trace
-        with traced(trace, "plan"), collection_paused(len(self._tensors)):
+        with traced(trace, "plan"), process.collection_paused(len(self._tensors)):
             planned = self._plan(operation)
         if self._previous is not None:
             self._wait_for_previous(operation, None)

@@ -15,11 +15,19 @@ from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple
 
 from stio.errors import IndexFormatError, LimitError, printable
-from stio.format.files.index import parse_index
-from stio.format.files.manifest import FileState
-from stio.format.gil_slices import row_slices
-from stio.format.header import MAX_HEADER_BYTES, build_header, check_name, require_text
-from stio.format.shared import ALIASES_KEY, SharedPolicy, TensorSource, TiedNames, resolve_shared
+from stio.format import (
+    ALIASES_KEY,
+    MAX_HEADER_BYTES,
+    SharedPolicy,
+    TensorSource,
+    TiedNames,
+    build_header,
+    check_name,
+    require_text,
+    resolve_shared,
+    row_slices,
+)
+from stio.format.files import FileState, parse_index
 from stio.limits import PAGE_BYTES
 from stio.text import counted, show_bytes
 

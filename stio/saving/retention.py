@@ -17,10 +17,9 @@ from itertools import takewhile
 from typing import TypeAlias
 
 from stio.errors import StioError, listed, printable
-from stio.format.files.names import FileName, step_of
-from stio.storage.base import Identity, Published
-from stio.storage.checks import CHECKPOINT_SUFFIXES, steps_in
-from stio.storage.commit.retention import EarlierSave, WrittenFiles, find_earlier_saves
+from stio.format.files import FileName, step_of
+from stio.storage import CHECKPOINT_SUFFIXES, Identity, Published, steps_in
+from stio.storage.commit import EarlierSave, WrittenFiles, find_earlier_saves
 from stio.text import is_url, log, without_secrets
 
 _Place: TypeAlias = tuple[str, str | None]

@@ -22,23 +22,16 @@ from time import perf_counter
 from typing import Any
 
 from stio import native
-from stio.device.copy_out import Readiness
-from stio.device.describe import LazyTensor, require_values
-from stio.format.files.manifest import Hasher
-from stio.runtime import memory
-from stio.runtime.memory import Region
-from stio.runtime.memory.control_groups import num_processors
-from stio.runtime.operation import Cancelled, mark_progress
-from stio.runtime.process import be_nice, collection_paused
-from stio.runtime.reports import counters
-from stio.runtime.reports.progress import ProgressEvent, ProgressReporter, close_bar
-from stio.runtime.reports.trace import Trace, traced
-from stio.runtime.workers import WorkerPool
+from stio.device import LazyTensor, Readiness, require_values
+from stio.format.files import Hasher
+from stio.runtime import Cancelled, WorkerPool, mark_progress, memory, process
+from stio.runtime.memory import Region, num_processors
+from stio.runtime.reports import ProgressEvent, ProgressReporter, Trace, close_bar, counters, traced
 from stio.saving.plan import Run, WriteBlock, WritePlan
 from stio.saving.staging_pool import StagingPool
 from stio.saving.tensors import ProducedTensors
-from stio.storage.base import FileWriter
-from stio.storage.commit.files import LocalFileWriter
+from stio.storage import FileWriter
+from stio.storage.commit import LocalFileWriter
 from stio.text import counted
 
 WRITE_DEPTH = 4
@@ -186,7 +179,7 @@ class SaveScheduler:
             BaseException: The first error of a worker, as it was raised.
         """
         if len(self._blocks) > 1:  # one block is written at once, and delays no event loop
-            be_nice()
+            process.be_nice()
         self._workers.work_along(self._work)
         self.join()
         self._workers.raise_error()
@@ -278,7 +271,7 @@ class SaveScheduler:
         """Fill a block, except for ranges of a group that the engine is to copy; return what keeps their memory."""
         sources = self._sources
         if not self._has_lazy:
-            with collection_paused(len(block.pieces)):
+            with process.collection_paused(len(block.pieces)):
                 return self._ready.copy_pieces(sources, block.pieces, region, ranges, group)
         copies = []
         for piece in block.pieces:

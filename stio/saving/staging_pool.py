@@ -11,10 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 from stio.limits import checked_size
-from stio.runtime import memory
-from stio.runtime.locks import Condition
-from stio.runtime.memory import Region
-from stio.runtime.memory.control_groups import available_bytes, room_in_memory
+from stio.runtime import Condition, memory
+from stio.runtime.memory import Region, available_bytes, room_in_memory
 from stio.runtime.reports import counters
 
 SNAPSHOT_BLOCK_BYTES = 64 << 20

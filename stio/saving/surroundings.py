@@ -12,15 +12,21 @@ from collections.abc import Collection
 from contextlib import closing, nullcontext, suppress
 
 from stio.errors import StioError, printable
-from stio.format.files.directory import NamedCheckpoint, choose
-from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, FileName, FilePattern, step_of
-from stio.format.header import PREFIX_BYTES, header_nbytes, parse_header
+from stio.format import PREFIX_BYTES, header_nbytes, parse_header
+from stio.format.files import (
+    FILE_SUFFIX,
+    INDEX_SUFFIX,
+    FileName,
+    FilePattern,
+    NamedCheckpoint,
+    choose,
+    parse_index,
+    step_of,
+)
 from stio.limits import Limits
 from stio.saving.options import DEFAULT_PATTERN
 from stio.saving.plan import WrittenSave
-from stio.storage.base import ParallelRoot, Root, Source, read_bytes
-from stio.storage.open import open_directory
+from stio.storage import ParallelRoot, Root, Source, open_directory, read_bytes
 from stio.text import log
 
 _READ_BY_NAME = {"diffusion_pytorch_model.safetensors": "diffusers", "adapter_model.safetensors": "PEFT"}

@@ -23,14 +23,11 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from stio.device.describe import LazyTensor, describe_tensors, how_to_save, require_values
-from stio.device.names_in_files import FileNames
+from stio.device import FileNames, LazyTensor, describe_tensors, how_to_save, require_values
 from stio.errors import listed, printable
-from stio.format.shared import TensorSource, TiedNames
-from stio.runtime.calls import LoopTask
-from stio.runtime.locks import require_unlocked
+from stio.format import TensorSource, TiedNames
+from stio.runtime import Cancelled, calls, require_unlocked
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled
 from stio.text import log
 
 TensorsLike: TypeAlias = Mapping[str, torch.Tensor] | Mapping[str, torch.Tensor | LazyTensor] | nn.Module
@@ -137,7 +134,7 @@ class ProducedTensors:
 
     def __init__(self) -> None:
         self._stopped = False
-        self._awaited: LoopTask[Any] | None = None
+        self._awaited: calls.LoopTask[Any] | None = None
         self._parts: Iterator[tuple[torch.Tensor, int]] = iter(())
         self._part: torch.Tensor | None = None
         self._begin = self._end = 0  # bytes of the tensor that the current part covers
@@ -230,7 +227,7 @@ class ProducedTensors:
             return await awaitable
 
         try:
-            task = self._awaited = LoopTask(body)
+            task = self._awaited = calls.LoopTask(body)
             if self._stopped:  # `stop` may have been called before there was a task
                 task.cancel()
             return task.result()

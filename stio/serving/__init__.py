@@ -10,3 +10,9 @@ removed and not changed; loads that run together read each byte once. Tensors on
 it. Within one tick of the filesystem's clock two states look the same, so a load waits if the file was written within
 the last 50 ms. The file whose last use is longest ago is evicted first. Start with `host_cache.py`.
 """
+
+from stio.serving.host_cache import HostCache
+
+__all__ = [
+    "HostCache",
+]

@@ -24,25 +24,16 @@ from typing import Any, Self
 import torch
 
 from stio import clock, schemes
-from stio.device.base import resolve_device, with_current_index
-from stio.device.cuda import TorchAccelerator
+from stio.device import TorchAccelerator, resolve_device, with_current_index
 from stio.errors import ClosedError, NoSpaceError, StorageError
-from stio.format.files.names import FileName
+from stio.format.files import FileName
 from stio.limits import DEFAULT_BUDGET_BYTES, Limits, checked_size
-from stio.loading.api import load
-from stio.loading.body import open_with_options, prefetch
-from stio.loading.options import LoadOptions
-from stio.runtime import memory
-from stio.runtime.locks import new_lock
-from stio.runtime.memory import Region
-from stio.runtime.memory.control_groups import room_in_memory
-from stio.runtime.operation import Operation, start_thread
-from stio.runtime.process import after_fork_in_child
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace
-from stio.storage.base import Root, Source
-from stio.storage.checkpoint.caches import CachedFile, CacheStats, FileImage
-from stio.storage.checkpoint.open import SourceLike
+from stio.loading import LoadOptions, load, open_with_options, prefetch
+from stio.runtime import Operation, memory, new_lock, process, start_thread
+from stio.runtime.memory import Region, room_in_memory
+from stio.runtime.reports import Progress, Trace
+from stio.storage import Root, Source
+from stio.storage.checkpoint import CachedFile, CacheStats, FileImage, SourceLike
 from stio.text import described_by, is_url, keywords_for
 
 logger = logging.getLogger("stio")
@@ -582,7 +573,7 @@ def _wait_for_tick(files: Sequence[Source]) -> None:
 _caches: weakref.WeakSet[HostCache] = weakref.WeakSet()
 
 
-@after_fork_in_child
+@process.after_fork_in_child
 def _forget_parent() -> None:
     """Empty all caches in a forked child: the threads that fill the parent's images are not there."""
     for cache in _caches:

@@ -28,3 +28,47 @@ files of filesystems without a daemon. Files are opened without it, since a viru
 A new kind of source is a `Root` and a `Source` in a package beside `stio.remote`, which registers its scheme; for
 saves, also a `Transaction`.
 """
+
+from stio.storage.base import (
+    FileWriter,
+    Identity,
+    Note,
+    ParallelRoot,
+    Published,
+    RequestedSource,
+    Requests,
+    Root,
+    Source,
+    Transaction,
+    read_bytes,
+)
+from stio.storage.checks import CHECKPOINT_SUFFIXES, broken_link, local_directory, refusals, steps_in
+from stio.storage.local import LocalFile, MappedFile, open_at
+from stio.storage.open import SingleFileRoot, max_open_files, open_destination, open_directory, open_file
+
+__all__ = [
+    "CHECKPOINT_SUFFIXES",
+    "FileWriter",
+    "Identity",
+    "LocalFile",
+    "MappedFile",
+    "Note",
+    "ParallelRoot",
+    "Published",
+    "RequestedSource",
+    "Requests",
+    "Root",
+    "SingleFileRoot",
+    "Source",
+    "Transaction",
+    "broken_link",
+    "local_directory",
+    "max_open_files",
+    "open_at",
+    "open_destination",
+    "open_directory",
+    "open_file",
+    "read_bytes",
+    "refusals",
+    "steps_in",
+]

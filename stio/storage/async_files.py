@@ -17,7 +17,7 @@ import aiofiles
 import anyio
 
 from stio.errors import StioError
-from stio.runtime.calls import run_on_loop
+from stio.runtime import calls
 from stio.runtime.memory import Region
 from stio.storage.base import Identity
 from stio.storage.checks import (
@@ -38,7 +38,7 @@ PIECE_BYTES = 8 << 20
 
 def open_at(name: str, path: str, dir_fd: int | None) -> AsyncFile:
     """Open one file; see `stio.storage.local.open_at`."""
-    return AsyncFile(*run_on_loop(lambda: _open(name, path, dir_fd)), path)
+    return AsyncFile(*calls.run_on_loop(lambda: _open(name, path, dir_fd)), path)
 
 
 class AsyncFile:
@@ -61,7 +61,7 @@ class AsyncFile:
 
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the regions, one after the other, with the bytes from `offset` on. Blocks; not on stio's event loop."""
-        run_on_loop(lambda: self.read(offset, regions))
+        calls.run_on_loop(lambda: self.read(offset, regions))
 
     async def read(self, offset: int, regions: Sequence[Region]) -> None:
         """Read as `read_into` does. A cancel takes effect when no thread writes into the regions.
@@ -81,7 +81,7 @@ class AsyncFile:
 
     def close(self) -> None:
         """Close the file. Blocks. Idempotent; no read may be under way."""
-        run_on_loop(lambda: _uninterrupted(self._file.close()))
+        calls.run_on_loop(lambda: _uninterrupted(self._file.close()))
 
     async def _fill(self, offset: int, region: Region) -> None:
         done = 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from stio.errors import ChangedDuringReadError, CommitUncertainError
-from stio.format.files.manifest import Hasher
+from stio.format.files import Hasher
 from stio.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate
 

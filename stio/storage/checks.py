@@ -30,9 +30,8 @@ from stio.errors import (
     UnsafePathError,
     printable,
 )
-from stio.format.files.names import FILE_SUFFIXES, FileName, step_of
-from stio.format.files.other_kinds import advice_for_path
-from stio.runtime.process import contextmanager
+from stio.format.files import FILE_SUFFIXES, FileName, advice_for_path, step_of
+from stio.runtime import contextmanager
 from stio.storage.base import Identity
 from stio.text import is_url, without_secrets
 

@@ -13,7 +13,7 @@ import pytest
 from stio.errors import ChangedDuringReadError, TruncatedError
 from stio.limits import PAGE_BYTES
 from stio.runtime import memory
-from stio.storage.base import Source
+from stio.storage import Source
 
 _GUARD = b"\xcb" * 64
 _NUM_THREADS = 8

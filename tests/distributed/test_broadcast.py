@@ -37,8 +37,8 @@ from stio import sync
 from stio.device.base import resolve_device
 from stio.distributed import ranks
 from stio.errors import RankError
-from stio.loading.module import ModuleTarget
 from stio.loading.options import LoadOptions
+from stio.loading.targets.module import ModuleTarget
 from stio.runtime import calls
 from stio.runtime.notifier import run_blocking
 from stio.runtime.operation import Operation

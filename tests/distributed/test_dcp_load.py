@@ -28,7 +28,7 @@ from stio.distributed import StioStorageReader
 from stio.distributed.parts import part_of
 from stio.distributed.placements import Cut, local_part
 from stio.errors import ClosedError, FormatError, MismatchError
-from stio.loading.target import joined
+from stio.loading.targets.base import joined
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),

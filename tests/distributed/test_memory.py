@@ -14,7 +14,7 @@ from torch import nn
 
 from stio import sync
 from stio.errors import MismatchError, RankError
-from stio.loading.module import ModuleTarget
+from stio.loading.targets.module import ModuleTarget
 
 SHAPE, NBYTES = (512, 1024), 512 * 1024 * 4
 HELD = (0, NBYTES // 2, NBYTES - 1)

@@ -42,9 +42,9 @@ from stio.compat import huggingface_hub
 from stio.compat.safetensors import SafetensorError
 from stio.device import copy_in
 from stio.device import tensors as device_tensors
-from stio.loading.module import ModuleTarget
-from stio.loading.nested import StateTarget
-from stio.loading.target import PartsTarget
+from stio.loading.targets.base import PartsTarget
+from stio.loading.targets.module import ModuleTarget
+from stio.loading.targets.nested import StateTarget
 
 Tensors = dict[str, torch.Tensor]
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)

@@ -18,7 +18,7 @@ from safetensors.torch import save as as_bytes
 from stio import sync
 from stio.cli.main import main
 from stio.errors import CheckpointNotFoundError, FormatError, IndexFormatError, IntegrityError, StioError, StorageError
-from stio.remote.pull import pull
+from stio.remote.pulls import pull
 
 pytest.importorskip("huggingface_hub")
 sys.path.insert(0, str(Path(__file__).parent.parent / "remote"))

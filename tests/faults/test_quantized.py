@@ -25,8 +25,8 @@ from stio.compat.safetensors import torch as compat
 from stio.distributed import StioStorageReader
 from stio.errors import MismatchError, UnsupportedDtypeError
 from stio.loading.api import fill_from
-from stio.loading.nested import StateTarget
 from stio.loading.options import LoadOptions
+from stio.loading.targets.nested import StateTarget
 from stio.runtime.notifier import run_blocking
 
 F8 = torch.float8_e4m3fn

@@ -25,8 +25,8 @@ from stio.device.casts import Lost
 from stio.distributed import StioStorageReader
 from stio.errors import MismatchError
 from stio.loading.api import fill_from
-from stio.loading.nested import StateTarget
 from stio.loading.options import LoadOptions
+from stio.loading.targets.nested import StateTarget
 from stio.runtime.notifier import run_blocking
 
 BIG = torch.tensor([1.0, 3e38, -3e38, 1e-40, 0.0, torch.inf, torch.nan])

@@ -44,8 +44,8 @@ from stio.compat.safetensors import SafetensorError, TensorSpec, safe_open, seri
 from stio.conversion.torch_files import read_pickle
 from stio.device.base import resolve_device
 from stio.device.copy_out import Readiness
-from stio.loading.module import ModuleTarget
 from stio.loading.options import LoadOptions
+from stio.loading.targets.module import ModuleTarget
 from stio.runtime.memory import WritableMemory
 from stio.runtime.memory import regions as memory
 from stio.storage.checkpoint.open import open_checkpoint

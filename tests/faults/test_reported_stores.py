@@ -32,7 +32,7 @@ from stio import sync
 from stio.cli.main import main
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, StallTimeoutError, StioError, StorageError
 from stio.remote import requests
-from stio.remote.pull import pull
+from stio.remote.pulls import pull
 from stio.remote.requests import Patience, RequestFailure, patience_of
 from stio.remote.source import RemoteRoot
 from stio.runtime import calls

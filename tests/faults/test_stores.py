@@ -17,7 +17,7 @@ from safetensors.torch import save as as_bytes
 from stio import sync
 from stio.cli.main import main
 from stio.errors import StorageError
-from stio.remote.pull import pull
+from stio.remote.pulls import pull
 
 pytest.importorskip("obstore")
 sys.path.insert(0, str(Path(__file__).parent.parent / "remote"))

@@ -18,7 +18,7 @@ from torch import nn
 import stio
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
-from stio.loading import target
+from stio.loading.targets import base as target
 
 MIB = 1 << 20
 NUM_LAYERS = 24

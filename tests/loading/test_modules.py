@@ -17,7 +17,7 @@ from torch import nn
 import stio
 from stio import sync
 from stio.errors import DeviceMemoryError, MismatchError
-from stio.loading.module import ModuleTarget
+from stio.loading.targets.module import ModuleTarget
 
 pytestmark = pytest.mark.anyio
 

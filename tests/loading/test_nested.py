@@ -12,9 +12,9 @@ from accelerators import gpu
 from stio import sync
 from stio.device.base import resolve_device
 from stio.loading.api import fill_from
-from stio.loading.nested import StateTarget
 from stio.loading.options import LoadOptions
-from stio.loading.target import LocalPart
+from stio.loading.targets.base import LocalPart
+from stio.loading.targets.nested import StateTarget
 from stio.runtime.notifier import run_blocking
 from stio.storage.checkpoint.open import open_checkpoint
 

@@ -14,9 +14,9 @@ from support import needs_engine
 import stio.sync
 from stio import native
 from stio.format.header import build_header
+from stio.limits import ACCELERATOR_BUDGET_BYTES
 from stio.loading.body import scheduled
 from stio.loading.options import LoadOptions
-from stio.loading.planned import ACCELERATOR_BUDGET_BYTES
 from stio.loading.read_paths import Delivery
 from stio.loading.select import select_tensors
 from stio.storage.checkpoint.open import open_checkpoint

@@ -29,7 +29,7 @@ import stio
 from stio.cli.main import main
 from stio.errors import CheckpointNotFoundError, StioError, StorageError
 from stio.remote import hub as storage_hub
-from stio.remote.pull import pull
+from stio.remote.pulls import pull
 from stio.runtime.operation import Operation
 
 huggingface_hub: Any = pytest.importorskip("huggingface_hub")

@@ -15,7 +15,7 @@ from remote.servers import Fault, HttpServer, Request
 
 import stio
 from stio import sync
-from stio.remote.pull import pull
+from stio.remote.pulls import pull
 
 WEIGHTS = {"w": torch.arange(6.0).reshape(2, 3)}
 PATHS = ["/download?id=3", "/api/models/12345?token=SECRET&type=Model", "/f/5e884898da28047151d0e56f8dc62927", "/w.gz"]

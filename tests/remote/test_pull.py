@@ -22,7 +22,7 @@ from support import run_python
 import stio
 from stio.cli.main import main
 from stio.format.files.names import FILE_SUFFIX
-from stio.remote import pull as pulling
+from stio.remote import pulls as pulling
 from stio.runtime.operation import Operation
 from stio.storage.commit import syscalls
 
@@ -179,7 +179,7 @@ def test_kills_at_any_time(model: str, tensors: dict[str, torch.Tensor], tmp_pat
     target = tmp_path / "new" / "m"
     code = f"""
 import os, random, signal, threading, time
-from stio.remote.pull import pull
+from stio.remote.pulls import pull
 import obstore.store
 random.seed(3)
 for k in range({count(15, 200)}):

@@ -19,7 +19,7 @@ from support import require_equal
 import stio
 from stio import sync
 from stio.cli.main import main
-from stio.remote.pull import pull
+from stio.remote.pulls import pull
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 OLD = {"a": torch.zeros(3), "b": torch.full((4,), 2.0)}

@@ -26,14 +26,12 @@ from typing import Any, Literal
 import numpy as np
 
 from stio.errors import CheckpointNotFoundError, LimitError, StioError, StorageError, TruncatedError, printable
-from stio.format.files.other_kinds import kind_of, why_packed
-from stio.format.header import PREFIX_BYTES, Header, header_nbytes, parse_header
-from stio.format.slicing import Selection
+from stio.format import PREFIX_BYTES, Header, Selection, header_nbytes, parse_header
+from stio.format.files import kind_of, why_packed
 from stio.limits import HUGE_PAGE_BYTES
-from stio.runtime import memory
+from stio.runtime import contextmanager, memory
 from stio.runtime.memory import Region
-from stio.runtime.process import contextmanager
-from stio.storage.local import LocalFile, open_at
+from stio.storage import LocalFile, open_at
 
 
 class ErrorBase(Exception):

@@ -21,7 +21,7 @@ from stio.compat.safetensors import numpy as numpy_names
 from stio.compat.safetensors import torch as torch_names
 from stio.compat.safetensors._file import SafetensorError
 from stio.compat.safetensors.numpy import TensorSpec
-from stio.format.dtypes import LIBRARY_NAMES
+from stio.format import LIBRARY_NAMES
 
 originals: dict[str, Any] = {}
 """What the original's release has of `REPLACEMENTS["safetensors"]`, and its `TensorSpec`, or None."""

@@ -31,9 +31,7 @@ from stio.compat.safetensors._file import (
     require_plain,
     wrong_type,
 )
-from stio.format.dtypes import LIBRARY_NAMES
-from stio.format.header import Header
-from stio.format.slicing import select
+from stio.format import LIBRARY_NAMES, Header, select
 from stio.runtime.memory import Region
 
 if TYPE_CHECKING:

@@ -35,23 +35,14 @@ from stio.compat.safetensors._file import (
     reading,
     wrong_type,
 )
-from stio.device.base import resolve_device
-from stio.device.casts import Casts, select_and_cast
-from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES, tensors_in, typed
-from stio.device.torch_private import moved
+from stio.device import TORCH_DTYPES, Casts, TorchAccelerator, moved, resolve_device, select_and_cast, tensors_in, typed
 from stio.errors import DeviceError, DeviceMemoryError
-from stio.format.header import Header
-from stio.format.slicing import select
-from stio.loading.body import collect
-from stio.loading.by_name import LoadByName
-from stio.loading.options import LoadOptions
-from stio.loading.select import select_tensors
+from stio.format import Header, select
+from stio.loading import LoadByName, LoadOptions, collect, select_tensors
+from stio.runtime import Operation, contextmanager
 from stio.runtime.memory import Region
-from stio.runtime.operation import Operation
-from stio.runtime.process import contextmanager
-from stio.storage.checkpoint.shards import OpenCheckpoint
-from stio.storage.local import LocalFile
+from stio.storage import LocalFile
+from stio.storage.checkpoint import OpenCheckpoint
 
 Shape = tuple[int, ...]
 

@@ -21,8 +21,7 @@ import numpy as np
 from stio.compat.safetensors._file import SafetensorError, header_of, require_plain, saving, wrong_type
 from stio.compat.safetensors._open import Array, numpy_dtype, path_of, safe_open
 from stio.errors import FormatError, printable
-from stio.format.dtypes import LIBRARY_NAMES, tensor_nbytes
-from stio.format.header import Header, build_header
+from stio.format import LIBRARY_NAMES, Header, build_header, tensor_nbytes
 
 __all__ = ["load", "load_file", "save", "save_file"]
 

@@ -29,18 +29,14 @@ from stio.compat.safetensors._file import SafetensorError, fresh, reading, requi
 from stio.compat.safetensors._open import path_of, safe_open
 from stio.compat.safetensors._tensors import Tensors
 from stio.compat.safetensors.numpy import TensorSpec, checked_metadata, checked_name, header_for, parsed, unknown_dtype
-from stio.device.describe import describe_tensors, require_values
-from stio.device.tensors import TORCH_DTYPES, tensors_in
-from stio.device.torch_private import copy_of, traits_of
+from stio.device import TORCH_DTYPES, copy_of, describe_tensors, require_values, tensors_in, traits_of
 from stio.errors import SharedTensorsError, printable
-from stio.format.shared import TensorSource, overlap_groups
-from stio.loading.module_tree import ModuleTree
+from stio.format import TensorSource, overlap_groups
+from stio.loading.targets import ModuleTree
+from stio.runtime import run_blocking
 from stio.runtime.memory import Region
-from stio.runtime.notifier import run_blocking
-from stio.saving.options import SaveOptions
-from stio.saving.pending import PendingSave
-from stio.saving.plan import WritePlan, plan_files
-from stio.storage.commit.destination import SingleFile
+from stio.saving import PendingSave, SaveOptions, WritePlan, plan_files
+from stio.storage.commit import SingleFile
 
 
 def storage_ptr(tensor: torch.Tensor) -> int:

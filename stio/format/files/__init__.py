@@ -8,3 +8,46 @@ index (`ShardIndex`), and compares it with the headers of its shards. `manifest`
 Names in an index are untrusted: each is checked before anything is opened (`check_shard_name`). Where an index and its
 shards differ, `check_shards` decides. The names are the hub's, so that its readers read stio's checkpoints.
 """
+
+from stio.format.files.directory import NamedCheckpoint, choose
+from stio.format.files.index import ShardIndex, check_shards, parse_index, require_one_set
+from stio.format.files.manifest import FileState, Hasher, HashName, Manifest, manifest_change, new_hasher
+from stio.format.files.names import (
+    FILE_SUFFIX,
+    FILE_SUFFIXES,
+    INDEX_SUFFIX,
+    MANIFEST_SUFFIX,
+    PICKLE_SUFFIXES,
+    FileName,
+    FilePattern,
+    step_of,
+)
+from stio.format.files.other_kinds import FileKind, advice_for_missing, advice_for_path, kind_of, why_packed
+
+__all__ = [
+    "FILE_SUFFIX",
+    "FILE_SUFFIXES",
+    "FileKind",
+    "FileName",
+    "FilePattern",
+    "FileState",
+    "HashName",
+    "Hasher",
+    "INDEX_SUFFIX",
+    "MANIFEST_SUFFIX",
+    "Manifest",
+    "NamedCheckpoint",
+    "PICKLE_SUFFIXES",
+    "ShardIndex",
+    "advice_for_missing",
+    "advice_for_path",
+    "check_shards",
+    "choose",
+    "kind_of",
+    "manifest_change",
+    "new_hasher",
+    "parse_index",
+    "require_one_set",
+    "step_of",
+    "why_packed",
+]

@@ -20,3 +20,12 @@ as every `use` block exits. Whether a caller got its model or left first is deci
 allocated under the copy stream: what users queued on other streams is behind an event recorded at the end of the block,
 for which the eviction waits on its own thread.
 """
+
+from stio.serving.pool.api import ModelPool
+from stio.serving.pool.policy import ModelStatus, PoolStats
+
+__all__ = [
+    "ModelPool",
+    "ModelStatus",
+    "PoolStats",
+]

@@ -17,22 +17,17 @@ import torch
 
 from stio import clock
 from stio.errors import CheckpointNotFoundError, listed, printable
-from stio.limits import Limits, checked_size
-from stio.loading.api import load
-from stio.loading.casts import DtypesLike
-from stio.loading.options import LoadOptions
-from stio.loading.planned import ACCELERATOR_BUDGET_BYTES
-from stio.remote.disk_cache import DiskCache
-from stio.runtime.notifier import AsyncOnly
-from stio.runtime.process import after_fork_in_child
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace
+from stio.limits import ACCELERATOR_BUDGET_BYTES, Limits, checked_size
+from stio.loading import DtypesLike, LoadOptions, load
+from stio.remote import DiskCache
+from stio.runtime import AsyncOnly, process
+from stio.runtime.reports import Progress, Trace
 from stio.serving.host_cache import HostCache
 from stio.serving.pool.content import Content, Make
 from stio.serving.pool.policy import ModelStatus, Policy, PoolStats, State, Tier
 from stio.serving.pool.thread import Caller, Change, PooledModel, PoolThread
-from stio.storage.checkpoint.open import SourceLike
-from stio.storage.checks import broken_link
+from stio.storage import broken_link
+from stio.storage.checkpoint import SourceLike
 from stio.text import described_by, is_url
 
 RING_BYTES = 96 << 20
@@ -364,7 +359,7 @@ class ModelPool(AsyncOnly):
 _pools: weakref.WeakSet[ModelPool] = weakref.WeakSet()
 
 
-@after_fork_in_child
+@process.after_fork_in_child
 def _forget_parent() -> None:
     """Close all pools in a forked child: their threads are not in the child."""
     for pool in list(_pools):

@@ -18,26 +18,14 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stio import clock
-from stio.device.base import resolve_device
-from stio.device.casts import Lost
-from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES
+from stio.device import TORCH_DTYPES, Lost, TorchAccelerator, resolve_device
 from stio.errors import listed, with_article
-from stio.format.state.tree import STATE_KEY
-from stio.loading.api import fill_from
-from stio.loading.body import collect, open_with_options
-from stio.loading.casts import planned_casts
-from stio.loading.module import ModuleTarget
-from stio.loading.module_tree import ModuleTree
-from stio.loading.nested import StateTarget
-from stio.loading.options import LoadOptions
-from stio.loading.select import select_tensors
-from stio.loading.target import LoadTarget
-from stio.runtime.notifier import run_blocking
-from stio.runtime.operation import Operation
-from stio.runtime.reports.progress import ProgressEvent
-from stio.storage.checkpoint.open import SourceLike
-from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.format.state import STATE_KEY
+from stio.loading import LoadOptions, collect, fill_from, open_with_options, planned_casts, select_tensors
+from stio.loading.targets import LoadTarget, ModuleTarget, ModuleTree, StateTarget
+from stio.runtime import Operation, run_blocking
+from stio.runtime.reports import ProgressEvent
+from stio.storage.checkpoint import OpenCheckpoint, SourceLike
 
 _UPDATE_BYTES = 64 << 20
 """Budget of an update in place. A larger tensor is on the way alone."""

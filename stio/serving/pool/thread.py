@@ -17,15 +17,13 @@ from typing import Any, TypeAlias
 import torch
 
 from stio import clock
-from stio.device.base import resolve_device
-from stio.device.cuda import TorchAccelerator, TorchEvent
+from stio.device import TorchAccelerator, TorchEvent, resolve_device
 from stio.errors import ClosedError, DeviceError, DeviceMemoryError, StioError, listed, printable
-from stio.runtime.notifier import Notifier
-from stio.runtime.operation import Operation, copy_of
-from stio.runtime.reports.trace import Trace, traced
+from stio.runtime import Notifier, Operation, copy_of
+from stio.runtime.reports import Trace, traced
 from stio.serving.pool.content import Content, Contents, Leftover, Make
 from stio.serving.pool.policy import Model, ModelRequest, Policy, PoolStats
-from stio.storage.checkpoint.open import SourceLike
+from stio.storage.checkpoint import SourceLike
 
 Outcome: TypeAlias = tuple[Any, BaseException | None]
 """The value of an operation, or its error."""

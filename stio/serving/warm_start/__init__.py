@@ -13,3 +13,10 @@ before misses: a hook blocks a submodule's forward until its own parameters are 
 other use from Python; `__torch_dispatch__` refuses a use from C++, functorch or jit. Workers fill the parameters, since
 a forward may block the loop's thread and may run on any stream.
 """
+
+from stio.serving.warm_start.api import WarmStart, warm_start
+
+__all__ = [
+    "WarmStart",
+    "warm_start",
+]

@@ -28,35 +28,40 @@ from torch.jit._trace import is_tracing
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from stio.device.base import DeviceMap, LoadedGroup
-from stio.device.casts import Casts, Lost
-from stio.device.copy_in import TargetMemory
-from stio.device.cuda import TorchAccelerator
-from stio.device.tensors import TORCH_DTYPES, typed
-from stio.device.torch_private import copy_of, moved
+from stio.device import (
+    TORCH_DTYPES,
+    Casts,
+    DeviceMap,
+    LoadedGroup,
+    Lost,
+    TargetMemory,
+    TorchAccelerator,
+    copy_of,
+    moved,
+    typed,
+)
 from stio.errors import ClosedError, MismatchError, TensorNotFoundError, WarmStartError, listed, printable
 from stio.limits import Limits
-from stio.loading.api import load
-from stio.loading.body import collect, open_with_options, scheduled
-from stio.loading.casts import DtypesLike, planned_casts
-from stio.loading.module import ModuleTarget
-from stio.loading.options import DevicesLike, LoadOptions, Memory
-from stio.loading.plan import Group
-from stio.loading.read_paths import Delivery
-from stio.loading.scheduler import LoadScheduler
-from stio.loading.select import select_tensors
-from stio.loading.target import LoadReport
-from stio.runtime.locks import new_lock
-from stio.runtime.notifier import AsyncOnly, Notifier, runs_blocking
-from stio.runtime.operation import Operation, close_all
-from stio.runtime.process import collection_paused
-from stio.runtime.process import switch_interval as shortened
-from stio.runtime.reports.progress import Progress
-from stio.runtime.reports.trace import Trace, shown
+from stio.loading import (
+    Delivery,
+    DevicesLike,
+    DtypesLike,
+    Group,
+    LoadOptions,
+    LoadScheduler,
+    Memory,
+    collect,
+    load,
+    open_with_options,
+    planned_casts,
+    scheduled,
+    select_tensors,
+)
+from stio.loading.targets import LoadReport, ModuleTarget
+from stio.runtime import AsyncOnly, Notifier, Operation, close_all, new_lock, process, runs_blocking
+from stio.runtime.reports import Progress, Trace, shown
 from stio.serving.warm_start.parameter import MatchedParameter, Placeholder, PlaceholderParameter, placeholder_of
-from stio.storage.checkpoint.caches import CacheLike
-from stio.storage.checkpoint.open import SourceLike
-from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.storage.checkpoint import CacheLike, OpenCheckpoint, SourceLike
 from stio.text import described_by, keywords_for
 
 _is_tracing: Callable[[], bool] = is_tracing  # torch leaves it untyped
@@ -202,7 +207,7 @@ class WarmStart(AsyncOnly):
         names = in_order(into.names, self._order)
 
         def body(operation: Operation[Any]) -> WarmStartLoad:
-            with shortened(self._settings.switch_interval):
+            with process.switch_interval(self._settings.switch_interval):
                 return self._prepare(operation, module, into, names)
 
         return Operation(body, name="open", discard=WarmStartLoad.abandon)
@@ -230,7 +235,7 @@ class WarmStart(AsyncOnly):
             operation.check()
             device = where if isinstance(where, torch.device) else where.device
             load = WarmStartLoad(opened, options, match, take_buffers, device)
-            with collection_paused(len(match.parameters)):
+            with process.collection_paused(len(match.parameters)):
                 load.make_placeholders(module, match.parameters)
         except BaseException:
             opened.discard()
@@ -454,7 +459,7 @@ class WarmStartLoad:
 
     def _body(self, operation: Operation[None]) -> None:
         try:
-            with shortened(self._options.switch_interval):
+            with process.switch_interval(self._options.switch_interval):
                 names = list(self._by_source)
                 selected = select_tensors(self._opened, names, self._options, casts=self._casts)
                 scheduler = scheduled(selected, Delivery(deliver=self._deliver, prompt=True))

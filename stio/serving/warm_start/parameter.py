@@ -148,7 +148,7 @@ def _forward_gradient(parameter: weakref.ref[nn.Parameter]) -> Callable[[torch.T
 class PlaceholderParameter(nn.Parameter):
     """A parameter without data; see the module's docstring. `Placeholder` sets this class; none is constructed."""
 
-    _is_placeholder = True  # for `stio.loading.module_tree`: a load gives it its data
+    _is_placeholder = True  # for `stio.loading.targets.module_tree`: a load gives it its data
 
     @classmethod
     def __torch_function__(

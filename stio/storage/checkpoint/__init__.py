@@ -2,7 +2,7 @@
 
 `open.py` finds the checkpoint that a path, a directory, a URL or a `Root` names. `shards.py` opens all its shards
 before the first read, parses and checks their headers, and compares them with the index: an `OpenCheckpoint`, as
-`OpenOptions` say. `latest.py` finds the newest complete checkpoint among the steps of a training, by opening each.
+`OpenOptions` say. `newest.py` finds the newest complete checkpoint among the steps of a training, by opening each.
 `integrity.py` compares the files of an open checkpoint with its manifest. `caches.py` is what loads know of caches,
 which may replace the files of an open checkpoint.
 
@@ -10,3 +10,27 @@ No tensor is read or planned here, and no module needs torch: loads, conversions
 with what these functions return. The rules about names and texts are in `stio.format` and pure; `stio.storage` opens
 and reads single files. The functions block.
 """
+
+from stio.storage.checkpoint.caches import CachedFile, CacheLike, CacheStats, FileCache, FileImage, ObjectCache
+from stio.storage.checkpoint.integrity import judge_files, no_manifest, read_manifest, verify_files
+from stio.storage.checkpoint.newest import latest
+from stio.storage.checkpoint.open import SourceLike, open_checkpoint
+from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
+
+__all__ = [
+    "CacheLike",
+    "CacheStats",
+    "CachedFile",
+    "FileCache",
+    "FileImage",
+    "ObjectCache",
+    "OpenCheckpoint",
+    "OpenOptions",
+    "SourceLike",
+    "judge_files",
+    "latest",
+    "no_manifest",
+    "open_checkpoint",
+    "read_manifest",
+    "verify_files",
+]

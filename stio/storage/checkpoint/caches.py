@@ -18,10 +18,8 @@ from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from stio.errors import StioError
 from stio.limits import PAGE_BYTES
-from stio.runtime.locks import Condition
+from stio.runtime import Cancelled, Condition, process, start_thread
 from stio.runtime.memory import Region
-from stio.runtime.operation import Cancelled, start_thread
-from stio.runtime.process import thread_name
 from stio.storage.base import Source
 
 logger = logging.getLogger("stio")
@@ -236,7 +234,7 @@ class CachedFile:
             release()
 
     def __del__(self) -> None:
-        if self._release is not None and not thread_name():  # a thread of a caller's, which takes no lock
+        if self._release is not None and not process.thread_name():  # a thread of a caller's, which takes no lock
             with suppress(RuntimeError):  # no more threads
                 start_thread(self._release, name="release")
                 return

@@ -11,12 +11,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from stio.errors import IntegrityError, StioError
-from stio.format.files.manifest import FileState, Manifest, new_hasher
+from stio.format.files import FileState, Manifest, new_hasher
 from stio.limits import PAGE_BYTES
-from stio.runtime.memory import allocate, default_budget_bytes
-from stio.runtime.memory.control_groups import num_processors
-from stio.runtime.operation import Cancelled
-from stio.runtime.workers import WorkerPool
+from stio.runtime import Cancelled, WorkerPool
+from stio.runtime.memory import allocate, default_budget_bytes, num_processors
 from stio.storage.base import Source, digest_of_source
 from stio.storage.checkpoint.shards import OpenCheckpoint
 from stio.storage.checks import advice_for_hub_cache, digest_in_name

@@ -23,11 +23,17 @@ from stio.errors import (
     StorageError,
     listed,
 )
-from stio.format.files.directory import NamedCheckpoint, choose
-from stio.format.files.index import parse_index, require_one_set
-from stio.format.files.manifest import Manifest
-from stio.format.files.names import MANIFEST_SUFFIX, FileName
-from stio.format.files.other_kinds import FileKind, advice_for_missing
+from stio.format.files import (
+    MANIFEST_SUFFIX,
+    FileKind,
+    FileName,
+    Manifest,
+    NamedCheckpoint,
+    advice_for_missing,
+    choose,
+    parse_index,
+    require_one_set,
+)
 from stio.limits import advice_on_limit
 from stio.storage.base import ParallelRoot, Root, Source, read_bytes
 from stio.storage.checkpoint.shards import (

@@ -25,13 +25,10 @@ from stio.errors import (
     UnsupportedDtypeError,
     printable,
 )
-from stio.format.files.index import ShardIndex, check_shards
-from stio.format.files.other_kinds import FileKind, kind_of, why_packed
-from stio.format.header import PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_header
-from stio.format.shared import ALIASES_KEY, parse_aliases
+from stio.format import ALIASES_KEY, PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_aliases, parse_header
+from stio.format.files import FileKind, ShardIndex, check_shards, kind_of, why_packed
 from stio.limits import Limits
-from stio.runtime.operation import start_thread
-from stio.runtime.process import collection_paused
+from stio.runtime import process, start_thread
 from stio.storage.base import RequestedSource, Root, Source, read_bytes
 from stio.storage.checkpoint.caches import ObjectCache
 from stio.storage.checks import broken_link
@@ -347,7 +344,7 @@ def read_header(file: Source, shard: str, options: OpenOptions, *, is_loaded: bo
         raise FormatError(kind.refusal(file.path), path=file.path) from error
     end = PREFIX_BYTES + nbytes
     raw = head[PREFIX_BYTES:end] if end <= len(head) else read_bytes(file, PREFIX_BYTES, nbytes)
-    with collection_paused(nbytes // _ENTRY_BYTES):
+    with process.collection_paused(nbytes // _ENTRY_BYTES):
         header = parse_header(
             raw,
             file_bytes=file_bytes,

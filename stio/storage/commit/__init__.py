@@ -40,3 +40,45 @@ readers, and that removal is durable before the old shards are deleted. `CommitU
 `commit="files"` was interrupted between files, and where an index that readers still follow could not be removed; the
 next save there, or `stio gc`, completes the commit. Which links a save follows is decided by `stio.storage.checks`.
 """
+
+from stio.storage.commit import syscalls
+from stio.storage.commit.destination import SingleFile, is_one_file
+from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, FileLock, LockTimeout, boot_id
+from stio.storage.commit.files import LocalFileWriter, read_small, status_at, write_small, write_whole
+from stio.storage.commit.recovery import MAX_AGE_SECONDS, GarbageReport, collect_garbage
+from stio.storage.commit.retention import EarlierSave, WrittenFiles, find_earlier_saves
+from stio.storage.commit.transaction import (
+    Invitation,
+    JoinedTransaction,
+    LocalTransaction,
+    NamedFiles,
+    begin_directory,
+    begin_local,
+)
+
+__all__ = [
+    "EarlierSave",
+    "FileLock",
+    "GarbageReport",
+    "Invitation",
+    "JoinedTransaction",
+    "LOCK_TIMEOUT_SECONDS",
+    "LocalFileWriter",
+    "LocalTransaction",
+    "LockTimeout",
+    "MAX_AGE_SECONDS",
+    "NamedFiles",
+    "SingleFile",
+    "WrittenFiles",
+    "begin_directory",
+    "begin_local",
+    "boot_id",
+    "collect_garbage",
+    "find_earlier_saves",
+    "is_one_file",
+    "read_small",
+    "status_at",
+    "syscalls",
+    "write_small",
+    "write_whole",
+]

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from stio.errors import StioError, StorageError
-from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX, FilePattern
+from stio.format.files import FILE_SUFFIX, FilePattern, parse_index
 from stio.limits import Limits
 from stio.storage.base import Identity, SaveRules
 from stio.storage.checks import identity_of, kind_of_file, refusals, resolve_links

@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from stio.format.files.names import INDEX_SUFFIX
+from stio.format.files import INDEX_SUFFIX
 from stio.storage.base import Note
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls

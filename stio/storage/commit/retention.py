@@ -31,9 +31,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from stio.errors import StioError, StorageError, listed, printable
-from stio.format.files.index import parse_index
-from stio.format.files.names import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, FileName
-from stio.runtime.process import contextmanager
+from stio.format.files import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, FileName, parse_index
+from stio.runtime import contextmanager
 from stio.storage.base import Identity
 from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls

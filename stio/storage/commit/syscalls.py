@@ -16,8 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from stio.runtime import process
 from stio.runtime.memory import libc
-from stio.runtime.process import after_fork_in_child
 from stio.storage.checks import UNSUPPORTED, open_resolved
 from stio.storage.local import function_of
 
@@ -249,7 +249,7 @@ _locked: set[int] = set()
 """Descriptors whose lock this process holds, or tries to take."""
 
 
-@after_fork_in_child
+@process.after_fork_in_child
 def _close_locked() -> None:
     """Close the parent's locked files in a forked child: it would hold their locks after the parent's death."""
     while _locked:

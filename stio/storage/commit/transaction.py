@@ -28,10 +28,9 @@ from typing import Self
 import msgspec
 
 from stio.errors import StorageError
-from stio.format.files.manifest import Hasher
-from stio.format.files.names import INDEX_SUFFIX
+from stio.format.files import INDEX_SUFFIX, Hasher
+from stio.runtime import mark_progress
 from stio.runtime.memory import allocate
-from stio.runtime.operation import mark_progress
 from stio.storage.base import Note, SaveRules, Transaction, digest_of_source
 from stio.storage.checks import refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls

@@ -13,7 +13,7 @@ from warm import in_thread
 
 from stio.device.base import LoadedGroup
 from stio.loading.options import LoadOptions
-from stio.loading.target import LoadReport
+from stio.loading.targets.base import LoadReport
 from stio.serving.warm_start.api import Match, MatchedParameter, WarmStartLoad
 from stio.serving.warm_start.parameter import Placeholder
 

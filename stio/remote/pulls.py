@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stio.errors import StioError, StorageError, UnsafePathError
-from stio.format.files.names import FILE_SUFFIX, FILE_SUFFIXES, PICKLE_SUFFIXES, FileName
+from stio.format.files import FILE_SUFFIX, FILE_SUFFIXES, PICKLE_SUFFIXES, FileName
 from stio.limits import DEFAULT_BUDGET_BYTES
 from stio.remote import hub
 from stio.remote.disk_cache import (
@@ -32,16 +32,19 @@ from stio.remote.disk_cache import (
     wait_until,
 )
 from stio.schemes import scheme_of
-from stio.storage.base import ParallelRoot, RequestedSource, Requests, Source
-from stio.storage.checkpoint.integrity import judge_files, read_manifest
-from stio.storage.checkpoint.open import open_checkpoint
-from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
-from stio.storage.checks import local_directory, refusals
+from stio.storage import (
+    LocalFile,
+    ParallelRoot,
+    RequestedSource,
+    Requests,
+    SingleFileRoot,
+    Source,
+    local_directory,
+    refusals,
+)
+from stio.storage.checkpoint import OpenCheckpoint, OpenOptions, judge_files, open_checkpoint, read_manifest
+from stio.storage.commit import FileLock, read_small, status_at, write_small
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.directory_lock import FileLock
-from stio.storage.commit.files import read_small, status_at, write_small
-from stio.storage.local import LocalFile
-from stio.storage.open import SingleFileRoot
 from stio.text import is_url, without_secrets
 
 _HOW = OpenOptions(with_manifest=True, strict=False, check=check_interrupted)

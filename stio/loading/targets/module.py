@@ -20,14 +20,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from stio.device.base import LoadedGroup
-from stio.device.cuda import TorchAccelerator
-from stio.device.names_in_files import FileNames
-from stio.device.tensors import TORCH_DTYPES, typed
+from stio.device import TORCH_DTYPES, FileNames, LoadedGroup, TorchAccelerator, typed
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
-from stio.format.state.tree import STATE_KEY, TREE_TENSOR
+from stio.format.state import STATE_KEY, TREE_TENSOR
 from stio.loading.casts import require_together, warn_of_codes
-from stio.loading.module_tree import (
+from stio.loading.options import LoadOptions
+from stio.loading.targets.base import LoadReport, LoadTarget, LocalPart, PartOf, Place, Stored, no_part, whole_of
+from stio.loading.targets.module_tree import (
     ModuleTree,
     is_on_meta,
     memory_key,
@@ -37,10 +36,8 @@ from stio.loading.module_tree import (
     why_not_copied,
     why_refused,
 )
-from stio.loading.options import LoadOptions
-from stio.loading.target import LoadReport, LoadTarget, LocalPart, PartOf, Place, Stored, no_part, whole_of
-from stio.runtime.process import collection_paused
-from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.runtime import process
+from stio.storage.checkpoint import OpenCheckpoint
 from stio.text import log
 
 _SHOWN_CHARACTERS = 2000
@@ -98,7 +95,7 @@ class ModuleTarget(LoadTarget):
         self._module = module
         self._fills = fills
         self.assigns = assign
-        with collection_paused(sys.maxsize):  # how many tensors there are is not known yet
+        with process.collection_paused(sys.maxsize):  # how many tensors there are is not known yet
             self._tree = ModuleTree(module)
         self._can_assign = part_of is no_part  # loads of ranks fill memory
         self._parts: dict[str, LocalPart] = {}
@@ -161,7 +158,7 @@ class ModuleTarget(LoadTarget):
                 of the module cannot be filled, or a buffer on `meta` is not persistent.
             WarmStartError: With `fills`, a submodule is custom.
         """
-        with collection_paused(sum(map(len, opened.headers))):
+        with process.collection_paused(sum(map(len, opened.headers))):
             self._begin(opened.path)
             self._strict, tree = options.strict, self._tree
             self._stored = opened.dtypes_and_shapes()

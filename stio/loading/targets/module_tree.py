@@ -19,9 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.module import _global_parameter_registration_hooks
 from torch.nn.parameter import is_lazy
 
-from stio.device.copy_in import TargetMemory
-from stio.device.names_in_files import FileNames
-from stio.device.torch_private import traits_of
+from stio.device import FileNames, TargetMemory, traits_of
 
 _OWN_RULES = (_NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict)
 """Overridden for files of old versions of torch only; `ModuleTree` follows their rules."""

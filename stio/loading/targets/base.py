@@ -15,16 +15,13 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from stio.device.base import LoadedGroup
-from stio.device.casts import Lost
-from stio.device.copy_in import TargetMemory
-from stio.device.tensors import TORCH_DTYPES
+from stio.device import TORCH_DTYPES, LoadedGroup, Lost, TargetMemory
 from stio.errors import MismatchError, listed, printable
 from stio.loading.casts import require_as_stored
-from stio.loading.module_tree import is_on_meta, memory_key, overlapping, why_not_copied, why_refused
 from stio.loading.options import DevicesLike, LoadOptions
-from stio.runtime.process import collection_paused
-from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.loading.targets.module_tree import is_on_meta, memory_key, overlapping, why_not_copied, why_refused
+from stio.runtime import process
+from stio.storage.checkpoint import OpenCheckpoint
 
 Stored: TypeAlias = tuple[str, tuple[int, ...]]
 """Dtype and shape of a tensor, as in the format."""
@@ -227,7 +224,10 @@ class LoadTarget(ABC):
 
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the memory, in the order of the calling thread's stream."""
-        with collection_paused(len(self._places)), torch.inference_mode() if self._inference else torch.no_grad():
+        with (
+            process.collection_paused(len(self._places)),
+            torch.inference_mode() if self._inference else torch.no_grad(),
+        ):
             if group.image is not None:
                 places = [
                     (place.name, name, place.memory)

@@ -17,8 +17,7 @@ from stio.errors import (
     StioError,
     listed,
 )
-from stio.format.files.directory import NamedCheckpoint
-from stio.format.files.names import FILE_SUFFIXES, INDEX_SUFFIX, FileName
+from stio.format.files import FILE_SUFFIXES, INDEX_SUFFIX, FileName, NamedCheckpoint
 from stio.storage.checkpoint.open import open_checkpoint
 from stio.storage.checkpoint.shards import OpenOptions
 from stio.storage.checks import CHECKPOINT_SUFFIXES, local_directory, refused, steps_in

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 
 from stio.errors import FormatError, MismatchError, listed, printable
-from stio.format.dtypes import LIBRARY_NAMES
-from stio.format.header import TensorInfo
-from stio.format.state.tree import (
+from stio.format import LIBRARY_NAMES, TensorInfo
+from stio.format.state import (
     POINTER,
     STATE_KEY,
     TREE_TENSOR,
@@ -36,10 +35,10 @@ from stio.format.state.tree import (
 from stio.limits import Limits
 from stio.loading.casts import require_together
 from stio.loading.options import LoadOptions
-from stio.loading.target import Casting, LoadReport, LoadTarget, PartOf, Stored, no_part
+from stio.loading.targets.base import Casting, LoadReport, LoadTarget, PartOf, Stored, no_part
+from stio.runtime import process
 from stio.runtime.memory import Region, allocate
-from stio.runtime.process import collection_paused
-from stio.storage.checkpoint.shards import OpenCheckpoint
+from stio.storage.checkpoint import OpenCheckpoint
 
 _PLAIN_VALUES = (
     *(type(None), bool, int, float, str, bytes, torch.Size, torch.dtype, torch.device),
@@ -75,7 +74,7 @@ def read_nested(opened: OpenCheckpoint, limits: Limits, *, check: Callable[[], N
         LimitError: The tree exceeds a limit.
     """
     raw, holds_bytes = _tree_text(opened, limits)
-    with collection_paused(len(raw)):
+    with process.collection_paused(len(raw)):
         tree = parse_tree(raw, path=opened.path, limits=limits, foreign=torch_value, check=check)
     kinds = {reference.name: reference.kind for reference in tree.references if reference.in_host_memory}
     holds_bytes |= kinds.keys()
@@ -210,7 +209,7 @@ class StateTarget(LoadTarget):
 
     Args:
         state: Containers with tensors and plain values. It must not change during the load.
-        part_of: Returns the part of a tensor that this process holds; see `stio.loading.target.LocalPart`.
+        part_of: Returns the part of a tensor that this process holds; see `stio.loading.targets.base.LocalPart`.
         casting: Which dtypes of a nested state in the checkpoint may be copied into which. Tensors by name may be cast.
     """
 
