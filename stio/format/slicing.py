@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import EllipsisType
 from typing import Any, Literal, NoReturn, TypeAlias
@@ -23,8 +23,8 @@ from typing import Any, Literal, NoReturn, TypeAlias
 from stio.errors import SliceError, printable
 
 Index: TypeAlias = Any
-"""An index: int, slice, Ellipsis, None, list or array of ints, list of slices, or a tuple of those with at most one
-list or array of ints."""
+"""An index: int, slice, Ellipsis, None, list or array of ints, list of slices, or a tuple of those; at most one of the
+lists and arrays of ints has another length than 1."""
 
 Rows: TypeAlias = "range | list[int]"
 """Rows of one dimension, ascending and distinct; a list only if they are not evenly spaced."""
@@ -49,7 +49,7 @@ class Selection:
 
     The selected tensor is `compact.view(read_shape)`, indexed by `post` unless that is None, then flipped along the
     dimensions `flip` of the indexed tensor. For `post`, torch and numpy give the same result: it has only ints of 0 and
-    above, slices with positive steps, None, and at most one list.
+    above, slices with positive steps, None, and at most one list (nested for an index array of several dimensions).
     An item that is a tuple of slices stands for their parts, one after the other along that dimension; see
     `stages`.
     """
@@ -104,12 +104,16 @@ class _Term:
     """The selected rows, in order; empty for a new dimension."""
     kind: Literal["int", "slice", "list", "new", "intervals"]
     """Kind of this part of the index; `new` is a new dimension, `intervals` a list of slices."""
+    list_shape: tuple[int, ...] = ()
+    """Of a list: its dimensions, which replace the indexed one."""
     intervals: tuple[range, ...] = ()
     """Of a list of slices: the rows of each that has any, in order."""
 
     @property
     def result_shape(self) -> tuple[int, ...]:
         """The dimensions of the result that it stands for."""
+        if self.kind == "list":
+            return self.list_shape
         return () if self.kind == "int" else (1 if self.kind == "new" else len(self.rows),)
 
 
@@ -118,9 +122,9 @@ def select(index: Index, shape: Sequence[int], itemsize: int, *, gap_bytes: int 
 
     Args:
         index: As `numpy.s_[...]` gives it: ints, slices of any step, Ellipsis, None, sequences of ints (list, range,
-            tuple inside the tuple), arrays of ints with one dimension, or a tuple of these with at most one sequence or
-            array. An array without dimensions is an int. A list of slices with step 1 selects several intervals of its
-            dimension, one after the other, in the order of the list.
+            tuple inside the tuple), arrays of ints with any number of dimensions, or a tuple of these. At most one
+            sequence or array has another length than 1. An array without dimensions is an int. A list of slices with
+            step 1 selects several intervals of its dimension, one after the other, in the order of the list.
         shape: The tensor's dimensions.
         itemsize: Bytes of one element.
         gap_bytes: Where at most so many bytes lie between two chunks, whole rows are read: one long read, and one
@@ -131,11 +135,12 @@ def select(index: Index, shape: Sequence[int], itemsize: int, *, gap_bytes: int 
         The selection; numpy and torch both give its result for this index.
 
     Raises:
-        SliceError: The index is of another kind (masks and floats are), out of range, longer than the shape, has
-            several lists, or is one for which numpy and torch order the dimensions differently (`[:, 0, :, [1, 2]]`).
+        SliceError: The index is of another kind (masks and floats are), out of range, longer than the shape, or one
+            for which numpy and torch order the dimensions differently (`[:, 0, :, [1, 2]]`), or put the dimension of
+            several lists first (`[:, [0], :, [1, 2]]`).
     """
     shape = tuple(shape)
-    terms = _normalize(index, shape)
+    terms = _one_list(_normalize(index, shape), index, shape)
     _refuse_ambiguous(terms, index, shape)
     result_shape = tuple(size for term in terms for size in term.result_shape)
     if 0 in result_shape or 0 in shape:
@@ -152,6 +157,7 @@ def select(index: Index, shape: Sequence[int], itemsize: int, *, gap_bytes: int 
         len(read[term.dim]) == 1 for term in terms if term.kind == "int"
     ):
         return Selection(starts, chunk_bytes, result_shape, None, flip, result_shape)
+    post = tuple(_nested(item, term) for item, term in zip(post, terms, strict=True))
     return Selection(starts, chunk_bytes, tuple(map(len, read)), post, flip, result_shape)
 
 
@@ -181,6 +187,28 @@ def _normalize(index: Index, shape: tuple[int, ...]) -> list[_Term]:
     return terms
 
 
+def _one_list(terms: list[_Term], index: Index, shape: tuple[int, ...]) -> list[_Term]:
+    """Broadcast several lists as numpy and torch do: one keeps the dimensions of the result, the others become ints."""
+    lists = [k for k, term in enumerate(terms) if term.kind == "list"]
+    if len(lists) < 2:
+        return terms
+    longer = [k for k in lists if len(terms[k].rows) != 1]
+    if len(longer) > 1:
+        _refuse("more than one list has a length other than 1", index, shape)
+    kept = longer[0] if longer else lists[0]
+    plain = [k for k, term in enumerate(terms) if term.kind not in ("int", "list")]
+    if any(k < kept for k in plain) and any(lists[0] < k < lists[-1] for k in plain):
+        _refuse("lists around a slice put their dimension first (index by one list after the other)", index, shape)
+    num_dims = max(len(terms[k].list_shape) for k in lists)
+    for k in lists:
+        term, own = terms[k], terms[k].list_shape
+        if k == kept:
+            terms[k] = replace(term, list_shape=(1,) * (num_dims - len(own)) + own)
+        else:
+            terms[k] = _Term(term.dim, range(term.rows[0], term.rows[0] + 1), "int")
+    return terms
+
+
 def _term(item: Any, dim: int, index: Index, shape: tuple[int, ...]) -> _Term:
     length = shape[dim]
     if isinstance(item, slice):
@@ -192,7 +220,7 @@ def _term(item: Any, dim: int, index: Index, shape: tuple[int, ...]) -> _Term:
         intervals = [rows for rows in intervals if rows]
         if len(intervals) < 2:
             return _Term(dim, intervals[0] if intervals else range(0), "slice")
-        return _Term(dim, [row for rows in intervals for row in rows], "intervals", tuple(intervals))
+        return _Term(dim, [row for rows in intervals for row in rows], "intervals", (), tuple(intervals))
     dtype = str(getattr(item, "dtype", "int"))
     # uint8 is a mask in torch and not in numpy. A bool is no index, though `operator.index` takes torch's.
     if "int" not in dtype or dtype == "torch.uint8" or isinstance(item, (bool, str, bytes)):
@@ -202,7 +230,10 @@ def _term(item: Any, dim: int, index: Index, shape: tuple[int, ...]) -> _Term:
             return _Term(dim, range(_row(operator.index(item), length, index, shape), length)[:1], "int")
         except TypeError:
             pass
-    values = item.tolist() if hasattr(item, "tolist") else item
+    values, list_shape = item, None
+    if hasattr(item, "tolist"):
+        list_shape = tuple(getattr(item, "shape", ()))
+        values = item.reshape(-1).tolist() if len(list_shape) > 1 else item.tolist()
     if not isinstance(values, (list, tuple, range)):
         _refuse(f"a {type(item).__name__} cannot be an index", index, shape)
     rows = []
@@ -215,7 +246,7 @@ def _term(item: Any, dim: int, index: Index, shape: tuple[int, ...]) -> _Term:
             rows.append(_row(operator.index(value), length, index, shape))
         except TypeError:
             _refuse("a list of indices may hold integers only", index, shape)
-    return _Term(dim, rows, "list")
+    return _Term(dim, rows, "list", list_shape or (len(rows),))
 
 
 def _range(item: slice, length: int, index: Index, shape: tuple[int, ...]) -> range:
@@ -239,16 +270,14 @@ def _refuse(reason: str, index: Index, shape: tuple[int, ...]) -> NoReturn:
 
 
 def _refuse_ambiguous(terms: list[_Term], index: Index, shape: tuple[int, ...]) -> None:
-    """Refuse several lists, and an index that numpy and torch interpret differently.
+    """Refuse an index that numpy and torch interpret differently.
 
     If there is a list, numpy treats ints as lists too. If another part is between them, numpy puts the list's
     dimension first, and torch leaves it in its place. Both agree if its place is the first.
     """
-    parts: list[str] = [term.kind for term in terms]
-    if "list" not in parts:
+    if all(term.kind != "list" for term in terms):
         return
-    if parts.count("list") > 1:
-        _refuse("more than one list (index by one list after the other)", index, shape)
+    parts: list[str] = [term.kind for term in terms]
     # In numpy an Ellipsis for no dimension separates too. Only the index itself still shows it.
     if isinstance(index, tuple) and len(index) == len(terms) + 1:
         place = next((k for k, item in enumerate(index) if isinstance(item, EllipsisType)), len(parts))
@@ -378,3 +407,13 @@ def _post_item(term: _Term, read: list[Rows]) -> Any:
         return tuple(slice(first, first + count) for first, count in firsts)
     place = {row: k for k, row in enumerate(got)}
     return [place[row] for row in term.rows]
+
+
+def _nested(item: Any, term: _Term) -> Any:
+    """Return an item of `post`; that of a list with several dimensions as nested lists."""
+    if len(term.list_shape) < 2:
+        return item
+    rows = list(range(len(term.rows))) if isinstance(item, slice) else item
+    for size in reversed(term.list_shape[1:]):
+        rows = [rows[k : k + size] for k in range(0, len(rows), size)]
+    return rows

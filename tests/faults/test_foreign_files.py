@@ -32,7 +32,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from commands import refused, run
+from commands import refused
+from commands import run
 from torch import nn
 from torch.package import PackageExporter
 
@@ -40,7 +41,8 @@ import stio
 from stio import sync
 from stio.compat.safetensors.numpy import save_file as save_arrays
 from stio.conversion.torch_files import kind_of_file
-from stio.format.files.other_kinds import _KINDS, _TORCH_SAVE
+from stio.format.files.other_kinds import _KINDS
+from stio.format.files.other_kinds import _TORCH_SAVE
 
 # 435: a pickle that needs code beside its tensors.
 
@@ -465,9 +467,13 @@ def _run_step(code: str, path: Path, out: Path, monkeypatch: pytest.MonkeyPatch)
     ("name", "said"),
     [
         ("others/model.mlmodel", "this is a Core ML model, which stio does not read; take the checkpoint"),
+        ("others/model.mlpackage", "this is a Core ML package: take the checkpoint"),
         ("others/objects.npy", "this is a numpy array of Python objects, which is a pickle"),
         ("others/zarr2", "this is a directory of zarr"),
         ("others/zarr3", "this is a directory of zarr"),
+        ("others/model.tensors", "this is a file of tensorizer"),
+        ("others/model.flashpack", "this is a file of flashpack"),
+        ("others/model.safetensors.znn", "this is a file compressed by zipnn"),
         ("jax/flax_model.msgpack", "this is a msgpack file, as flax writes them"),
         ("jax/orbax", "this is a checkpoint of Orbax"),
         ("transformers/offload", "this is a folder that accelerate offloads to"),

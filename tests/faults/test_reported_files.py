@@ -83,6 +83,11 @@ def _by_numpy(save: Callable[..., None], *arrays: Any, **named: Any) -> bytes:
     return made.getvalue()
 
 
+def _ct2(path: Path) -> None:
+    spec = b"TransformerSpec\0"
+    path.write_bytes(struct.pack("<IH", 6, len(spec)) + spec + struct.pack("<II", 7, 100) + bytes(200))
+
+
 KINDS: dict[str, tuple[str, Make]] = {
     "torchscript": ("a TorchScript archive", _script),
     "torchscript-large": ("a TorchScript archive", _large_script),
@@ -92,6 +97,7 @@ KINDS: dict[str, tuple[str, Make]] = {
     "npy": ("a numpy array", lambda path: path.write_bytes(_by_numpy(np.save, WEIGHTS["w"].numpy()))),
     "zip": ("a zip archive", _zipped),
     "zip-cut": ("a zip archive without its end", lambda path: path.write_bytes(b"PK\3\4" + bytes(300))),
+    "ct2": ("a model of CTranslate2", _ct2),
     "gguf": ("a GGUF file", lambda path: path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2, 3) + bytes(64))),
     "onnx": ("an ONNX model", lambda path: path.write_bytes(b"\x08\x0a\x12\x07pytorch\x1a\x052.4.0" + bytes(64))),
     "onnx-plain": ("an ONNX model", lambda path: path.write_bytes(b"\x08\x0d\x3a\x20" + bytes(64))),
@@ -187,7 +193,7 @@ def test_c323_safetensors_under_another_name_are_named(tmp_path: Path, name: str
 
 @pytest.mark.parametrize("name", ["model.bin", "model.onnx", "model.gguf", "weights.npz"])
 def test_c323_the_only_file_of_a_directory_is_named_by_its_content(tmp_path: Path, name: str) -> None:
-    kind = {"bin": "hdf5", "onnx": "onnx", "gguf": "gguf", "npz": "npz"}[name.rpartition(".")[2]]
+    kind = {"bin": "ct2", "onnx": "onnx", "gguf": "gguf", "npz": "npz"}[name.rpartition(".")[2]]
     (tmp_path / "m").mkdir()
     KINDS[kind][1](tmp_path / "m" / name)
     with pytest.raises(stio.CheckpointNotFoundError, match=f"{re.escape(name)} is {KINDS[kind][0]}: ") as caught:

@@ -13,7 +13,7 @@ from counts import count
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from stio.device.casts import Casts, select_and_cast
+from stio.device.tensors import select_and_cast
 from stio.errors import SliceError
 from stio.format.slicing import MANY_CHUNKS, PAGE_BYTES, SMALL_CHUNK_BYTES, Selection, select
 
@@ -170,6 +170,42 @@ def test_regular_starts_take_no_memory() -> None:
     assert many.post == (slice(0, 4 * MANY_CHUNKS - 1, 2), slice(None))
 
 
+@st.composite
+def with_arrays(draw: st.DrawFn) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    shape = (3, 5, 4, 7)[: draw(st.integers(1, 4))]
+    items: list[Any] = []
+    for length in shape:
+        form = tuple(draw(st.sampled_from([(), (1,), (1,), (1, 1), (3,), (2, 2), (0,)])))
+        count = math.prod(form)
+        rows = draw(st.lists(st.integers(-length, length - 1), min_size=count, max_size=count))
+        whole = draw(st.sampled_from([slice(None), slice(1, None, 2), slice(None, None, -1)]))
+        items.append(draw(st.sampled_from([whole, np.array(rows, np.int64).reshape(form)])))
+    if draw(st.booleans()):
+        items.insert(draw(st.integers(0, len(items))), None)
+    return tuple(items), shape
+
+
+@pytest.mark.slow
+@settings(max_examples=count(125, 500), deadline=None)
+@given(with_arrays())
+def test_index_arrays_of_any_dimensions(case: tuple[tuple[Any, ...], tuple[int, ...]]) -> None:
+    """The array of torch gives what that of numpy gives, and both the answer of numpy, or an error."""
+    index, shape = case
+    as_torch = tuple(torch.from_numpy(item) if isinstance(item, np.ndarray) else item for item in index)
+    # Without dimensions it is an int, which numpy and torch treat differently beside a list.
+    plain = tuple(item.item() if isinstance(item, np.ndarray) and not item.ndim else item for item in index)
+    try:
+        selection = check(plain, shape)
+    except (SliceError, IndexError):  # an IndexError: numpy refuses it too
+        arrays = [item for item in plain if isinstance(item, np.ndarray)]
+        ints = [item for item in plain if isinstance(item, int)]
+        assert len(arrays) + bool(ints) > 1, index
+        with pytest.raises(SliceError):
+            select(as_torch, shape, ITEM)
+    else:
+        assert select(as_torch, shape, ITEM) == selection
+
+
 def test_whole_rows_leave_nothing_to_do() -> None:
     for index in (np.s_[0:128, :], np.s_[5], np.s_[5, 7:9], np.s_[..., 3:5, :], np.s_[None, 2], np.s_[[1, 2, 3]]):
         assert select(index, (200, 1000), SMALL_CHUNK_BYTES).post is None
@@ -195,7 +231,7 @@ def test_array_likes(index: Any) -> None:
         True, np.True_, 1.0, np.float32(1), "a", b"a", 1j, {}, object(), 3, -4, (0, 4), (0, 0, 0, 0), (..., ...),
         slice(None, None, 0), slice("a", "b"), slice(0.0, 1.0), [True, False, True], [0.0], [3], [-4], [[0]], [None],
         np.array([True, False, True]), np.array([0.5]), np.array([]), np.array([[3]]), torch.tensor([True, True, False]),
-        torch.tensor(True), torch.tensor([1], dtype=torch.uint8), torch.tensor([1.0]), ([0, 1], [1, 2]), ([0], [1, 2]), torch.tensor([[1, 0]]), np.datetime64("2020"),
+        torch.tensor(True), torch.tensor([1], dtype=torch.uint8), torch.tensor([1.0]), ([0, 1], [1, 2]), np.datetime64("2020"),
     ],
     ids=lambda index: repr(index)[:40],
 )  # fmt: skip
@@ -299,9 +335,7 @@ def test_intervals(case: tuple[list[Any], tuple[int, ...]], gap_bytes: int) -> N
         assert not expected.size
         return
     tensor = torch.frombuffer(compact, dtype=torch.int32).view(selection.read_shape)
-    found = (
-        select_and_cast({"w": tensor}, {"w": selection}, Casts())["w"] if selection.post or selection.flip else tensor
-    )
+    found = select_and_cast({"w": tensor}, {"w": selection}, None)["w"] if selection.post or selection.flip else tensor
     assert np.array_equal(found.numpy(), expected)
     assert found.untyped_storage().nbytes() == found.nbytes == expected.nbytes
 

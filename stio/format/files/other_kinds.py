@@ -3,8 +3,8 @@
 The functions are called after a source could not be opened. By the content of a file `kind_of` finds what it is; by
 names and paths the others find what the caller may mean. These return a clause to add to the message, or nothing.
 
-One table has all kinds of files and directories: where a kind shows (the first bytes of a file, the names in a
-zip archive or in a directory), an expression for that place, the name of the kind, and the next step. Of an
+One table has all kinds of files and directories: where a kind shows (the first bytes of a file, its last ones, the
+names in a zip archive or in a directory), an expression for that place, the name of the kind, and the next step. Of an
 archive only the first name and those at its end are read, so a large or hostile one costs no more than a small one.
 A name of a file shows nothing, `model.bin` has many kinds; only of a file without any mark it is all there is.
 """
@@ -12,14 +12,22 @@ A name of a file shows nothing, `model.bin` has many kinds; only of a file witho
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from stio.errors import StioError, printable
-from stio.format.files.names import FILE_SUFFIXES, INDEX_SUFFIX, PICKLE_SUFFIXES, FileName, step_of
+from stio.errors import StioError
+from stio.errors import printable
+from stio.format.files.names import FILE_SUFFIXES
+from stio.format.files.names import INDEX_SUFFIX
+from stio.format.files.names import PICKLE_SUFFIXES
+from stio.format.files.names import FileName
+from stio.format.files.names import step_of
 from stio.schemes import READERS
-from stio.text import is_url, without_secrets
+from stio.text import is_url
+from stio.text import without_secrets
 
 _HEAD_BYTES = 512
 """Bytes at the start of a file that decide about its kind."""
@@ -101,9 +109,11 @@ _KINDS = [(place, re.compile(mark, re.DOTALL), FileKind(name, step)) for place, 
      "unpack it first (`python -m zipfile -e FILE DIRECTORY`), and give the checkpoint in it"),
     ("start", r"\x80[\x02-\x05].{,20}\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19", _TORCH_SAVE.name, CONVERT),
     ("start", r"\x80[\x02-\x05]", "a pickle that torch.save has not written", _PROGRAM),
+    ("start", r".{4}TFL3", "a TensorFlow Lite model", _SOURCE),
     ("start", r".{257}ustar", "a tar archive", "unpack it first (`tar -xf FILE`), and give what is in it"),
     ("start", r"GGUF", "a GGUF file",
      "in transformers, from_pretrained(DIRECTORY, gguf_file=NAME) loads it, and save_pretrained() writes safetensors"),
+    ("start", r"lmgg|fmgg|tjgg|algg", "a GGML file", _SOURCE),
     ("start", r"\x89HDF\r\n\x1a\n", "an HDF5 file", _ARRAYS.format("h5py")),
     ("start", r"\x93NUMPY.*'descr': '\|O'", "a numpy array of Python objects, which is a pickle", _PROGRAM),
     ("start", r"\x93NUMPY", "a numpy array", _ARRAYS.format("numpy.load")),
@@ -114,6 +124,9 @@ _KINDS = [(place, re.compile(mark, re.DOTALL), FileKind(name, step)) for place, 
     ("start", r"\xfd7zXZ\0", "a file compressed by xz", _UNPACK.format("xz")),
     ("start", r"\x28\xb5\x2f\xfd", "a file compressed by zstd", _UNPACK.format("zstd")),
     ("start", r"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it first"),
+    ("start", r"ZN\0[\0-\x20]", "a file compressed by zipnn", "decompress it first, with zipnn"),
+    ("start", r"\|TZR\|", "a file of tensorizer", _READ.format("tensorizer.TensorDeserializer")),
+    ("start", r"[\x01-\x20]\0\0\0[\x04-\x40]\0[A-Z][A-Za-z0-9]{2,60}\0", "a model of CTranslate2", _SOURCE),
     # The version of the format, then a description (field 2) whose first field is an input or, in a long form, text.
     ("start", r"\x08[\x01-\x20]\x12[\x80-\xff]{,3}[\0-\x7f](\x0a|\xa2\x06)", "a Core ML model", _SOURCE),
     # The version of the format, then text, a graph or the versions of operators (the fields 2, 3, 4, 6, 7 and 8).
@@ -125,6 +138,7 @@ _KINDS = [(place, re.compile(mark, re.DOTALL), FileKind(name, step)) for place, 
      "a download has stored an error or a login in the place of the file: fetch it again"),
     ("start", r"\s*[{\[]\s*[\"{\[\d\]}]", "JSON text",
      "give a .safetensors file, a directory, or an index whose name ends in .index.json"),
+    ("end", r".*FLASHPK\0\Z", "a file of flashpack", _READ.format("flashpack")),
     ("path", r".*\.dat\Z", "a file without a header, like the .dat of a folder that accelerate offloads to",
      _OFFLOADED),
     ("directory", r"(.*\n)?\.metadata\n.*\.distcp\n", "a checkpoint of torch.distributed.checkpoint", _JOIN),
@@ -134,6 +148,7 @@ _KINDS = [(place, re.compile(mark, re.DOTALL), FileKind(name, step)) for place, 
     ("directory", r"(?=(.*\n)?index\.json\n).*\.dat\n", "a folder that accelerate offloads to", _OFFLOADED),
     ("directory", r"(.*\n)?model_index\.json\n", "the root of a diffusers pipeline",
      "its models are in folders of their own: give the path of one, such as DIRECTORY/unet"),
+    ("directory", r"(?=(.*\n)?Data\n)(.*\n)?Manifest\.json\n", "a Core ML package", _SOURCE),
     ("directory", r"(.*\n)?sharded\n", "a directory whose sharded/ may hold parts of ranks", WHOLE_BY_TORCH),
 )]  # fmt: skip
 """Each kind: where it shows, an expression for the text there (of names with a newline after each), and its FileKind.
@@ -155,15 +170,17 @@ def kind_of(read: Callable[[int, int], bytes], nbytes: int, path: str) -> FileKi
         nbytes: Size of the file.
         path: Path of the file; it counts for a file without a mark.
     """
-    head = read(0, min(_HEAD_BYTES, nbytes))
+    head, tail = read(0, min(_HEAD_BYTES, nbytes)), b""
     header_bytes, text = int.from_bytes(head[:_PREFIX_BYTES], "little"), head[_PREFIX_BYTES:]
     if header_bytes <= nbytes - _PREFIX_BYTES and text.lstrip(b" ")[:1] == b"{":
         return _SAFETENSORS
-    if not head.startswith(b"PK\x03\x04"):
-        return _kind_at("start", head.decode("latin-1")) or _kind_at("path", path)
-    tail = b""
+    is_zip = head.startswith(b"PK\x03\x04")
+    if not is_zip and (kind := _kind_at("start", head.decode("latin-1"))):
+        return kind
     with suppress(StioError):
-        tail = read(max(0, nbytes - _TAIL_BYTES), nbytes)
+        tail = read(max(0, nbytes - (_TAIL_BYTES if is_zip else _PREFIX_BYTES)), nbytes)
+    if not is_zip:
+        return _kind_at("end", tail.decode("latin-1")) or _kind_at("path", path)
     names = [tail[one.end() : one.end() + int.from_bytes(one[1], "little")] for one in _ZIP_ENTRY.finditer(tail)]
     if names:
         names.append(head[30 : 30 + int.from_bytes(head[26:28], "little")])
@@ -173,7 +190,8 @@ def kind_of(read: Callable[[int, int], bytes], nbytes: int, path: str) -> FileKi
 _ZIPNN = "znn_compressed_vectors"
 
 _SUFFIXES_OF_OTHERS = (
-    ".gguf", ".onnx", ".h5", ".keras", ".npz", ".npy", ".pt2", ".msgpack", ".mlmodel",
+    ".gguf", ".onnx", ".h5", ".keras", ".npz", ".npy", ".pt2", ".tflite", ".msgpack", ".tensors", ".flashpack", ".znn",
+    ".mlmodel",
 )  # fmt: skip
 """Ends of names of other files of weights."""
 
