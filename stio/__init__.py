@@ -120,7 +120,7 @@ __all__ = [  # noqa: PLE0604  # a test compares the table with the imports above
 
 
 def _import_names(module_name: str) -> None:
-    """Import all public names of one package or module, so that their `repr` says `stio.X` and their annotations resolve here."""
+    """Import all public names of one package, so that their `repr` says `stio.X` and their annotations resolve here."""
     module = import_module(module_name)
     for name, place in _MODULE_OF.items():
         if place == module_name:

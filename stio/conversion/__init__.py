@@ -26,10 +26,10 @@ from stio.conversion.sources import pickle_files
 from stio.conversion.torch_files import read_pickle
 
 __all__ = [
-    "KeyPath",
     "MAX_DEPTH",
     "MAX_KEYS",
     "MAX_NAME_BYTES",
+    "KeyPath",
     "PickleRefused",
     "PlainPickles",
     "convert",

@@ -70,6 +70,7 @@ from stio.device.tensors import TORCH_DTYPES, GroupMemory, tensors_in, typed
 from stio.device.torch_private import copy_of, moved, traits_of
 
 __all__ = [
+    "TORCH_DTYPES",
     "Accelerator",
     "Casts",
     "DeviceMap",
@@ -80,7 +81,6 @@ __all__ = [
     "LoadedGroup",
     "Lost",
     "Readiness",
-    "TORCH_DTYPES",
     "TargetMemory",
     "TorchAccelerator",
     "TorchEvent",

@@ -47,10 +47,10 @@ from stio.format.slicing import Selection, select
 __all__ = [
     "ALIASES_KEY",
     "BITS",
-    "Header",
     "LIBRARY_NAMES",
     "MAX_HEADER_BYTES",
     "PREFIX_BYTES",
+    "Header",
     "Selection",
     "SharedPolicy",
     "TensorInfo",

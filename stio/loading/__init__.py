@@ -44,7 +44,6 @@ Rules that are easy to miss:
 """
 
 from stio.loading.api import Checkpoint, Stream, fill_from, load, load_into, open
-
 from stio.loading.body import collect, open_with_options, prefetch, reading_operation, scheduled
 from stio.loading.by_name import LoadByName
 from stio.loading.casts import DtypesLike, planned_casts

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,39 +13,27 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from stio.errors import CheckpointNotFoundError
-from stio.errors import StioError
-from stio.errors import StorageError
-from stio.errors import TruncatedError
-from stio.format.files import FILE_SUFFIX
-from stio.format.files import FileName
-from stio.format.files import INDEX_SUFFIX
-from stio.format.files.names import FILE_SUFFIXES
-from stio.format.files.names import PICKLE_SUFFIXES
-from stio.remote.requests import WEB_PAGE
-from stio.remote.requests import Patience
-from stio.remote.requests import RateWatch
-from stio.remote.requests import Requester
-from stio.remote.requests import RequestError
-from stio.remote.requests import RequestFailure
-from stio.remote.requests import Work
-from stio.remote.requests import current_watch
-from stio.remote.requests import for_each
-from stio.remote.requests import is_page
-from stio.remote.requests import patience_of
-from stio.remote.stores import Location
-from stio.remote.stores import Options
-from stio.remote.stores import locate
-from stio.remote.stores import new_store
-from stio.remote.stores import require_obstore
-from stio.runtime import calls
-from stio.runtime import memory
-from stio.runtime import new_lock
+from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError
+from stio.format.files import FILE_SUFFIX, INDEX_SUFFIX, FileName
+from stio.format.files.names import FILE_SUFFIXES, PICKLE_SUFFIXES
+from stio.remote.requests import (
+    WEB_PAGE,
+    Patience,
+    RateWatch,
+    Requester,
+    RequestError,
+    RequestFailure,
+    Work,
+    current_watch,
+    for_each,
+    is_page,
+    patience_of,
+)
+from stio.remote.stores import Location, Options, locate, new_store, require_obstore
+from stio.runtime import calls, memory, new_lock
 from stio.runtime.memory import Region
-from stio.storage import Identity
-from stio.storage import Requests
-from stio.text import log
-from stio.text import without_secrets
+from stio.storage import Identity, Requests
+from stio.text import log, without_secrets
 
 REQUESTS = Requests(nbytes=8 << 20, num_in_flight=32, gap_bytes=1 << 20)
 """At 30 ms to the first byte and 60 MB/s a connection, 8 MiB take 0.17 s, a fifth of it latency, and 32 connections

@@ -46,11 +46,11 @@ from stio.saving.retention import warn_of_higher_steps
 from stio.saving.tensors import tensors_of, tied_names
 
 __all__ = [
-    "CommitStep",
     "DEFAULT_PATTERN",
+    "EXIT_PATIENCE_SECONDS",
+    "CommitStep",
     "DestinationLike",
     "Durability",
-    "EXIT_PATIENCE_SECONDS",
     "PendingSave",
     "Piece",
     "Run",

@@ -32,8 +32,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from commands import refused
-from commands import run
+from commands import refused, run
 from torch import nn
 from torch.package import PackageExporter
 
@@ -41,8 +40,7 @@ import stio
 from stio import sync
 from stio.compat.safetensors.numpy import save_file as save_arrays
 from stio.conversion.torch_files import kind_of_file
-from stio.format.files.other_kinds import _KINDS
-from stio.format.files.other_kinds import _TORCH_SAVE
+from stio.format.files.other_kinds import _KINDS, _TORCH_SAVE
 
 # 435: a pickle that needs code beside its tensors.
 

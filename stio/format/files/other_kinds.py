@@ -12,22 +12,14 @@ A name of a file shows nothing, `model.bin` has many kinds; only of a file witho
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from stio.errors import StioError
-from stio.errors import printable
-from stio.format.files.names import FILE_SUFFIXES
-from stio.format.files.names import INDEX_SUFFIX
-from stio.format.files.names import PICKLE_SUFFIXES
-from stio.format.files.names import FileName
-from stio.format.files.names import step_of
+from stio.errors import StioError, printable
+from stio.format.files.names import FILE_SUFFIXES, INDEX_SUFFIX, PICKLE_SUFFIXES, FileName, step_of
 from stio.schemes import READERS
-from stio.text import is_url
-from stio.text import without_secrets
+from stio.text import is_url, without_secrets
 
 _HEAD_BYTES = 512
 """Bytes at the start of a file that decide about its kind."""

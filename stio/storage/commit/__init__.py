@@ -57,16 +57,16 @@ from stio.storage.commit.transaction import (
 )
 
 __all__ = [
+    "LOCK_TIMEOUT_SECONDS",
+    "MAX_AGE_SECONDS",
     "EarlierSave",
     "FileLock",
     "GarbageReport",
     "Invitation",
     "JoinedTransaction",
-    "LOCK_TIMEOUT_SECONDS",
     "LocalFileWriter",
     "LocalTransaction",
     "LockTimeout",
-    "MAX_AGE_SECONDS",
     "NamedFiles",
     "SingleFile",
     "WrittenFiles",
