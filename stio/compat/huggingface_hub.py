@@ -536,7 +536,7 @@ def _refusals(path: str | os.PathLike[str], *, safe: bool) -> Iterator[None]:
         message = error.message.replace("pass follow_symlinks=True", "load by `stio.load_into(follow_symlinks=True)`")
         if isinstance(error, AmbiguousCheckpointError):
             message = f"{none}: {message}"
-        elif message.startswith("shard name"):
+        elif message.startswith(("shard name", "this is an index of files of torch.save")):
             message = (
                 f"Invalid shard filename in index file: {message}. Expected '{FILE_SUFFIX}' extension; shard filenames "
                 "must be relative paths without '..' components"

@@ -42,7 +42,7 @@ from stio.limits import checked_size
 from stio.runtime import Cancelled, Operation, WorkerPool, contextmanager, is_interrupted, memory, new_lock, process
 from stio.runtime.memory import Region
 from stio.storage import Identity, LocalFile, RequestedSource, Requests, Source, local_directory, max_open_files
-from stio.storage.checkpoint import CacheStats
+from stio.storage.checkpoint import CacheStats, add_counts
 from stio.storage.commit import FileLock, LockTimeout, boot_id, status_at, write_whole
 from stio.storage.commit import syscalls as calls
 from stio.text import log, show_bytes
@@ -357,7 +357,7 @@ class DiskCache:
 
     def _count(self, **more: int) -> None:
         with _counting:
-            self._counts = self._counts.plus(**more)
+            self._counts = add_counts(self._counts, **more)
 
 
 _counting = new_lock()  # for the counters of all caches

@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError
-from stio.format.files import FILE_SUFFIX, INDEX_SUFFIX, FileName
-from stio.format.files.names import FILE_SUFFIXES, PICKLE_SUFFIXES
+from stio.format.files import FILE_SUFFIX, FILE_SUFFIXES, INDEX_SUFFIX, PICKLE_SUFFIXES, FileName
 from stio.remote.requests import (
     WEB_PAGE,
     Patience,

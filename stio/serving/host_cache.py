@@ -33,7 +33,7 @@ from stio.runtime import Operation, memory, new_lock, process, start_thread
 from stio.runtime.memory import Region, room_in_memory
 from stio.runtime.reports import Progress, Trace
 from stio.storage import Root, Source
-from stio.storage.checkpoint import CachedFile, CacheStats, FileImage, SourceLike
+from stio.storage.checkpoint import CachedFile, CacheStats, FileImage, SourceLike, add_counts
 from stio.text import described_by, is_url, keywords_for
 
 logger = logging.getLogger("stio")
@@ -309,7 +309,7 @@ class CacheEntries:
             del self._labels[entry.label]
 
     def _count(self, **more: int) -> None:
-        self._counts = self._counts.plus(**more)
+        self._counts = add_counts(self._counts, **more)
 
     # Called by holds.
 

@@ -281,7 +281,7 @@ def pressed(*arguments, **keywords):
         os.kill(os.getpid(), signal.SIGINT)
         if threading.current_thread() is not threading.main_thread():  # which may be slow to hear of it
             from support import eventually
-            assert eventually(lambda: any(operation.cancelled for operation in list(runtime.reports.counters.running)))
+            assert eventually(lambda: any(operation.cancelled for operation in list(runtime.counters.running)))
     return plain(*arguments, **keywords)
 setattr(home, {attribute!r}, pressed)
 """

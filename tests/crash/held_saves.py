@@ -30,7 +30,7 @@ calls.fsync = held
 
 def open_once_cancelled():
     def body():
-        running = runtime.reports.counters.running
+        running = runtime.counters.running
         if not eventually(lambda: bool(running) and all(o.cancelled for o in list(running)), 20):
             faulthandler.dump_traceback()
             raise AssertionError(f"not cancelled: {list(running)}")

@@ -56,7 +56,7 @@ def test_c121_exit_with_a_save_pending(where, zygote, face):
                 threading.Thread(target=lambda: sync.save(kept, where, **keywords), daemon=True).start()
             assert reached.wait(20)
             if face != "abandoned task":
-                assert runtime.reports.counters.running
+                assert runtime.counters.running
             atexit.register(opened.set)  # before the exit waits for saves: they are the last to be registered for it
             print("done")
             """
@@ -205,7 +205,7 @@ def test_c121_keyboard_interrupt(where, zygote, face):
             else:
                 asyncio.run(stio.save(tensors_of(2), where, **keywords))
         except KeyboardInterrupt:
-            assert not runtime.reports.counters.running
+            assert not runtime.counters.running
             sys.exit(9)
         """,
         where,

@@ -311,7 +311,7 @@ def test_fault_4_what_a_load_uses_is_given_back_when_it_ends(device: torch.devic
             cache.close()
             # What the close itself releases, and what else is free by then, is returned before the load ends.
             assert eventually(
-                lambda: not any(operation._name == "release" for operation in list(runtime.reports.counters.running))
+                lambda: not any(operation._name == "release" for operation in list(runtime.counters.running))
             )
             assert pinned_bytes() > before
             require_equal({name: tensor}, {name: tensors[name]})

@@ -158,7 +158,7 @@ def test_a_cancel_while_copies_are_slow(use: Use, num_copies: int) -> None:
         thread = threading.Thread(target=run)
         thread.start()
         assert eventually(lambda: simdevice.num_copies() - start >= num_copies or ended.is_set())
-        for operation in list(runtime.reports.counters.running):
+        for operation in list(runtime.counters.running):
             operation.cancel()
         thread.join(60)
         assert ended.is_set()

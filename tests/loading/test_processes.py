@@ -170,7 +170,7 @@ def test_exit_does_not_hang(zygote, directory, what):
         def open_at_exit():
             # Lets the read go once the exit has asked the operation to end.
             def body():
-                eventually(lambda: all(o.cancelled for o in list(runtime.reports.counters.running)) and bool(runtime.reports.counters.running) or gate.opened.is_set())
+                eventually(lambda: all(o.cancelled for o in list(runtime.counters.running)) and bool(runtime.counters.running) or gate.opened.is_set())
                 gate.opened.set()
             threading.Thread(target=body, daemon=True).start()
 
@@ -246,7 +246,7 @@ def test_keyboard_interrupt_of_a_sync_load(zygote, directory):
             assert gate.reached.wait(10)
             os.kill(os.getpid(), signal.SIGINT)
             from stio.runtime import operation as runtime
-            assert eventually(lambda: all(o.cancelled for o in list(runtime.reports.counters.running)))
+            assert eventually(lambda: all(o.cancelled for o in list(runtime.counters.running)))
             gate.opened.set()
 
         before = num_threads()
@@ -276,7 +276,7 @@ def test_keyboard_interrupt_of_asyncio_run(zygote, directory):
             assert gate.reached.wait(10)
             os.kill(os.getpid(), signal.SIGINT)
             from stio.runtime import operation as runtime
-            assert eventually(lambda: all(o.cancelled for o in list(runtime.reports.counters.running)))
+            assert eventually(lambda: all(o.cancelled for o in list(runtime.counters.running)))
             gate.opened.set()
 
         threading.Thread(target=interrupt).start()
@@ -313,7 +313,7 @@ def test_import_starts_nothing(torch_zygote):
         from stio.runtime import calls as loop
         from stio.runtime import operation as runtime
         assert loop._loop is None
-        print(len(runtime.reports.counters.running))
+        print(len(runtime.counters.running))
         """
     )
     assert (found.returncode, found.stdout) == (0, "0\n"), found.stderr
@@ -337,7 +337,7 @@ def test_a_loop_that_was_closed_under_a_load(zygote, directory):
         del task
         coroutine.close()
         gate.opened.set()
-        assert eventually(lambda: not runtime.reports.counters.running)
+        assert eventually(lambda: not runtime.counters.running)
         assert eventually(lambda: all(file.closed for file in root.files))
         print("done")
         """,

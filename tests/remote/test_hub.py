@@ -417,7 +417,7 @@ def test_a_fault_at_each_request(
         ("hf://org/tiny@v9", "no such revision"),
         ("hf://org/tiny/none.safetensors", "no such file"),
         ("hf://org/tiny/none", "no"),
-        ("hf://org/tiny/pytorch_model.bin", "download it, then `stio convert"),
+        ("hf://org/tiny/pytorch_model.bin", r"download and convert it \(stio.convert\)"),
         ("hf://org/pickle", "download it, then `stio convert"),
     ],
 )

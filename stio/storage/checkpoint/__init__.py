@@ -11,7 +11,15 @@ with what these functions return. The rules about names and texts are in `stio.f
 and reads single files. The functions block.
 """
 
-from stio.storage.checkpoint.caches import CachedFile, CacheLike, CacheStats, FileCache, FileImage, ObjectCache
+from stio.storage.checkpoint.caches import (
+    CachedFile,
+    CacheLike,
+    CacheStats,
+    FileCache,
+    FileImage,
+    ObjectCache,
+    add_counts,
+)
 from stio.storage.checkpoint.integrity import judge_files, no_manifest, read_manifest, verify_files
 from stio.storage.checkpoint.newest import latest
 from stio.storage.checkpoint.open import SourceLike, open_checkpoint
@@ -27,6 +35,7 @@ __all__ = [
     "OpenCheckpoint",
     "OpenOptions",
     "SourceLike",
+    "add_counts",
     "judge_files",
     "latest",
     "no_manifest",

@@ -40,9 +40,10 @@ class CacheStats:
     evictions: int = 0
     """Files that were evicted: to hold others, by `evict`, or because they had changed."""
 
-    def plus(self, **more: int) -> CacheStats:
-        """Return the counters with these added."""
-        return replace(self, **{name: getattr(self, name) + number for name, number in more.items()})
+
+def add_counts(counts: CacheStats, **more: int) -> CacheStats:
+    """Return the counters with these added."""
+    return replace(counts, **{name: getattr(counts, name) + number for name, number in more.items()})
 
 
 CHUNK_BYTES = 2 << 20
