@@ -66,7 +66,7 @@ from stio.storage.commit.journal import (
 )
 from stio.storage.commit.publication import Publication
 from stio.storage.commit.recovery import recover
-from stio.storage.commit.retention import WrittenFiles, raise_error
+from stio.storage.commit.retention import WrittenFiles
 from stio.storage.local import is_local, open_at
 from stio.text import log
 
@@ -495,11 +495,7 @@ class LocalTransaction(FilesTransaction):
             return
         with refusals("publishing the checkpoint", self.path):
             if self._plan.commit == "replacement":
-                old = attributes_at(self._home_fd, self._destination.name, follow_symlinks=False)
-                if old is not None and stat.S_ISDIR(old.status.st_mode):
-                    old.apply(self._files_fd)
-                if self._durable:
-                    _sync_tree(self._files_fd, check)
+                _finish_tree(self._files_fd, self._home_fd, self._destination.name, check, durable=self._durable)
             home, path = self._destination.home, self._destination.path
             self._lock.enter_context(directory_lock(self._home_fd, home, self._timeout, check, destination=path))
 
@@ -654,19 +650,36 @@ def _require_plain(name: str) -> None:
         raise ValueError(f"a note is a file beside the checkpoint; its name must not contain a directory: {name!r}")
 
 
-def _sync_tree(fd: int, check: Callable[[], None]) -> None:
-    """Make a directory that other libraries have filled durable, with all that is in it.
+def _finish_tree(fd: int, old_dir_fd: int, name: str, check: Callable[[], None], *, durable: bool) -> None:
+    """Complete a directory that other libraries have filled, or a file in it; see `LocalTransaction.finish_file`.
 
     Args:
-        fd: The directory.
+        fd: The directory or file.
+        old_dir_fd: The directory that holds the one that it will replace; -1: there is none.
+        name: Name of that one.
         check: Called after each file; it raises to end this.
+        durable: Whether all is made durable.
     """
-    for _, _, names, below in os.fwalk(dir_fd=fd, topdown=False, onerror=raise_error):
-        for name in names:
-            if stat.S_ISREG(os.stat(name, dir_fd=below, follow_symlinks=False).st_mode):
-                with closing(calls.open_file(name, os.O_RDONLY, dir_fd=below)) as file:
-                    calls.fsync(file)
-            mark_progress()
-            check()
-        calls.sync_directory(below)
-        mark_progress()
+    mode = os.fstat(fd).st_mode
+    old = attributes_at(old_dir_fd, name, follow_symlinks=False) if old_dir_fd >= 0 else None
+    if old is not None and stat.S_IFMT(old.status.st_mode) != stat.S_IFMT(mode):
+        old = None
+    if old is None and not durable:
+        return
+    if stat.S_ISDIR(mode):
+        with ExitStack() as stack:
+            old_fd = -1
+            if old is not None:
+                with suppress(PermissionError):  # then what is in it is not for this user either
+                    old_fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=old_dir_fd)))
+            for entry in os.listdir(fd):
+                kind = stat.S_IFMT(os.stat(entry, dir_fd=fd, follow_symlinks=False).st_mode)
+                if kind in (stat.S_IFREG, stat.S_IFDIR):
+                    with closing(calls.open_file(entry, os.O_RDONLY, dir_fd=fd)) as below:
+                        _finish_tree(below, old_fd, entry, check, durable=durable)
+    if old is not None:
+        old.apply(fd)
+    if durable:
+        calls.sync_directory(fd) if stat.S_ISDIR(mode) else calls.fsync(fd)
+    mark_progress()
+    check()

@@ -160,23 +160,27 @@ def test_new_shards_are_not_wider_than_the_narrowest_old_one(tmp_path: Path) -> 
     assert [mode_of(path) for path in where.iterdir() if path.name != INDEX] == [0o600] * 2
 
 
-def test_a_directory_in_the_place_of_another_keeps_its_mode(tmp_path: Path) -> None:
+def test_a_directory_in_the_place_of_another_keeps_its_modes(tmp_path: Path) -> None:
     old = tmp_path / "one"
     (old / "below").mkdir(parents=True)
+    made(old / "below" / "file", 0o600)
     made(old / "state", 0o640)
+    made(old / "gone")
+    (old / "kind").mkdir(0o700)
+    (old / "below").chmod(0o711)
     old.chmod(0o2750)
     staged = begin_directory(old, durable=False)
     new = Path(staged.files_path)
     (new / "below").mkdir()
     (new / "link").symlink_to("state")
-    made(new / "state").write_text("new")
+    for name in ("below/file", "below/more", "state", "kind"):
+        made(new / name).write_text("new")
     staged.commit(index=None)
     assert (old / "state").read_text() == "new"
-    assert {name: mode_of(old / name) for name in ("", "below", "state")} == {
-        "": 0o2750,
-        "below": 0o755,
-        "state": 0o644,
-    }
+    modes = {name: mode_of(old / name) for name in ("", "below", "below/file", "below/more", "state", "kind")}
+    assert modes == {
+        "": 0o2750, "below": 0o711, "below/file": 0o600, "below/more": 0o644, "state": 0o640, "kind": 0o644,
+    }  # fmt: skip
     assert (old / "link").is_symlink()
 
 
