@@ -13,7 +13,7 @@ from counts import count
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from stio.device.tensors import select_and_cast
+from stio.device.casts import select_and_cast
 from stio.errors import SliceError
 from stio.format.slicing import MANY_CHUNKS, PAGE_BYTES, SMALL_CHUNK_BYTES, Selection, select
 

@@ -16,9 +16,9 @@ from support import HookedRoot, eventually, needs_engine, require_equal
 from torch import nn
 
 import stio
+from stio.device import TargetMemory
 from stio.device.base import resolve_device
 from stio.device.cuda import TorchAccelerator
-from stio.loading.targets import base as target
 
 MIB = 1 << 20
 NUM_LAYERS = 24
@@ -177,8 +177,8 @@ def plain(kinds: tuple[dict[str, torch.Tensor], Path]) -> tuple[Kinds, dict[str,
 
 def before_copies(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Do something just before the bytes are copied into the module, as another task may."""
-    copy = target.copy_from_image
-    monkeypatch.setattr(target, "copy_from_image", lambda *given, **named: (act(), copy(*given, **named))[1])
+    copy = TargetMemory.copy_image
+    monkeypatch.setattr(TargetMemory, "copy_image", lambda *given, **named: (act(), copy(*given, **named))[1])
 
 
 @gpu
@@ -284,13 +284,13 @@ def test_another_stream_is_current_when_the_bytes_are_copied(
     device = resolve_device("auto")
     module, streams = new_module(device), module_of(device)
     mine, other = streams.Stream(device), streams.Stream(device)
-    copy = target.copy_from_image
+    copy = TargetMemory.copy_image
 
     def on_other(*given: Any, **named: Any) -> None:
         with streams.stream(other):
             copy(*given, **named)
 
-    monkeypatch.setattr(target, "copy_from_image", on_other)
+    monkeypatch.setattr(TargetMemory, "copy_image", on_other)
     with streams.stream(mine), simdevice.delayed(0.002):
         stio.sync.load_into(module, weights_path, budget_bytes=4 * MIB)
     torch.accelerator.synchronize(device)
