@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stio import process
 from stio.errors import FormatError, printable
 from stio.format import SharedPolicy
 from stio.format.files import HashName
@@ -20,7 +21,7 @@ from stio.format.state import Reference, Tree
 from stio.limits import Limits
 from stio.loading import DevicesLike, DtypesLike, LoadOptions, Memory, collect, load, reading_operation, select_tensors
 from stio.loading.targets import read_nested
-from stio.runtime import Operation, process
+from stio.runtime import Operation
 from stio.runtime.reports import Progress, Trace
 from stio.saving import DEFAULT_PATTERN, CommitStep, DestinationLike, Durability, SaveResult, ShardNames, flatten, save
 from stio.storage.checkpoint import CacheLike, OpenCheckpoint, SourceLike

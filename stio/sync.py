@@ -28,7 +28,8 @@ import stio.serving.pool.api as pools
 import stio.serving.warm_start.api as warm
 import stio.state as state
 from stio.loading import Names, PlacementsLike
-from stio.runtime import contextmanager, in_event_loop, new_lock, run_blocking
+from stio.process import contextmanager, new_lock
+from stio.runtime import in_event_loop, run_blocking
 from stio.saving import PendingSave
 
 __all__ = [  # with those of `stio` that do not wait, see below

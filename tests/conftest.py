@@ -27,7 +27,7 @@ gc.disable()  # until the tests are collected: nothing of that is garbage, and t
 # Threads of OpenMP spin while they wait. Several processes with as many as there are processors take three times the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-locks = importlib.import_module("stio.runtime.locks")
+locks = importlib.import_module("stio.process.locks")
 loops = importlib.import_module("loops")
 calls = importlib.import_module("stio.storage.commit.syscalls")
 clock = importlib.import_module("clocks").clock
@@ -203,7 +203,7 @@ def _not_nice() -> Iterator[None]:
 @pytest.fixture
 def plain_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the priority of the test's own thread, on which such a test runs a worker."""
-    for name in ("loading.scheduler", "saving.scheduler", "runtime.workers"):
+    for name in ("process", "runtime.workers"):
         monkeypatch.setattr(importlib.import_module(f"stio.{name}"), "be_nice", lambda: None)
 
 

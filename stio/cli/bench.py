@@ -39,7 +39,7 @@ from stio.cli.output import (
 from stio.errors import one_line
 from stio.format import build_header
 from stio.limits import parse_size
-from stio.runtime import contextmanager
+from stio.process import contextmanager
 from stio.runtime.memory import fits, room_in_memory
 from stio.storage.checkpoint import OpenOptions, open_checkpoint
 from stio.text import counted, is_url, show_bytes, without_secrets

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
-from stio.runtime import contextmanager
+from stio.process import contextmanager
 
 
 def _is_ours() -> bool:

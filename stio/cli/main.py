@@ -28,7 +28,7 @@ from stio.cli.output import BROKEN_PIPE, ERROR, INTERRUPTED, CommandError, expla
 from stio.cli.pull import pull
 from stio.cli.verify import verify
 from stio.errors import StioError, one_line
-from stio.runtime import contextmanager
+from stio.process import contextmanager
 
 
 class _Program(click.Group):

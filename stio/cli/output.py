@@ -47,7 +47,7 @@ from stio.errors import (
     one_line,
     printable,
 )
-from stio.runtime import contextmanager
+from stio.process import contextmanager
 from stio.runtime.reports import ProgressEvent
 from stio.text import show_bytes
 

@@ -6,7 +6,9 @@ What was fetched stays after an interruption, and the next call continues.
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib import import_module
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,10 +22,11 @@ from stio.cli.output import (
     wrong_arguments,
 )
 from stio.errors import one_line
-from stio.remote import PullResult
-from stio.remote import pull as copy
 from stio.runtime import Operation
 from stio.text import counted, show_bytes, without_secrets
+
+if TYPE_CHECKING:
+    from stio.remote import PullResult
 
 
 @click.command()
@@ -45,6 +48,7 @@ def pull(url: str, directory: str, also: tuple[str, ...]) -> None:
     beside the weights are copied too. DIR appears when all files are there and were verified. A call that was
     interrupted is continued by the next one. If DIR is complete already, nothing is fetched.
     """
+    copy = import_module("stio.remote").pull
     began = perf_counter()
     with wrong_arguments(), Bar("pulling") as bar:
         operation: Operation[PullResult] = Operation(

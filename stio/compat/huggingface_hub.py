@@ -58,7 +58,8 @@ from stio.errors import (
 from stio.format.files import FILE_SUFFIX, INDEX_SUFFIX, FilePattern, parse_index
 from stio.limits import parse_size
 from stio.loading.targets import ModuleTree
-from stio.runtime import contextmanager, run_blocking
+from stio.process import contextmanager
+from stio.runtime import run_blocking
 from stio.saving import PendingSave, SaveOptions, plan_files
 from stio.storage import refusals
 from stio.storage.commit import NamedFiles

@@ -22,7 +22,8 @@ from importlib import import_module
 from types import MappingProxyType, ModuleType
 from typing import Any, Self
 
-from stio.runtime import new_lock, process
+from stio import process
+from stio.process import new_lock
 
 SUPPORTED = ((0, 5), (0, 10))
 """Releases of safetensors of which names, arguments and methods were compared: from the first, before the second."""

@@ -35,7 +35,7 @@ from stio.errors import (
     printable,
 )
 from stio.format.files import FILE_SUFFIX, FileKind, kind_of
-from stio.runtime import contextmanager
+from stio.process import contextmanager
 from stio.runtime.memory import reporting_shortage
 from stio.storage import LocalFile, refusals
 from stio.text import counted, log

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
-from stio import native
+from stio import native, process
 from stio.device.base import current_device
 from stio.device.pinned import PinnedAllocator, driver_of, drivers, is_pinned, node_of
 from stio.device.torch_private import copy_each, new_tensors
 from stio.errors import DeviceError, DeviceMemoryError, StioError
-from stio.runtime import contextmanager, new_lock, process
+from stio.process import contextmanager, new_lock
 from stio.runtime.memory import Region
 from stio.runtime.reports import counters
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from stio import native
-from stio.runtime import memory, process
+from stio import native, process
+from stio.runtime import memory
 from stio.runtime.memory import Region, read_text
 
 

@@ -31,11 +31,11 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from stio import process
 from stio.device.base import Accelerator, Image
 from stio.device.torch_private import from_dlpack, over_storages, without_torch_function
 from stio.errors import UnsupportedDtypeError, printable
 from stio.format import BITS, LIBRARY_NAMES, tensor_nbytes
-from stio.runtime import process
 from stio.runtime.memory import Region
 
 # DLPack's DLDataTypeCode (dlpack.h 1.1). The others are I, U or F: the place of the letter is the code.

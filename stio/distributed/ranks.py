@@ -44,7 +44,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stio import clock, errors
 from stio.errors import ClosedError, RankError, StioError, listed, printable
-from stio.runtime import Cancelled, Condition, Notifier, Operation, copy_of, new_lock, runs_blocking, start_thread
+from stio.process import Condition, new_lock
+from stio.runtime import Cancelled, Notifier, Operation, copy_of, runs_blocking, start_thread
 from stio.text import log
 
 RANK_TIMEOUT_SECONDS = 120.0

@@ -36,8 +36,9 @@ from stio.distributed.transfer import RankTransfer
 from stio.errors import MismatchError, RankError
 from stio.format.files import Hasher, new_hasher
 from stio.limits import PAGE_BYTES
+from stio.process import Condition
 from stio.remote import RemoteDestination, RemoteTransaction, Uploads
-from stio.runtime import Cancelled, Condition, Operation, calls, is_interrupted, run_blocking
+from stio.runtime import Cancelled, Operation, calls, is_interrupted, run_blocking
 from stio.runtime.memory import Region
 from stio.runtime.reports import Trace, traced
 from stio.saving import SaveOptions, SaveResult, WritePlan

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from stio import process
 from stio.device import Lost, TorchEvent
 from stio.errors import ClosedError, printable
 from stio.format import TensorInfo
@@ -37,7 +38,7 @@ from stio.loading.select import (
 )
 from stio.loading.targets.base import LoadReport, LoadTarget
 from stio.loading.targets.module import ModuleTarget
-from stio.runtime import AsyncOnly, Operation, close_all, process, runs_blocking
+from stio.runtime import AsyncOnly, Operation, close_all, runs_blocking
 from stio.runtime.reports import Progress, Trace, shown
 from stio.storage.checkpoint import CacheLike, OpenCheckpoint, SourceLike
 from stio.text import counted, described_by, keywords_for, show_bytes

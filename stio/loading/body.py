@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from stio import native
+from stio import native, process
 from stio.device import DeviceMap, LoadedGroup
 from stio.errors import FormatError, IntegrityError, LimitError
 from stio.format.files import ShardIndex
@@ -25,7 +25,7 @@ from stio.loading.scheduler import LoadScheduler
 from stio.loading.select import SelectedTensors, select_tensors
 from stio.loading.targets.base import LoadTarget
 from stio.loading.targets.module import ModuleTarget
-from stio.runtime import Operation, process
+from stio.runtime import Operation
 from stio.runtime.reports import shown, traced
 from stio.storage.checkpoint import CachedFile, OpenCheckpoint, OpenOptions, SourceLike, open_checkpoint, verify_files
 

@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
+from stio import process
 from stio.device import Accelerator, Lost, TorchAccelerator, with_current_index
 from stio.limits import Limits, checked_size
 from stio.loading.casts import DtypeOf, DtypesLike, checked_casts
-from stio.runtime import process
 from stio.runtime.reports import Progress, Trace, progress_callback
 from stio.storage.checkpoint import CacheLike, FileCache, ObjectCache
 

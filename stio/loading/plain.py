@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from stio.loading.plan import Block, Group
 from stio.loading.read_paths import ReadPath
-from stio.runtime import Cancelled, Condition, WorkerPool
+from stio.process import Condition
+from stio.runtime import Cancelled, WorkerPool
 from stio.runtime.reports import Trace, traced
 
 

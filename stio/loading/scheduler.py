@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
+from stio import process
 from stio.device import Lost
 from stio.loading.engine import EngineExecutor
 from stio.loading.options import LoadOptions
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import Group, ReadPlan
 from stio.loading.read_paths import Delivery, ReadPath
-from stio.runtime import Cancelled, Operation, WorkerPool, process
+from stio.runtime import Cancelled, Operation, WorkerPool
 from stio.runtime.reports import ProgressReporter, close_bar, counters, progress_callback
 from stio.storage import LocalFile, Source
 

@@ -35,11 +35,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stio import clock
+from stio import clock, process
 from stio.errors import ChangedDuringReadError, StioError, StorageError
 from stio.format.files import FILE_SUFFIX
 from stio.limits import checked_size
-from stio.runtime import Cancelled, Operation, WorkerPool, contextmanager, is_interrupted, memory, new_lock, process
+from stio.process import contextmanager, new_lock
+from stio.runtime import Cancelled, Operation, WorkerPool, is_interrupted, memory
 from stio.runtime.memory import Region
 from stio.storage import Identity, LocalFile, RequestedSource, Requests, Source, local_directory, max_open_files
 from stio.storage.checkpoint import CacheStats, add_counts

@@ -18,10 +18,11 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError
+from stio.process import Condition
 from stio.remote.requests import RequestFailure, failure_of, for_each
 from stio.remote.source import RemoteRoot
 from stio.remote.stores import require_obstore
-from stio.runtime import Cancelled, Condition, calls, is_interrupted, mark_progress, memory
+from stio.runtime import Cancelled, calls, is_interrupted, mark_progress, memory
 from stio.runtime.memory import Region
 from stio.text import log
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from stio.errors import CheckpointNotFoundError, StioError, StorageError, TruncatedError
 from stio.format.files import FILE_SUFFIX, FILE_SUFFIXES, INDEX_SUFFIX, PICKLE_SUFFIXES, FileName
+from stio.process import new_lock
 from stio.remote.requests import (
     WEB_PAGE,
     Patience,
@@ -29,7 +30,7 @@ from stio.remote.requests import (
     patience_of,
 )
 from stio.remote.stores import Location, Options, locate, new_store, require_obstore
-from stio.runtime import calls, memory, new_lock
+from stio.runtime import calls, memory
 from stio.runtime.memory import Region
 from stio.storage import Identity, Requests
 from stio.text import log, without_secrets

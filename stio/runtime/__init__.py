@@ -4,21 +4,17 @@ An `Operation` (`operation.py`) is one piece of cancellable work on a thread of 
 A `Notifier` (`notifier.py`) wakes the tasks and the threads that wait for it; `run_blocking` there runs the same
 coroutines without an event loop. A `WorkerPool` (`workers.py`) is a few threads that work on one queue. `calls.py`
 makes calls that a cancel can leave, and runs coroutines of storages and producers.
-`process.py` holds what belongs to the whole process: fork hooks, the interpreter's switch interval, pauses of the
-garbage collector. `locks.py` makes all locks of stio and says which threads may hold one.
+What belongs to the whole process (locks, forks, settings) is in `stio.process`.
 
 Two packages below have faces of their own. `memory/`: host memory by address (a `Region`), and how much of it this
 process may use. `reports/`: progress, traces, and the counters of the process.
 
-Invariants: no user code runs while a lock of this package is held; callers' threads hold no lock that stio's threads
-take; a forked child has none of its parent's operations. No module here imports torch. Start with `operation.py`.
+Invariants: a forked child has none of its parent's operations. No module here imports torch. Start with `operation.py`.
 
-Process-wide settings are counted, and the last user restores them: the switch interval (unchanged by default) and the
-garbage collector, which pauses while more than 1,000 tensors are made and while a header is parsed. Mappings above 128
-MiB are unmapped on a thread of their own. At the interpreter's exit operations are cancelled and waited for, for at
-most 10 seconds; saves are waited for as long as they make progress (`stio.saving.pending`). There is no second event
-loop between a caller and its threads, since each handoff costs up to a switch interval beside a busy Python thread; the
-loop of `calls.py` serves coroutines of storages and producers only.
+Mappings above 128 MiB are unmapped on a thread of their own. At the interpreter's exit operations are cancelled and
+waited for, for at most 10 seconds; saves are waited for as long as they make progress (`stio.saving.pending`). There is
+no second event loop between a caller and its threads, since each handoff costs up to a switch interval beside a busy
+Python thread; the loop of `calls.py` serves coroutines of storages and producers only.
 
 Without the GIL, which is not tested. These hold on a free-threaded Python too: single operations on lists, deques,
 dicts and sets, which lock the object; "register first, then read", where both sides operate on the same object (a
@@ -33,8 +29,7 @@ are replaced as a whole. These would have to change first:
 - calls into C that keep the GIL no longer exclude each other.
 """
 
-from stio.runtime import calls, memory, process
-from stio.runtime.locks import Condition, new_lock, require_unlocked
+from stio.runtime import calls, memory
 from stio.runtime.notifier import AsyncOnly, Notifier, in_event_loop, run_blocking, runs_blocking
 from stio.runtime.operation import (
     Cancelled,
@@ -49,20 +44,17 @@ from stio.runtime.operation import (
     start_thread,
     without_panic,
 )
-from stio.runtime.process import contextmanager
 from stio.runtime.workers import WorkerPool
 
 __all__ = [
     "AsyncOnly",
     "Cancelled",
-    "Condition",
     "Notifier",
     "Operation",
     "PanicError",
     "WorkerPool",
     "calls",
     "close_all",
-    "contextmanager",
     "copy_of",
     "current_operation",
     "end_all_at_exit",
@@ -70,9 +62,6 @@ __all__ = [
     "is_interrupted",
     "mark_progress",
     "memory",
-    "new_lock",
-    "process",
-    "require_unlocked",
     "run_blocking",
     "runs_blocking",
     "start_thread",

@@ -22,9 +22,8 @@ from typing import Any, Generic, TypeVar
 
 from stio import clock
 from stio.errors import StorageError
-from stio.runtime.locks import new_lock
+from stio.process import after_fork_in_child, new_lock
 from stio.runtime.operation import Cancelled, current_operation, end_all_at_exit, is_interrupted, without_panic
-from stio.runtime.process import after_fork_in_child
 
 T = TypeVar("T")
 

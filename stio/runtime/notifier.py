@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 import anyio
 import anyio.lowlevel
 
-from stio.runtime.locks import release_waiting, require_unlocked
+from stio.process import release_waiting, require_unlocked
 
 # Waits that block.
 

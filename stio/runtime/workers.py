@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
-from stio.runtime.locks import Condition
+from stio.process import Condition, be_nice, this_thread
 from stio.runtime.operation import Cancelled, start_thread, without_panic
-from stio.runtime.process import be_nice, this_thread
 
 T = TypeVar("T")
 

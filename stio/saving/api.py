@@ -21,9 +21,11 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 from weakref import WeakSet
 
+from stio import process
 from stio.errors import ClosedError, CommitUncertainError, SaveInProgressError, StorageError, printable
 from stio.format import SharedPolicy
 from stio.format.files import HashName
+from stio.process import new_lock
 from stio.runtime import (
     AsyncOnly,
     Notifier,
@@ -33,8 +35,6 @@ from stio.runtime import (
     current_operation,
     end_all_at_exit,
     memory,
-    new_lock,
-    process,
     runs_blocking,
 )
 from stio.runtime.reports import Progress, Trace

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from stio import process
 from stio.device import LazyTensor, how_to_save
 from stio.errors import LimitError, printable, with_article
 from stio.format import LIBRARY_NAMES, MAX_HEADER_BYTES
@@ -35,7 +36,7 @@ from stio.format.state import (
     scalar_node,
 )
 from stio.limits import Limits
-from stio.runtime import Operation, process
+from stio.runtime import Operation
 
 Flattened: TypeAlias = tuple[dict[str, torch.Tensor | LazyTensor], dict[str, str]]
 """Tensors by name, and the metadata of the save."""

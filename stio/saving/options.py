@@ -14,11 +14,12 @@ from enum import Enum
 from threading import TIMEOUT_MAX
 from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
+from stio import process
 from stio.errors import StorageError, printable
 from stio.format import SharedPolicy, may_be_copied
 from stio.format.files import FileName, FilePattern, HashName, advice_for_path, new_hasher
 from stio.limits import checked_size, parse_size
-from stio.runtime import process, require_unlocked
+from stio.process import require_unlocked
 from stio.runtime.reports import Progress, Trace, progress_callback
 from stio.schemes import SAVERS
 from stio.storage import Root, Transaction, local_directory, open_destination

@@ -16,12 +16,13 @@ from functools import partial
 from time import perf_counter
 from typing import Any, Literal, Self, TypeAlias
 
+from stio import process
 from stio.device import Readiness, describe_tensors
 from stio.errors import SaveInProgressError, printable
 from stio.format import TensorSource
 from stio.format.files import MANIFEST_SUFFIX, FilePattern, Hasher, manifest_change, new_hasher
 from stio.limits import DEFAULT_BUDGET_BYTES
-from stio.runtime import Notifier, Operation, current_operation, memory, process
+from stio.runtime import Notifier, Operation, current_operation, memory
 from stio.runtime.reports import CALLER, progress_callback, shown, traced
 from stio.saving.options import (
     BufferedDestination,

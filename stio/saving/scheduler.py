@@ -21,10 +21,10 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from stio import native
+from stio import native, process
 from stio.device import LazyTensor, Readiness, require_values
 from stio.format.files import Hasher
-from stio.runtime import Cancelled, WorkerPool, mark_progress, memory, process
+from stio.runtime import Cancelled, WorkerPool, mark_progress, memory
 from stio.runtime.memory import Region, num_processors
 from stio.runtime.reports import ProgressEvent, ProgressReporter, Trace, close_bar, counters, traced
 from stio.saving.plan import Run, WriteBlock, WritePlan

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 from stio.limits import checked_size
-from stio.runtime import Condition, memory
+from stio.process import Condition
+from stio.runtime import memory
 from stio.runtime.memory import Region, available_bytes, room_in_memory
 from stio.runtime.reports import counters
 

@@ -26,7 +26,8 @@ from torch import nn
 from stio.device import FileNames, LazyTensor, describe_tensors, how_to_save, require_values
 from stio.errors import listed, printable
 from stio.format import TensorSource, TiedNames
-from stio.runtime import Cancelled, calls, require_unlocked
+from stio.process import require_unlocked
+from stio.runtime import Cancelled, calls
 from stio.runtime.memory import Region
 from stio.text import log
 

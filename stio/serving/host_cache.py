@@ -23,13 +23,14 @@ from typing import Any, Self
 
 import torch
 
-from stio import clock, schemes
+from stio import clock, process, schemes
 from stio.device import TorchAccelerator, resolve_device, with_current_index
 from stio.errors import ClosedError, NoSpaceError, StorageError
 from stio.format.files import FileName
 from stio.limits import DEFAULT_BUDGET_BYTES, Limits, checked_size
 from stio.loading import LoadOptions, load, open_with_options, prefetch
-from stio.runtime import Operation, memory, new_lock, process, start_thread
+from stio.process import new_lock
+from stio.runtime import Operation, memory, start_thread
 from stio.runtime.memory import Region, room_in_memory
 from stio.runtime.reports import Progress, Trace
 from stio.storage import Root, Source

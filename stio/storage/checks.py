@@ -31,7 +31,7 @@ from stio.errors import (
     printable,
 )
 from stio.format.files import FILE_SUFFIXES, FileName, advice_for_path, step_of
-from stio.runtime import contextmanager
+from stio.process import contextmanager
 from stio.storage.base import Identity
 from stio.text import is_url, without_secrets
 

@@ -25,7 +25,8 @@ from typing import Any, Self
 
 from stio import native
 from stio.errors import HostMemoryError, StioError, StorageError, TruncatedError, printable, without_path
-from stio.runtime import memory, new_lock
+from stio.process import new_lock
+from stio.runtime import memory
 from stio.runtime.memory import SYSTEM_PAGE_BYTES, Region, libc, quick_libc
 from stio.storage.base import Identity, Source
 from stio.storage.checks import (

@@ -15,7 +15,7 @@ from torch import nn
 
 import stio
 from stio import sync
-from stio.runtime import process as process_module
+from stio.process import settings as process_module
 from stio.runtime.operation import Operation
 
 pytestmark = pytest.mark.anyio

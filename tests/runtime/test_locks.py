@@ -1,4 +1,4 @@
-"""Tests of stio.runtime.locks: conditions, and the check that user code is called under no lock."""
+"""Tests of stio.process.locks: conditions, and the check that user code is called under no lock."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from support import eventually
 
 import stio
 from stio import sync
-from stio.runtime import locks
-from stio.runtime.locks import Condition, new_lock, require_unlocked
+from stio.process import locks
+from stio.process.locks import Condition, new_lock, require_unlocked
 from stio.runtime.notifier import Notifier
 
 

@@ -19,13 +19,13 @@ import pytest
 from support import PATIENCE_SECONDS, backend_name, eventually, eventually_async, nothing_left, run_python, spin
 
 from stio.errors import ClosedError, StorageError
+from stio.process import settings as switching
+from stio.process.settings import switch_interval
 from stio.runtime import notifier as notifier_module
 from stio.runtime import operation as runtime
-from stio.runtime import process as switching
 from stio.runtime.calls import run_on_loop
 from stio.runtime.notifier import Notifier
 from stio.runtime.operation import Cancelled, Operation, close_all, start_thread
-from stio.runtime.process import switch_interval
 from stio.runtime.reports import counters
 
 ANYIO = tuple(map(int, importlib.metadata.version("anyio").split(".")[:2]))

@@ -29,7 +29,8 @@ from stio.errors import CheckpointNotFoundError, LimitError, StioError, StorageE
 from stio.format import PREFIX_BYTES, Header, Selection, header_nbytes, parse_header
 from stio.format.files import kind_of, why_packed
 from stio.limits import HUGE_PAGE_BYTES
-from stio.runtime import contextmanager, memory
+from stio.process import contextmanager
+from stio.runtime import memory
 from stio.runtime.memory import Region
 from stio.storage import LocalFile, open_at
 

@@ -39,7 +39,8 @@ from stio.device import TORCH_DTYPES, Casts, TorchAccelerator, moved, resolve_de
 from stio.errors import DeviceError, DeviceMemoryError
 from stio.format import Header, select
 from stio.loading import LoadByName, LoadOptions, collect, select_tensors
-from stio.runtime import Operation, contextmanager
+from stio.process import contextmanager
+from stio.runtime import Operation
 from stio.runtime.memory import Region
 from stio.storage import LocalFile
 from stio.storage.checkpoint import OpenCheckpoint

@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from stio import process
 from stio.device import TORCH_DTYPES, LoadedGroup, Lost, TargetMemory
 from stio.errors import MismatchError, listed, printable
 from stio.loading.casts import require_as_stored
 from stio.loading.options import DevicesLike, LoadOptions
 from stio.loading.targets.module_tree import is_on_meta, memory_key, overlapping, why_not_copied, why_refused
-from stio.runtime import process
 from stio.storage.checkpoint import OpenCheckpoint
 
 Stored: TypeAlias = tuple[str, tuple[int, ...]]

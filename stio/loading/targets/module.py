@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from stio import process
 from stio.device import TORCH_DTYPES, FileNames, LoadedGroup, TorchAccelerator, typed
 from stio.errors import MismatchError, WarmStartError, listed, one_line, printable, with_article
 from stio.format.state import STATE_KEY, TREE_TENSOR
@@ -36,7 +37,6 @@ from stio.loading.targets.module_tree import (
     why_not_copied,
     why_refused,
 )
-from stio.runtime import process
 from stio.storage.checkpoint import OpenCheckpoint
 from stio.text import log
 

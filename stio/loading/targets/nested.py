@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 import torch
 
+from stio import process
 from stio.errors import FormatError, MismatchError, listed, printable
 from stio.format import LIBRARY_NAMES, TensorInfo
 from stio.format.state import (
@@ -36,7 +37,6 @@ from stio.limits import Limits
 from stio.loading.casts import require_together
 from stio.loading.options import LoadOptions
 from stio.loading.targets.base import Casting, LoadReport, LoadTarget, PartOf, Stored, no_part
-from stio.runtime import process
 from stio.runtime.memory import Region, allocate
 from stio.storage.checkpoint import OpenCheckpoint
 

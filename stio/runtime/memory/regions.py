@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 
 from stio.errors import HostMemoryError
 from stio.limits import DEFAULT_BUDGET_BYTES, HUGE_PAGE_BYTES
+from stio.process import contextmanager
 from stio.runtime.memory.control_groups import address_space_left, available_bytes, room_in_memory
-from stio.runtime.process import contextmanager
 
 _SHORT_BYTES = 1 << 20
 """A copy shorter than this keeps the GIL (see `quick_libc`): it takes 80 microseconds at most."""

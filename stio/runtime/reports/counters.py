@@ -13,8 +13,7 @@ from typing import Any, Literal, Protocol
 from weakref import ReferenceType, ref
 
 from stio import native
-from stio.runtime.locks import new_lock
-from stio.runtime.process import after_fork_in_child
+from stio.process import after_fork_in_child, new_lock
 
 Kind = Literal["load", "save", "other"]
 """Kind of an operation."""

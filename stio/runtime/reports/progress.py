@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any, TypeAlias
 
 from stio.errors import install_command
-from stio.runtime.locks import new_lock, require_unlocked
+from stio.process import new_lock, require_unlocked
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
-from stio.runtime.process import contextmanager, thread_name
+from stio.process import contextmanager, thread_name
 from stio.runtime.reports.spans import CALLER, Span, usable
 from stio.runtime.reports.timeline import draw
 from stio.text import counted, without_secrets

@@ -15,12 +15,12 @@ from typing import Any, Self
 
 import torch
 
-from stio import clock
+from stio import clock, process
 from stio.errors import CheckpointNotFoundError, listed, printable
 from stio.limits import ACCELERATOR_BUDGET_BYTES, Limits, checked_size
 from stio.loading import DtypesLike, LoadOptions, load
 from stio.remote import DiskCache
-from stio.runtime import AsyncOnly, process
+from stio.runtime import AsyncOnly
 from stio.runtime.reports import Progress, Trace
 from stio.serving.host_cache import HostCache
 from stio.serving.pool.content import Content, Make

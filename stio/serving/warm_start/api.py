@@ -28,6 +28,7 @@ from torch.jit._trace import is_tracing
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from stio import process
 from stio.device import (
     TORCH_DTYPES,
     Casts,
@@ -58,7 +59,8 @@ from stio.loading import (
     select_tensors,
 )
 from stio.loading.targets import LoadReport, ModuleTarget
-from stio.runtime import AsyncOnly, Notifier, Operation, close_all, new_lock, process, runs_blocking
+from stio.process import new_lock
+from stio.runtime import AsyncOnly, Notifier, Operation, close_all, runs_blocking
 from stio.runtime.reports import Progress, Trace, shown
 from stio.serving.warm_start.parameter import MatchedParameter, Placeholder, PlaceholderParameter, placeholder_of
 from stio.storage.checkpoint import CacheLike, OpenCheckpoint, SourceLike

@@ -16,9 +16,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
 
+from stio import process
 from stio.errors import StioError
 from stio.limits import PAGE_BYTES
-from stio.runtime import Cancelled, Condition, process, start_thread
+from stio.process import Condition
+from stio.runtime import Cancelled, start_thread
 from stio.runtime.memory import Region
 from stio.storage.base import Source
 

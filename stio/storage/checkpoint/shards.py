@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from stio import process
 from stio.errors import (
     ChangedDuringReadError,
     CheckpointNotFoundError,
@@ -28,7 +29,7 @@ from stio.errors import (
 from stio.format import ALIASES_KEY, PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_aliases, parse_header
 from stio.format.files import FileKind, ShardIndex, check_shards, kind_of, why_packed
 from stio.limits import Limits
-from stio.runtime import process, start_thread
+from stio.runtime import start_thread
 from stio.storage.base import RequestedSource, Root, Source, read_bytes
 from stio.storage.checkpoint.caches import ObjectCache
 from stio.storage.checks import broken_link

@@ -28,7 +28,7 @@ from functools import cache
 
 from stio import clock
 from stio.errors import ConcurrentSaveError, printable
-from stio.runtime import contextmanager
+from stio.process import contextmanager
 from stio.storage.checks import UNSUPPORTED
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.files import FileAttributes, status_at

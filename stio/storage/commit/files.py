@@ -37,7 +37,7 @@ from typing import Self
 from stio import native
 from stio.errors import StorageError
 from stio.limits import PAGE_BYTES
-from stio.runtime import new_lock
+from stio.process import new_lock
 from stio.runtime.memory import Region
 from stio.storage.base import Identity
 from stio.storage.checks import OPEN_FLAGS, UNSUPPORTED, open_by_rule, refused, require_regular, stat_by_rule

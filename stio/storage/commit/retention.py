@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Self
 
 from stio.errors import StioError, StorageError, listed, printable
 from stio.format.files import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, FileName, parse_index
-from stio.runtime import contextmanager
+from stio.process import contextmanager
 from stio.storage.base import Identity
 from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls

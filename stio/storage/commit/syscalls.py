@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from stio.runtime import process
+from stio import process
 from stio.runtime.memory import libc
 from stio.storage.checks import UNSUPPORTED, open_resolved
 from stio.storage.local import function_of

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from stio.errors import printable
-from stio.runtime.locks import forget_held, new_lock
+from stio.process.locks import forget_held, new_lock
 
 # Context managers.
 
