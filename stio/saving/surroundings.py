@@ -67,8 +67,11 @@ def warn_of_surroundings(root: Root | None, written: WrittenSave, pattern: str |
         pattern: Pattern of its file names; None: the destination is one file.
     """
     directory = written.path if pattern is not None else os.path.dirname(written.path)
-    opened = open_directory(directory, follow_symlinks=False) if root is None else nullcontext(root)
-    with suppress(StioError), opened as place:
+    # It is opened under `suppress`: the checkpoint is published, and no failure here is one of the save.
+    with (
+        suppress(StioError),
+        open_directory(directory, follow_symlinks=False) if root is None else nullcontext(root) as place,
+    ):
         names = None if isinstance(place, ParallelRoot) else {*place.listdir()}
         if names is not None and names <= {*written.names, written.index}:
             return  # nearly always

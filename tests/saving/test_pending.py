@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import NoReturn, get_args
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from stio.device.describe import describe_tensors
 from stio.errors import StorageError
 from stio.limits import PAGE_BYTES
 from stio.runtime import memory
+from stio.saving import surroundings
 from stio.saving.options import SaveOptions
 from stio.saving.pending import LIFE_CYCLE, Event, PendingSave, State
 from stio.saving.plan import PlannedSave, WrittenSave, plan_writes
@@ -112,3 +113,17 @@ def test_what_was_written_as_a_value() -> None:
         "x": (plan.shards[0].nbytes, "1"),
         "y": (plan.shards[1].nbytes, "2"),
     }
+
+
+def test_a_published_save_has_succeeded_whatever_the_report_meets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies around the checkpoint is looked at after the commit, when no failure is one of the save."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise StorageError("no more descriptors", path=str(tmp_path))
+
+    monkeypatch.setattr(surroundings, "open_directory", refuse)
+    for place in (tmp_path / "directory", tmp_path / "one.safetensors"):
+        assert stio.sync.save({"a": torch.ones(3)}, place).total_bytes == 12
+        assert stio.sync.load(place)["a"].tolist() == [1, 1, 1]
