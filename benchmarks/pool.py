@@ -386,7 +386,7 @@ def run(work: Work, name: str) -> Record:
                 reads["pinned_bytes"] = simdevice.pinned_bytes
             with sampled(reads) as most:
                 found = await serve(work, way)
-            found |= {f"most_{key}": value for key, value in most.items()} | way.record()
+            found |= {f"max_{key}": value for key, value in most.items()} | way.record()
             found["max_device_bytes"] = module.max_memory_allocated() - base if module else 0
             return found
 
