@@ -269,10 +269,16 @@ def _num_lost(source: torch.Tensor, result: torch.Tensor, *, has_large: bool) ->
     return zeros + above - (source.isinf().sum() if source.is_floating_point() else 0)
 
 
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""torch counts nothing in these on the CPU."""
+
+
 def _num_zeros(values: torch.Tensor) -> torch.Tensor:
     if values.dtype == E8M0:
         return torch.zeros((), dtype=torch.long, device=values.device)
     values = values if _is_comparable(values) else _magnitude(values)
+    if values.dtype in _UNSIGNED:
+        values = values.view(INTEGERS[values.itemsize])
     # On a device, where the memory is counted, with a byte for each number.
     return values.numel() - torch.count_nonzero(values) if values.is_cpu else (values == 0).sum()
 

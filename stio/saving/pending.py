@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -123,7 +124,7 @@ class PendingSave:
         # "previous": a save that came between; None once this one has begun.
         self._order: dict[str, PendingSave | None] = {}
         self.state: State = "new"
-        """See `LIFE_CYCLE`; set by the save's own thread, and by the worker that completes the snapshot."""
+        """See `LIFE_CYCLE`; set by the save's own thread, and by the one that completes the snapshot."""
         self.delivered = False
         """Whether a caller got the outcome: the result, or what was raised."""
         self.cancelled = False
@@ -366,7 +367,8 @@ class PendingSave:
                 self._retention.add(written.path, pattern, published)
         store = getattr(self._absolute_destination, "root", None)
         if isinstance(store, Root) or self.written is not None:
-            warn_of_surroundings(store, written, pattern)
+            with suppress(Exception):  # whatever is met there, the save has succeeded
+                warn_of_surroundings(store, written, pattern)
 
     @property
     def _own_pattern(self) -> str | None:

@@ -58,7 +58,7 @@ class SaveScheduler:
         plan: The files and their blocks; of a plan of parts, files with `write_strided`.
         pool: Staging memory; its condition guards this run too.
         stage_first: Whether the snapshot is more urgent than the disk.
-        on_staged: Called once, on a worker, when every tensor was copied and may change.
+        on_staged: Called once, on the thread that copied the last tensor, when every tensor was copied and may change.
         progress: Called with an event at the start and after each block that was written, one call at a time.
         trace: Records spans.
     """
@@ -126,7 +126,7 @@ class SaveScheduler:
         self._stops.append(stop)
 
     def start(self, ready: Readiness | None = None) -> None:
-        """Begin to fill blocks on the run's own threads; `complete` or `stop`, and then `join`, must follow.
+        """Begin to fill blocks; `complete` or `stop`, and then `join`, must follow.
 
         A save of one block needs no other thread than the caller's: it is staged when this returns.
 

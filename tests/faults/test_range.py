@@ -112,6 +112,9 @@ def test_c402_what_was_inf_nan_or_0_is_not_counted(tmp_path: Path, caplog: pytes
         (torch.int64, torch.float16, [65504, 10**6, 0, 1], 1),
         (torch.int64, torch.int32, [2**31, -(2**31), 5, 0], 1),
         (torch.uint8, torch.int8, [200, 127, 0, 1], 1),
+        (torch.uint16, torch.float16, [65504, 65535, 0, 1], 1),  # torch counts nothing in these on the CPU
+        (torch.uint32, torch.float8_e4m3fn, [448, 10**6, 0, 1], 1),
+        (torch.uint64, torch.float16, [0, 10**6], 1),
         (torch.float8_e5m2, torch.float16, [57344.0, 2**-16, 1.0, 0.0], 0),
         (torch.float8_e8m0fnu, torch.float16, [2**20, 2**-30, 1.0, torch.nan], 2),
         (torch.float8_e8m0fnu, torch.float8_e4m3fn, [2**20, 2**-30, 1.0, torch.nan], 2),
