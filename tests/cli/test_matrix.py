@@ -259,7 +259,7 @@ PRESSED = {
     "gc": "cli.gc.collect_garbage",
     "inspect": "cli.inspect.open_checkpoint",
     "load": "cli.output.Bar.__call__",
-    "pull": "cli.pull.copy",
+    "pull": "remote.pull",
     "verify": "cli.verify.examine",
 }
 """Where each command is when the key is pressed: in the middle of its work."""

@@ -746,7 +746,6 @@ def test_importing_stio_compat_is_light() -> None:
 def test_install_imports_what_it_replaces(file: Path, torch_zygote: Any) -> None:
     code = (
         "import sys, stio.compat; stio.compat.install()\n"
-        "assert 'stio.loading.api' not in sys.modules\n"  # a load to the host needs none of it
         "assert not isinstance(3, __import__('stio').compat.safetensors._installed.PrefetchLoader)\n"
         "from safetensors.torch import load_file\n"
         "assert load_file.__module__.startswith('stio.'), load_file.__module__\n"

@@ -34,6 +34,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 import stio
 from stio import sync
 from stio.cli.main import main
+from stio.device.copy_out import Readiness
 from stio.device.describe import LazyTensor
 from stio.distributed import sharded_write
 from stio.distributed.plan_parts import Window
@@ -41,7 +42,6 @@ from stio.errors import CommitUncertainError, RankError
 from stio.remote.folder import Folder
 from stio.remote.save import RemoteTransaction, Uploads
 from stio.remote.source import RemoteRoot
-from stio.saving import scheduler
 
 pytest.importorskip("obstore")
 
@@ -287,7 +287,7 @@ def failures(place: Place) -> dict[str, tuple[str, str, float]]:
 
     for name, who, owner, attribute in [
         ("begin", 0, Folder, "list"),
-        ("stage", 1, scheduler, "copy_pieces"),
+        ("stage", 1, Readiness, "copy_pieces"),
         ("upload", 1, Folder, "upload"),
         ("upload on the first", 0, Folder, "upload"),
         ("pack", 2, sharded_write, "_message"),
