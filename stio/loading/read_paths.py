@@ -513,9 +513,10 @@ class DevicePath(ReadPath):
     def close(self) -> None:
         """Release what all files of the load share; wait for the numbers of lost values, if there are some."""
         self._slots.close()
-        lost, device = self._delivery.lost, self._accelerator.device
+        lost = self._delivery.lost
         if any(isinstance(number, torch.Tensor) for number in lost.values()):
             with suppress(RuntimeError), self._accelerator.on_stream():  # of a device that does not answer
+                device = self._accelerator.device
                 own = {k: n for k, n in lost.items() if isinstance(n, torch.Tensor) and n.device == device}
                 lost.update((name, int(number)) for name, number in own.items())
 

@@ -119,7 +119,8 @@ def test_the_first_rank_is_killed(tmp_path: Path, hosts: Hosts, ranks_per_host: 
     for found in results[1:]:
         check(found["save"], "the store of the process group does not answer", when, 2)
         kind, _, text, seconds = found["load"]
-        assert kind == "RankError" and "the rank that holds it may have ended" in text and seconds < 3, found
+        assert kind == "RankError" and "the store of the process group did not answer for" in text, found
+        assert seconds < 90, found
     cleaned: dict[str, Any] = results[-1]
     (live,), (dead,) = cleaned["gc"]["kept"], cleaned["gc"]["undone"]
     assert set(cleaned["no locks"]) == {live, dead}, "both are younger than the limit"

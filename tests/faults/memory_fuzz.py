@@ -36,12 +36,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import stio
 import stio.compat.safetensors.torch as safetensors_torch
-import stio.saving.scheduler
 from stio import sync
 from stio.compat import huggingface_hub
 from stio.compat.safetensors import SafetensorError
 from stio.device import copy_in
 from stio.device import tensors as device_tensors
+from stio.device.copy_out import Readiness
 from stio.loading.targets.base import PartsTarget
 from stio.loading.targets.module import ModuleTarget
 from stio.loading.targets.nested import StateTarget
@@ -607,7 +607,7 @@ class _before_copies:  # noqa: N801 - a context manager
     def __enter__(self) -> None:
         for place, name in (
             (ModuleTarget, "copy"), (ModuleTarget, "copy_rows"), (ModuleTarget, "_load_as_torch"),
-            (StateTarget, "copy"), (PartsTarget, "copy"), (stio.saving.scheduler, "copy_pieces"), (stio.saving.scheduler, "copy_out"),
+            (StateTarget, "copy"), (PartsTarget, "copy"), (Readiness, "copy_pieces"), (Readiness, "copy_out"),
         ):  # fmt: skip
             old = getattr(place, name)
             self._old.append((place, name, old))

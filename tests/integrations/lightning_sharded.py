@@ -155,15 +155,15 @@ def strange(directory: Path, rank: int) -> None:
     assert saved["hyper_parameters"] == {"f": 0}
     assert all(torch.equal(saved["state_dict"][name], tensor.full_tensor()) for name, tensor in sharded.items())
 
-    plain = lightning.remove_checkpoint
-    lightning.remove_checkpoint = no_disk
+    plain = lightning._remove
+    lightning._remove = no_disk
     with strategy.checkpoint_io.beside_training(path + "-next"):
         strategy.save_checkpoint(checkpoint, path + "-next")
     with strategy.checkpoint_io.beside_training(path):
         if rank == 0:
             strategy.remove_checkpoint(path)
     raised(lambda: strategy.save_checkpoint(checkpoint, path + "-last"), OSError)
-    lightning.remove_checkpoint = plain
+    lightning._remove = plain
     strategy.save_checkpoint(checkpoint, path + "-last")
     strategy.checkpoint_io.collect()
 
