@@ -312,7 +312,6 @@ def test_any_plan_brings_every_byte(layout: Layout, maximum: int | None, block_b
         ([], {"metadata": {"k": 1}}, TypeError),
         ([], {"metadata": {"k": "\ud800"}}, ValueError),
         ([], {"metadata": {"k": "x" * 100_000_000}}, LimitError),
-        ([], {"shared": "drop"}, ValueError),
         ([], {"block_bytes": 0}, ValueError),
         ([], {"block_bytes": 4097}, ValueError),
         ([], {"max_shard_bytes": 0}, ValueError),

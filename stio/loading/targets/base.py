@@ -219,8 +219,11 @@ class LoadTarget(ABC):
         return found if self._is_apart or not self._overlaps(found) else frozenset()
 
     def _overlaps(self, names: AbstractSet[str]) -> bool:
-        memories = [place.memory for name in names for place in self._places[name] if place.memory.is_cpu]
-        return overlapping({memory_key(memory): memory for memory in memories}.values())
+        memories: list[torch.Tensor] = []
+        for name in names:  # one memory may be several places of a tensor, but not of two
+            own = [place.memory for place in self._places[name] if place.memory.is_cpu]
+            memories += {memory_key(memory): memory for memory in own}.values()
+        return overlapping(memories)
 
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the memory, in the order of the calling thread's stream."""
