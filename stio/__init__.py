@@ -5,10 +5,11 @@
 Names are imported when they are first used, so that `import stio` does not import torch. Most of them do, which takes
 seconds. A program with an event loop calls `await stio.preload()` first, which imports all of them on a thread.
 
-Levels, from the base: `errors.py`; `runtime/`; `format/` (pure); `device/` and `storage/`; `loading/` and `saving/`;
-`remote/` (stores, and the hub); `conversion/`, `distributed/`, `serving/` (caches, pools, warm starts) and `state.py`
-(nested state); this module and `sync.py` (blocking twins); `cli/`, `compat/`, `integrations/` and `testing/`. A package
-imports from lower levels only. Start with `loading/` or `saving/`.
+Levels, from the base: `errors.py`, `text.py`, `limits.py` and the like; `process/`; `runtime/` and `native/`; `format/`
+(pure); `device/` and `storage/`; `loading/` and `saving/`; `remote/` (stores, and the hub); `conversion/`,
+`distributed/`, `serving/` (caches, pools, warm starts) and `state.py` (nested state); this module and `sync.py`
+(blocking twins); `cli/`, `compat/`, `integrations/` and `testing/`. A package imports from the faces of lower levels
+only. Start with `loading/` or `saving/`.
 """
 
 from __future__ import annotations
