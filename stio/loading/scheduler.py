@@ -30,7 +30,7 @@ from stio.loading.plan import Group, ReadPlan
 from stio.loading.read_paths import Delivery, ReadPath
 from stio.runtime import Cancelled, Operation, WorkerPool
 from stio.runtime.reports import ProgressReporter, close_bar, counters, progress_callback
-from stio.storage import LocalFile, Source
+from stio.storage import LocalFile, RequestedSource, Source
 
 FIRST_BYTES = 512 << 20
 """The first groups, with so many bytes, are given to the executor alone. They move while the others are begun."""
@@ -254,9 +254,11 @@ class LoadScheduler:
             while (file := next(left, None)) is not None:  # one step: several workers call it
                 file.check_unchanged()
 
-        if len(others) > 1:
-            WorkerPool("check").run(work, min(_MAX_CHECKS, len(others)))
-        elif others:
+        # A file of this machine that is opened again for it would need a descriptor for each worker.
+        num_behind_networks = sum(isinstance(file, RequestedSource) for file in others)
+        if num_behind_networks > 1:
+            WorkerPool("check").run(work, min(_MAX_CHECKS, num_behind_networks))
+        else:
             work()
 
     def stop(self) -> None:

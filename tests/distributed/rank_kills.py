@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 import stio
 from stio import sync
-from stio.saving import scheduler
+from stio.device.copy_out import Readiness
 from stio.storage import local
 from stio.storage.commit import syscalls as calls
 
@@ -248,7 +248,7 @@ class Fault:
             (calls, "reserve"),
             (calls, "open_file"),
             (calls, "rename"),
-            (scheduler, "copy_pieces"),
+            (Readiness, "copy_pieces"),
             (local.LocalFile, "read_into"),
         ]:
             setattr(owner, name, self._faulty(getattr(owner, name)))

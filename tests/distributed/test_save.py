@@ -28,11 +28,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import stio
 from stio import sync
+from stio.device.copy_out import Readiness
 from stio.device.describe import LazyTensor
 from stio.distributed.placements import Cut, local_part
 from stio.errors import RankError
 from stio.runtime.operation import is_interrupted
-from stio.saving import pending, scheduler
+from stio.saving import pending
 from stio.saving.staging_pool import StagingPool
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit import transaction
@@ -388,7 +389,7 @@ def failures(folder: str) -> dict[str, tuple[str, str, float]]:
     found["wrong"] = one_failure(path, "shared= takes", spread, shared="x" if rank == 1 else "clone")  # type: ignore[arg-type]
     found["part"] = of_some_ranks(path, spread)
     for name, failing, owner, attribute in [
-        ("stage", 2, scheduler, "copy_pieces"),
+        ("stage", 2, Readiness, "copy_pieces"),
         ("sync", 1, calls, "fsync"),
         ("create", 0, LocalTransaction, "create"),
         ("commit", 0, LocalTransaction, "prepare_commit"),
