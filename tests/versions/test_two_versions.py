@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -264,13 +264,19 @@ def test_ids_of_saves_may_have_other_lengths(save_id: str, tmp_path: Path, other
 # This version holds a lock.
 
 
+def _has_staging(folder: Path) -> bool:
+    with suppress(FileNotFoundError):  # a directory that is renamed while they are listed
+        return any((one / "new").exists() for one in folder.rglob(".stio-*"))
+    return False
+
+
 @contextmanager
 def held_while_staging(path: Path, keywords: Mapping[str, Any]) -> Iterator[Saving]:
     """Have a save that has begun, and waits for a tensor."""
     held = Held()
     saving = Saving(path, keywords, held.tensors())
     assert held.reached.wait(BOUND)
-    assert eventually(lambda: any((one / "new").exists() for one in path.parent.rglob(".stio-*")))
+    assert eventually(lambda: _has_staging(path.parent))
     try:
         yield saving
     finally:
