@@ -20,7 +20,7 @@ written is removed. This package does not depend on loads. Start with `pending.p
 A destination is made absolute at the call; its links are resolved when the save begins. A producer must not wait for
 the `Saver` that it works for, and a callback on a save's thread that waits for a later save gets an error. At most four
 blocks are written at a time; `save` keeps four full ones ready. Where only workers do the work there are six, since
-four that fill and write in turn left the disk idle.
+four that fill and write in turn left the disk idle. A save of one block is staged and written on its own thread.
 
 What `keep_last` removes is decided in `retention.py` and removed by `stio.storage.commit.retention`, which compares
 device, inode, size and time of each file with those at the commit, and leaves what differs or was added. When an

@@ -124,7 +124,7 @@ class PendingSave:
         # "previous": a save that came between; None once this one has begun.
         self._order: dict[str, PendingSave | None] = {}
         self.state: State = "new"
-        """See `LIFE_CYCLE`; set by the save's own thread, and by the worker that completes the snapshot."""
+        """See `LIFE_CYCLE`; set by the save's own thread, and by the one that completes the snapshot."""
         self.delivered = False
         """Whether a caller got the outcome: the result, or what was raised."""
         self.cancelled = False

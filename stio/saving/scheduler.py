@@ -58,7 +58,7 @@ class SaveScheduler:
         plan: The files and their blocks; of a plan of parts, files with `write_strided`.
         pool: Staging memory; its condition guards this run too.
         stage_first: Whether the snapshot is more urgent than the disk.
-        on_staged: Called once, on a worker, when every tensor was copied and may change.
+        on_staged: Called once, on the thread that copied the last tensor, when every tensor was copied and may change.
         progress: Called with an event at the start and after each block that was written, one call at a time.
         trace: Records spans.
     """
@@ -126,7 +126,9 @@ class SaveScheduler:
         self._stops.append(stop)
 
     def start(self, ready: Readiness | None = None) -> None:
-        """Begin to fill blocks on the run's own threads; `complete` or `stop`, and then `join`, must follow.
+        """Begin to fill blocks; `complete` or `stop`, and then `join`, must follow.
+
+        A save of one block needs no other thread than the caller's: it is staged when this returns.
 
         Args:
             ready: When the devices' tensors may be read.
@@ -139,6 +141,8 @@ class SaveScheduler:
         by_engine = self._transfer is not None and not self._has_lazy and self._pool.allocate == memory.allocate
         if not self._blocks:  # of a plan of parts
             self._on_staged()
+        elif len(self._blocks) == 1 and not self._has_lazy:
+            self._work()
         else:
             self._start_threads(len(self._shards) if by_engine else len(self._blocks))
 
@@ -154,7 +158,9 @@ class SaveScheduler:
             self._in_order = hasher is not None or any(writer.is_ordered for writer in writers)
             self._writers = writers
             self._changed.notify_all()
-        if any(block.runs for block in self._blocks) or not isinstance(writers[0], LocalFileWriter):
+        if len(self._blocks) > 1 and (
+            any(block.runs for block in self._blocks) or not isinstance(writers[0], LocalFileWriter)
+        ):
             self._start_threads(len(self._blocks))
 
     def _start_threads(self, num_jobs: int) -> None:
@@ -172,7 +178,8 @@ class SaveScheduler:
             Cancelled: `stop` was called.
             BaseException: The first error of a worker, as it was raised.
         """
-        process.be_nice()
+        if len(self._blocks) > 1:  # one block is written at once, and delays no event loop
+            process.be_nice()
         self._workers.work_along(self._work)
         self.join()
         self._workers.raise_error()
@@ -225,6 +232,8 @@ class SaveScheduler:
                 if self._moving and not self._is_taking:
                     self._is_taking = True
                     return self._take
+                if self._full and not self._writers and len(self._blocks) == 1:
+                    return None  # `complete` writes the only block
                 self._changed.wait()
         return None
 
