@@ -120,7 +120,7 @@ def test_the_first_rank_is_killed(tmp_path: Path, hosts: Hosts, ranks_per_host: 
         check(found["save"], "the store of the process group does not answer", when, 2)
         kind, _, text, seconds = found["load"]
         assert kind == "RankError" and "the store of the process group did not answer for" in text, found
-        assert seconds < 90, found
+        assert seconds < 62, "the call has a rank_timeout of 60 s, and nobody holds the store any more"
     cleaned: dict[str, Any] = results[-1]
     (live,), (dead,) = cleaned["gc"]["kept"], cleaned["gc"]["undone"]
     assert set(cleaned["no locks"]) == {live, dead}, "both are younger than the limit"

@@ -112,11 +112,6 @@ class FileName(str):
         return self.endswith(FILE_SUFFIXES) or (self.is_index and self.whole.endswith(FILE_SUFFIXES))
 
     @property
-    def is_of_weights(self) -> bool:
-        """Whether it is the name of a file of weights, also one of `torch.save`, or of an index."""
-        return self.endswith((*FILE_SUFFIXES, *PICKLE_SUFFIXES)) or self.is_index
-
-    @property
     def is_pickle(self) -> bool:
         """Whether it is the name of weights in a file of `torch.save`."""
         return self.endswith(PICKLE_SUFFIXES) and not self.startswith(".") and not self.is_of_training
