@@ -226,6 +226,8 @@ if __name__ == "__main__":
         sys.modules["torch"].set_num_threads(1)
     warnings.simplefilter("error")
     signal.signal(signal.SIGALRM, time_out)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what it puts in the background so
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{address}")
     listener.listen(64)
