@@ -45,6 +45,7 @@ from stio.storage.checkpoint.shards import (
     read_header,
 )
 from stio.storage.checks import advice_for_hub_cache, commits_in
+from stio.storage.local import LocalRoot
 from stio.storage.open import SingleFileRoot, is_hub, open_directory, open_file, open_url
 from stio.text import is_url, without_secrets
 
@@ -229,7 +230,7 @@ class _Opening:
                 index = index.part(wanted)
             files = index.shards
         openers = {name: partial(root.open, name) for name in files}
-        if isinstance(root, ParallelRoot):
+        if not isinstance(root, LocalRoot) and isinstance(root, ParallelRoot):  # a check of a protocol takes 12 us
             root.open_ahead(files)
         shards = partial(open_shards, root.path, openers, index, self.options)
         opened = _with_manifest(root, found.whole, shards) if self.options.with_manifest else shards()
