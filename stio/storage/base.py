@@ -8,6 +8,7 @@ step.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -16,6 +17,9 @@ from stio.errors import ChangedDuringReadError, CommitUncertainError
 from stio.format.files import Hasher
 from stio.limits import PAGE_BYTES
 from stio.runtime.memory import Region, allocate
+
+_HEAP_BYTES = 64 << 10
+"""Up to this size memory comes from the heap: to map and unmap pages takes longer than to clear it."""
 
 _SMALL_REQUEST_BYTES = 1 << 20
 """With less memory than all requests need, they become smaller down to this size before they become fewer."""
@@ -430,6 +434,10 @@ def read_bytes(source: Source, offset: int, nbytes: int) -> bytes:
     """Return `nbytes` bytes of a source from `offset` on; raises as `Source.read_into` does."""
     if not nbytes:
         return b""
-    region = allocate(nbytes).sub(0, nbytes)
-    source.read_into(offset, [region])
-    return region.tobytes()
+    if nbytes > _HEAP_BYTES:
+        region = allocate(nbytes).sub(0, nbytes)
+        source.read_into(offset, [region])
+        return region.tobytes()
+    memory = array("B", bytes(nbytes))
+    source.read_into(offset, [Region(memory.buffer_info()[0], nbytes, memory)])
+    return memory.tobytes()
