@@ -47,6 +47,7 @@ _O_PATH = getattr(os, "O_PATH", 0)
 _HAVE_PROC = os.path.exists("/proc/self/fd")
 _RWF_NOWAIT = 8  # fails with EAGAIN where the read would wait for a disk
 _SHORT_READ_BYTES = 256 << 10
+_SHORT_POPULATE_BYTES = 1 << 20
 _READ_MAX_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB a call, macOS refuses 2 GiB
 
 
@@ -300,11 +301,13 @@ class LocalFile:
         if sys.platform != "linux" or not nbytes:
             return None
         # To count all pages of 1.7 GB in small folios takes the kernel 4 ms, more than the rest of the opening.
-        step = max(_SAMPLE_BYTES, nbytes // _MAX_SAMPLES // SYSTEM_PAGE_BYTES * SYSTEM_PAGE_BYTES)
+        sample = step = nbytes
+        if nbytes > _SAMPLE_BYTES * _MAX_SAMPLES:
+            sample, step = _SAMPLE_BYTES, nbytes // _MAX_SAMPLES // SYSTEM_PAGE_BYTES * SYSTEM_PAGE_BYTES
         span, counts = (ctypes.c_uint64 * 2)(), (ctypes.c_uint64 * 5)()
         looked = resident = 0
         for offset in range(0, nbytes, step):
-            span[0], span[1] = offset, min(_SAMPLE_BYTES, nbytes - offset)
+            span[0], span[1] = offset, min(sample, nbytes - offset)
             if quick_libc.syscall(_SYS_CACHESTAT, self.fd, ctypes.byref(span), ctypes.byref(counts), 0) != 0:
                 return None
             looked += -(-span[1] // SYSTEM_PAGE_BYTES)
@@ -425,7 +428,7 @@ class MappedFile:
             raise refused("mapping", file.path, error) from error
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Read `[offset, offset + nbytes)` into the page cache and map it. Blocks, without the GIL.
+        """Read `[offset, offset + nbytes)` into the page cache and map it. Blocks, without the GIL unless it is short.
 
         Raises:
             TruncatedError: The file is shorter than it was when it was opened.
@@ -435,9 +438,11 @@ class MappedFile:
         size = self.file.nbytes_now()
         if offset + nbytes > size:
             raise shrunk(self.file, size)
+        # To map pages out of the page cache takes less than to acquire the GIL again; see `quick_libc`.
+        is_short = size <= _SHORT_POPULATE_BYTES and self.file.resident_fraction() == 1
         number = errno.EINTR
         while number == errno.EINTR:
-            number = memory.populate(self.region.sub(offset, nbytes))
+            number = memory.populate(self.region.sub(offset, nbytes), keeps_gil=is_short)
         if number == errno.EFAULT or number in UNSUPPORTED:
             # EFAULT: a failing disk, or a file that was cut; a read returns an error number, a page fault does not.
             # EINVAL: a kernel before 5.14; a plain read brings the pages into the page cache, where faults find them.

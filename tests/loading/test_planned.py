@@ -19,6 +19,7 @@ from stio.loading.body import scheduled
 from stio.loading.options import LoadOptions
 from stio.loading.read_paths import Delivery
 from stio.loading.select import select_tensors
+from stio.runtime import workers
 from stio.storage.checkpoint.open import open_checkpoint
 from stio.storage.local import LocalFile, LocalRoot
 
@@ -107,8 +108,26 @@ def own_root(directory):
 
 @needs_engine
 @pytest.mark.parametrize("memory", ["map", "copy", "lazy"])
-def test_local_files_are_moved_by_the_engine(made, small, memory):
+def test_local_files_are_moved_by_the_engine(made, small, sparse, memory, monkeypatch):
+    assert made(sparse, memory=memory)._executor.name == "engine"
+    monkeypatch.setattr(LocalFile, "resident_fraction", lambda self: 0.9)
     assert made(small, memory=memory)._executor.name == "engine"
+
+
+@pytest.mark.parametrize("memory", ["map", "copy"])
+def test_a_small_load_out_of_the_page_cache_wakes_no_other_thread(made, small, memory, monkeypatch):
+    monkeypatch.setattr(LocalFile, "resident_fraction", lambda self: 1.0)
+    threads: list[str] = []
+    monkeypatch.setattr(workers, "start_thread", lambda run, *, name: threads.append(name))
+    monkeypatch.setattr(native, "Transfer", None)
+    trace = stio.Trace()
+    executor = made(small, memory=memory)._executor
+    assert executor.name == "plain"
+    wanted = safetensors.torch.load_file(small)
+    loaded = stio.sync.load(small, memory=memory, trace=trace)
+    assert {name: tensor.tolist() for name, tensor in loaded.items()} == {k: t.tolist() for k, t in wanted.items()}
+    assert not threads
+    assert {span.lane for span in trace.spans} == {"load"}
 
 
 @pytest.mark.parametrize("memory", ["map", "copy", "lazy"])

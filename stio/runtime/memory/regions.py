@@ -239,15 +239,15 @@ def map_file(fd: int, nbytes: int, *, huge_pages: bool) -> Region:
     return _region(address, nbytes, pages)
 
 
-def populate(region: Region) -> int:
-    """Load the pages of a mapping into memory for reading; releases the GIL.
+def populate(region: Region, *, keeps_gil: bool = False) -> int:
+    """Load the pages of a mapping into memory for reading; releases the GIL unless the pages are in the page cache.
 
     Returns:
         0, or an errno: EFAULT where an access would raise SIGBUS, EINVAL on kernels before 5.14.
     """
     start = region.address // SYSTEM_PAGE_BYTES * SYSTEM_PAGE_BYTES  # otherwise EINVAL
     length = region.address + region.nbytes - start
-    if length == 0 or libc.madvise(start, length, _MADV_POPULATE_READ) == 0:
+    if length == 0 or (quick_libc if keeps_gil else libc).madvise(start, length, _MADV_POPULATE_READ) == 0:
         return 0
     return ctypes.get_errno()
 
