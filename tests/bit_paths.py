@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from stio.compat.safetensors import torch as drop_in
 from stio.device.tensors import TORCH_DTYPES
 from stio.distributed import StioStager, StioStorageReader, StioStorageWriter
 from stio.format.dtypes import BITS
+from stio.loading import planned
 
 Tensors = dict[str, torch.Tensor]
 
@@ -248,6 +250,14 @@ def _(case: Case) -> Tensors:
 @path("load, memory=copy", cpu_only=True)
 def _(case: Case) -> Tensors:
     return sync.load(case.checkpoint(), memory="copy")
+
+
+for _memory in ("map", "copy"):
+
+    @path(f"load, memory={_memory}, not at once", cpu_only=True)
+    def _(case: Case, memory: Any = _memory) -> Tensors:
+        with mock.patch.object(planned, "_AT_ONCE_BYTES", -1):  # by the engine, as large files
+            return sync.load(case.checkpoint(), memory=memory)
 
 
 @path("load, verify")

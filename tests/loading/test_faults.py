@@ -113,7 +113,7 @@ async def test_c89_eio_of_a_map(directory, by, monkeypatch):
     for n in range(20):
         left = [n]
 
-        def populate(region, left=left):
+        def populate(region, left=left, **_):
             left[0] -= 1
             return errno.EIO if left[0] < 0 else 0
 
