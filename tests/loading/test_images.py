@@ -16,10 +16,16 @@ from torch import nn
 import stio
 from stio import native, sync
 from stio.device import copy_in
-from stio.loading import read_paths
+from stio.loading import planned, read_paths
 from stio.runtime.operation import Cancelled, Operation
 
 SOURCES = {f"t{k}": ramp(3, 4, start=k) for k in range(20)} | {"empty": torch.zeros(0, 4), "one": torch.tensor(3.0)}
+
+
+@pytest.fixture(autouse=True)
+def by_the_engine(monkeypatch):
+    """Small files as large ones, although they are in the page cache."""
+    monkeypatch.setattr(planned, "_AT_ONCE_BYTES", -1)
 
 
 @pytest.fixture(autouse=True)
