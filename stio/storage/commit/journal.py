@@ -91,7 +91,9 @@ class StagingDirectory:
             raise
 
     def remove(self) -> None:
-        """Remove the directory and its content as far as possible, and close it. Never raises."""
+        """Remove the directory and its content as far as possible, and close it. Idempotent; never raises."""
+        if self.fd < 0:
+            return
         name = None
         try:
             name = rename_for_deletion(self._home_fd, STAGING_PREFIX + self.save_id)

@@ -70,6 +70,8 @@ class Publication:
     """`destination.home`, open; owned by the transaction."""
     staging: StagingDirectory
     """The staging directory with the new files."""
+    lock: ExitStack
+    """Holds the lock of the directory, where the plan needs it."""
     plan: CommitPlan
     """Their names, the files that they replace, and the step that commits."""
     durable: bool
@@ -115,6 +117,7 @@ class Publication:
                 raise self._uncertain("the system reported an error for a rename that it did", error) from error
             raise
         self.written = written
+        self.close()
         self._confirm()
 
     def _replace_directory(self) -> None:
@@ -154,6 +157,8 @@ class Publication:
         else:
             self._rename_files(record)
             self.needs_recovery = _needs_record(record)
+            if not self.needs_recovery:
+                self.close()
             self._confirm()
         try:
             clean_up(self.home_fd, self.staging.fd, record, durable=self.durable)
@@ -306,6 +311,15 @@ class Publication:
                 self.needs_recovery = False
             except OSError:
                 raise self._uncertain(_INTERRUPTED, error) from error
+
+    def close(self) -> None:
+        """Release the lock, and remove the staging directory, unless recovery reads it. Idempotent; never raises.
+
+        Where one rename is the commit this comes before its sync, which covers it: a change of a directory right after
+        the sync would wait for the filesystem's journal again.
+        """
+        self.lock.close()
+        self.staging.release() if self.needs_recovery else self.staging.remove()
 
     def _confirm(self) -> None:
         """Make the commit durable."""

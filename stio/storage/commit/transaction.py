@@ -334,6 +334,7 @@ class LocalTransaction(FilesTransaction):
             destination=destination,
             home_fd=home_fd,
             staging=self._staging,
+            lock=self._lock,
             plan=self._plan,
             durable=durable,
             parents=self._parents,
@@ -528,11 +529,10 @@ class LocalTransaction(FilesTransaction):
 
     def _end(self) -> None:
         """Close everything, and remove the staging directory, unless recovery reads it; see `Publication`."""
-        self._lock.close()
         for writer in self._writers:
             writer.close()
         publication = self._publication
-        self._staging.release() if publication.needs_recovery else self._staging.remove()
+        publication.close()
         calls.close(self._home_fd)
         if publication.cleanup_error is not None:
             message = "%s: cleaning up failed, the next save here or `stio gc` completes it: %s"
