@@ -439,16 +439,20 @@ def _follow(path: str, dir_fd: int | None) -> tuple[int, list[str], list[str]]:
                 rest.pop() if name == ".." else rest.append(name)
                 continue
             try:
-                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                below = os.open(name, _PASSED | _NO_FOLLOW, dir_fd=fd)
             except FileNotFoundError:
                 rest.append(name)
                 continue
-            if stat.S_ISDIR(found.st_mode):
-                below = os.open(name, _PASSED | _NO_FOLLOW, dir_fd=fd)
+            except OSError as error:
+                if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                    raise
+            else:
                 os.close(fd)
                 fd = below
                 passed = passed[:-1] if name == ".." else [*passed, name]
-            elif stat.S_ISLNK(found.st_mode):
+                continue
+            found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if stat.S_ISLNK(found.st_mode):
                 num_links += 1
                 if num_links > _MAX_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
