@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from stio import clock
 from stio.errors import StioError, StorageError
 from stio.format.files import FILE_SUFFIX, FilePattern, parse_index
 from stio.limits import Limits
@@ -124,14 +125,18 @@ def make_and_open(directory: str, *, durable: bool) -> tuple[int, dict[str, Dire
     """
     parent, name = os.path.split(directory)
     try:
-        if durable:
-            # Somebody may have made it a moment ago, without a sync.
-            with suppress(PermissionError), closing(calls.open_directory(parent)) as above:
-                calls.sync_directory(above)
-        return calls.open_directory(directory), {}
+        fd = calls.open_directory(directory)
     except FileNotFoundError:
         if not name:
             raise
+    else:
+        try:
+            if durable:
+                _sync_name(directory, fd)
+        except BaseException:
+            calls.close(fd)
+            raise
+        return fd, {}
     above, made = make_and_open(parent, durable=durable)
     is_made = False
     with closing(above):
@@ -142,6 +147,26 @@ def make_and_open(directory: str, *, durable: bool) -> tuple[int, dict[str, Dire
             calls.sync_directory(above)
         fd = calls.open_directory(name, dir_fd=above)
     return fd, {**made, directory: directory_identity(fd)} if is_made else made
+
+
+_durable_names: dict[str, tuple[int, int, float]] = {}
+"""Device, inode and time of birth of directories whose name this process has made durable, by path."""
+_MAX_DURABLE_NAMES = 256
+_SETTLED_SECONDS = 1.0
+"""A directory that is older differs from each later one in the time of its birth, if not in its inode."""
+
+
+def _sync_name(directory: str, fd: int) -> None:
+    """Make the name of an open directory durable, once: somebody may have made it a moment ago, without a sync."""
+    birth = calls.birth_of(fd) if is_local(fd) else None
+    if birth is not None and _durable_names.get(directory) == birth:
+        return
+    with suppress(PermissionError), closing(calls.open_directory(os.path.dirname(directory))) as above:
+        calls.sync_directory(above)
+        if birth is not None and clock.now() - birth[2] > _SETTLED_SECONDS:
+            if len(_durable_names) >= _MAX_DURABLE_NAMES:
+                _durable_names.clear()
+            _durable_names[directory] = birth
 
 
 @dataclass(frozen=True, slots=True)

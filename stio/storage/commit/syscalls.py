@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from struct import unpack_from
 from typing import Any
 
 from stio import process
@@ -33,6 +34,9 @@ _pwrite: Any = function_of(libc, "pwrite", ctypes.c_ssize_t, _INT, ctypes.c_void
 _fallocate: Any = function_of(_linux, "fallocate", _INT, _INT, _INT, _OFFSET, _OFFSET)
 _sync_file_range: Any = function_of(_linux, "sync_file_range", _INT, _INT, _OFFSET, _OFFSET, _UINT)
 _renameat2: Any = function_of(_linux, "renameat2", _INT, _INT, _TEXT, _INT, _TEXT, _UINT)
+
+_statx: Any = function_of(_linux, "statx", _INT, _INT, _TEXT, _INT, _UINT, ctypes.c_void_p)
+_EMPTY_PATH, _BIRTH = 0x1000, 0x800  # of statx(2)
 
 
 def _check(result: int, *names: str) -> int:
@@ -108,6 +112,19 @@ def exists(name: str, *, dir_fd: int) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def birth_of(fd: int) -> tuple[int, int, float] | None:
+    """Return device, inode and time of birth of an open directory, None where the system does not say the time.
+
+    Another one that gets its inode later was born later.
+    """
+    found = ctypes.create_string_buffer(256)
+    if _statx is None or _statx(fd, b"", _EMPTY_PATH, _BIRTH, found) < 0 or not unpack_from("I", found)[0] & _BIRTH:
+        return None
+    status = os.fstat(fd)
+    seconds, nanoseconds = unpack_from("qI", found, 80)
+    return status.st_dev, status.st_ino, seconds + nanoseconds / 1e9
 
 
 def unlink(name: str, *, dir_fd: int) -> None:
