@@ -44,6 +44,9 @@ when a write ends: writes that start together end together."""
 AHEAD_BLOCKS = 4
 """Most full blocks that wait for the disk, where no caller waits for the snapshot: one for each write that may end."""
 
+SMALL_BLOCK_BYTES = 2 << 20
+"""A save of one block up to this size is copied and written by its own thread: the engine would take longer."""
+
 PIECE_BYTES = 16 << 20
 """Bytes that a worker writes between two checks whether the save was stopped."""
 
@@ -84,7 +87,8 @@ class SaveScheduler:
         self._pool = pool
         self._changed = pool.changed
         self._transfer: Any = None
-        if native.available():
+        is_small = self._is_single and self._blocks[0].nbytes <= SMALL_BLOCK_BYTES
+        if native.available() and not is_small:
             native.count_processors(num_processors)
             with suppress(OSError):  # no more threads
                 self._transfer = native.Transfer(max_chunks=WRITE_DEPTH)

@@ -300,7 +300,7 @@ class LocalFileWriter:
         They go through the page cache. If other hosts may write the file too they go past it, where the filesystem
         takes that.
         """
-        done, (fd, direct_fd) = 0, self._opened()
+        done, (fd, direct_fd) = 0, self._opened(direct=self._takes_exact_ranges)
         while done < region.nbytes:
             is_exact = self._takes_exact_ranges and direct_fd >= 0
             try:
@@ -321,7 +321,9 @@ class LocalFileWriter:
         """
         if self._takes_exact_ranges:
             return False
-        ranges.host_to_file(group, region.address, region.nbytes, *self._opened(), offset)
+        ranges.host_to_file(
+            group, region.address, region.nbytes, *self._opened(direct=self.own_bytes >= PAGE_BYTES), offset
+        )
         return True
 
     def count(self, nbytes: int) -> None:
@@ -391,15 +393,14 @@ class LocalFileWriter:
             if fd >= 0:
                 calls.close(fd)
 
-    def _opened(self) -> tuple[int, int]:
+    def _opened(self, *, direct: bool = False) -> tuple[int, int]:
         """Return the descriptor, and one for writes past the page cache, or -1."""
-        # Opened at the first write, not when it is created: a save may have hundreds of shards.
+        # Opened at the first write, not when it is created: a save may have hundreds of shards. Less than a page is
+        # written past the page cache as an exact range only, and descriptors may be few.
         with self._lock:
             if self._fd < 0:
                 self._fd = self._open(0)
-            # Less than a page is written past the page cache as an exact range only, and descriptors may be few.
-            needs_direct = self._takes_exact_ranges or self.own_bytes >= PAGE_BYTES
-            if needs_direct and self._direct_fd < 0 and not self.direct_refused:
+            if direct and self._direct_fd < 0 and not self.direct_refused:
                 try:
                     self._direct_fd = self._open(_O_DIRECT)
                 except StorageError as error:
