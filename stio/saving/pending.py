@@ -22,7 +22,7 @@ from stio.device import Readiness, describe_tensors
 from stio.errors import SaveInProgressError, printable
 from stio.format import TensorSource
 from stio.format.files import MANIFEST_SUFFIX, FilePattern, Hasher, manifest_change, new_hasher
-from stio.limits import DEFAULT_BUDGET_BYTES
+from stio.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.runtime import Notifier, Operation, current_operation, memory
 from stio.runtime.reports import CALLER, progress_callback, shown, traced
 from stio.saving.options import (
@@ -225,7 +225,11 @@ class PendingSave:
             self._absolute_destination, buffer_bytes = self._absolute_destination.within(budget_bytes)
             budget_bytes = max(SMALLEST_BLOCK_BYTES, budget_bytes - buffer_bytes)
         block_bytes = block_bytes_for(data_bytes, budget_bytes, stage_first=self._stage_first, num_tensors=len(sources))
-        return PlannedSave(*self._make_plans(sources, block_bytes), block_bytes, budget_bytes)
+        plans = self._make_plans(sources, block_bytes)
+        if not self._stage_first:  # a pool of its own
+            largest = max([block.nbytes for shard in plans[1].shards for block in shard.blocks], default=0)
+            block_bytes = -(-largest // PAGE_BYTES) * PAGE_BYTES
+        return PlannedSave(*plans, block_bytes, budget_bytes)
 
     def _make_plans(self, sources: Sequence[TensorSource], block_bytes: int) -> tuple[WritePlan, WritePlan]:
         """Return the plan of the files, and that of what this process stages and writes: here the same."""
@@ -365,6 +369,8 @@ class PendingSave:
             self.written = published if isinstance(published, WrittenFiles) else None
             if self._retention is not None:
                 self._retention.add(written.path, pattern, published)
+            if self.written is not None and written.path in self.written.made:
+                return  # a new directory, with nothing beside the checkpoint
         store = getattr(self._absolute_destination, "root", None)
         if isinstance(store, Root) or self.written is not None:
             with suppress(Exception):  # whatever is met there, the save has succeeded
