@@ -168,8 +168,9 @@ def test_a_descriptor_is_closed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def open_once(path: str, *args: object, **kwargs: object) -> int:
         if path == os.sep and opened:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        fd = real_open(path, *args, **kwargs)  # type: ignore[arg-type]
         opened.append(path)
-        return real_open(path, *args, **kwargs)  # type: ignore[arg-type]
+        return fd
 
     def close(fd: int) -> None:
         closed.append(fd)

@@ -217,7 +217,7 @@ FALLIBLE = [
     "unlink", "write", "write_bytes",
 ]  # fmt: skip
 INFALLIBLE = [
-    "close", "copy_owner", "exists", "fchmod", "has_access_list", "remove_access_list",
+    "birth_of", "close", "copy_owner", "exists", "fchmod", "has_access_list", "remove_access_list",
     "remove_directory", "remove_tree", "start_writeback", "try_lock", "unlock",
 ]  # fmt: skip
 

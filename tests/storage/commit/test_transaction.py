@@ -6,11 +6,13 @@ import errno
 import inspect
 import logging
 import os
+import shutil
 import socket
 import stat
 import subprocess
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +28,7 @@ from stio.storage.base import Note, Transaction
 from stio.storage.commit import destination, directory_lock, publication
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.directory_lock import DIRECTORY_LOCK_NAME
+from stio.storage.commit.files import closing
 from tests.storage.transactions import (
     CHANGES,
     FALLIBLE,
@@ -720,6 +723,33 @@ def test_rename_new_refuses_on_every_system(tmp_path: Path, monkeypatch: pytest.
 
 
 # Each call fails once, or from then on.
+
+
+def test_the_name_of_a_directory_is_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that was removed and made again may have the same path and inode, and its name is synced again."""
+    home, now, synced = tmp_path / "home", time.time(), []
+
+    def num_syncs_of_parent() -> int:
+        synced.clear()
+        save(home / "x.safetensors", "new")
+        return synced.count(os.stat(tmp_path).st_ino)
+
+    def sync_directory(fd: int) -> None:
+        synced.append(os.fstat(fd).st_ino)
+
+    monkeypatch.setattr(calls, "sync_directory", sync_directory)
+    home.mkdir()
+    assert [num_syncs_of_parent(), num_syncs_of_parent()] == [1, 1], "too young to be told from a later one"
+    monkeypatch.setattr("stio.clock.now", lambda: now + 60)
+    with closing(calls.open_directory(str(home))) as fd:
+        birth = calls.birth_of(fd)
+    if birth is None:
+        pytest.skip("the system does not say when a directory was made")
+    assert [num_syncs_of_parent(), num_syncs_of_parent()] == [1, 0]
+    shutil.rmtree(home)
+    time.sleep(0.02)  # two ticks of the filesystem's clock
+    home.mkdir()
+    assert [num_syncs_of_parent(), num_syncs_of_parent()] == [1, 0]
 
 
 def test_all_calls_are_known() -> None:
