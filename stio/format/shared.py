@@ -19,7 +19,7 @@ from stio.limits import limit_error
 ALIASES_KEY = "stio.aliases"
 """Metadata key of stio: a JSON object of names that share another tensor's data."""
 
-_MADE_ANEW = frozenset({ALIASES_KEY, "total_size", "total_parameters"})
+_MADE_ANEW = frozenset({ALIASES_KEY, "stio.delta", "stio.id", "total_size", "total_parameters"})
 """Metadata keys whose values describe the tensors of one checkpoint; the last two are the hub's. Each save makes its
 own, so metadata of a checkpoint can be passed to the next save as they are."""
 _LAYOUTS_OF_OTHERS = ("DCP_SHARDING_INFO", "fst.shard.")

@@ -18,6 +18,7 @@ from stio.format.files.names import FILE_SUFFIX, FILE_SUFFIXES, INDEX_SUFFIX, Fi
 from stio.format.files.other_kinds import WHOLE_BY_TORCH, FileKind, advice_for_names
 
 _MODEL_NAME = "model.safetensors"
+_DELTA_NAME = "delta.safetensors"
 _INDEX_NAME = _MODEL_NAME + INDEX_SUFFIX  # it is used if a directory has several
 
 _STAGING = ".stio-"
@@ -200,6 +201,8 @@ def choose(
     present = [*map(FileName, names)]
     if _INDEX_NAME in present:
         return NamedCheckpoint.of_index(_INDEX_NAME)
+    # A full save beside a delta has replaced it.
+    present = [name for name in present if name.without_delta not in present]
     chosen = _plain(
         [
             NamedCheckpoint.of_index(str(name))
@@ -245,8 +248,8 @@ def _plain(several: list[NamedCheckpoint]) -> list[NamedCheckpoint]:
     for plain in several:
         if all(other is plain or other.is_variant_of(plain) for other in several):
             return [plain]
-    model = [of_name for of_name in several if of_name.whole == _MODEL_NAME]
-    return model if len(model) == 1 and model[0].files == (_MODEL_NAME,) else several
+    model = [of_name for of_name in several if of_name.whole in (_MODEL_NAME, _DELTA_NAME)]
+    return model if len(model) == 1 and model[0].files == (model[0].whole,) else several
 
 
 def _why_none(names: Sequence[FileName]) -> str:

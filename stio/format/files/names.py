@@ -85,6 +85,10 @@ _DATE = re.compile(
 _UNFINISHED = re.compile(r"_?tmp[-_.].+|.+[-_.](?:tmp|temp|partial|incomplete)(?:\.[0-9]+)?|.+\.part", re.IGNORECASE)
 
 
+_DELTA, _PLAIN = "delta", "model"
+"""Begins of the names of a delta's files in a directory, and of those of a checkpoint."""
+
+
 class FileName(str):
     """The name of a file or a directory, or a path that ends in one, and what the name says of it."""
 
@@ -125,6 +129,14 @@ class FileName(str):
     def is_of_save(self) -> bool:
         """Whether it is the name of a shard with the id of a save."""
         return re.search(rf"-{_SAVE_ID}-[0-9]{{5,}}-of-[0-9]{{5,}}[^/]*{re.escape(FILE_SUFFIX)}\Z", self) is not None
+
+    @property
+    def without_delta(self) -> str | None:
+        """Name that the checkpoint of a file would have as one file, if it were no delta; None: it is not named so."""
+        whole = self.whole if self.shard is None else self.shard.whole
+        if whole == _DELTA + FILE_SUFFIX:
+            return _PLAIN + FILE_SUFFIX
+        return whole.removeprefix(f"{_DELTA}-") if whole.startswith(f"{_DELTA}-") else None
 
     @property
     def whole(self) -> str:
@@ -249,6 +261,11 @@ class FilePattern:
         """Name of the manifest of the files."""
         return self.whole + MANIFEST_SUFFIX
 
+    @property
+    def of_delta(self) -> str:
+        """The pattern for a delta: other libraries must not take its files for the model's."""
+        return f"{_DELTA}{'' if self._before == _PLAIN else f'-{self._before}'}{{suffix}}{self._after}"
+
     def shard(self, k: int, n: int, *, save_id: str | None = None) -> str:
         """Return the name of a shard.
 
@@ -266,9 +283,11 @@ class FilePattern:
     def matches(self, name: str) -> bool:
         """Return whether a file of this name belongs to a checkpoint that was saved with this pattern.
 
-        These are the names that the hub's saver removes (single file, shards, index), and stio's names with a save id.
+        These are the names that the hub's saver removes (single file, shards, index), stio's names with a save id, and
+        those of a delta, which a full save replaces.
         """
-        before, after = re.escape(self._before), re.escape(self._after)
+        before = "|".join(re.escape(start) for start in (self._before, self.of_delta.partition("{")[0]))
+        before, after = f"(?:{before})", re.escape(self._after)
         rule = rf"{before}(?:(?:-{_SAVE_ID})?-[0-9]{{5,}}-of-[0-9]{{5,}})?{after}(?:{re.escape(INDEX_SUFFIX)})?"
         return re.fullmatch(rule, name) is not None
 

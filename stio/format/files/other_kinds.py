@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from stio.errors import StioError, printable
+from stio.format.delta import FORMAT
 from stio.format.files.names import FILE_SUFFIXES, INDEX_SUFFIX, PICKLE_SUFFIXES, FileName, step_of
 from stio.schemes import READERS
 from stio.text import is_url, without_secrets
@@ -261,8 +262,18 @@ def advice_for_names(names: Iterable[FileName], path: str, kind_of: Callable[[st
 def why_packed(metadata: Mapping[str, object]) -> str:
     """Return why bytes of a checkpoint are not those of its tensors, and what to do; empty if they are."""
     if _ZIPNN not in metadata:
-        return ""
+        return _why_delta(metadata)
     return (
         f"zipnn has compressed tensors of this file ({_ZIPNN} in its metadata), and their bytes are no weights; call "
         "zipnn.zipnn_safetensors(), read each tensor by get_tensor of safetensors.torch.safe_open, and save them"
+    )
+
+
+def _why_delta(metadata: Mapping[str, object]) -> str:
+    """Return why the tensors of a file are no weights, and what to do, if it is one of a delta; else empty."""
+    if metadata.get("format") != FORMAT:
+        return ""
+    return (
+        "this is a file of a delta: it holds what changed since another checkpoint, and no weights; `stio convert "
+        "DIRECTORY NEW` makes a full checkpoint of the delta's directory, and stio.load loads it"
     )
