@@ -27,7 +27,7 @@ IGNORED = {"CFLAGS", "LDFLAGS", "PYTHONPATH", "STIO_NATIVE"}
 NO_COMPILER = {"PATH": "/nonexistent", "CC": "/nonexistent"}
 FAILING = {"CC": "false"}
 REQUIRED = {"STIO_REQUIRE_NATIVE": "1"}
-ENGINE, PLAIN, REFUSED = "engine 4", "plain", "refused"
+ENGINE, PLAIN, REFUSED = "engine 5", "plain", "refused"
 
 WAYS = {
     "wheel": [({}, ENGINE), (NO_COMPILER, ENGINE)],

@@ -72,6 +72,9 @@ POOL = "stio/serving/pool/thread.py"
 RING = "stio/native/ring.c"
 CUFILE_C = "stio/native/cufile.c"
 PINNED_C = "stio/native/pinned.c"
+DELTA_C = "stio/native/delta.c"
+DELTAS = "tests/native/test_delta.py::"
+DELTA_FUZZ = DELTAS + "test_the_fuzz_finds_nothing"
 PINNED_TESTS = "tests/native/test_pinned.py::"
 UNPINNING = "tests/gpu/test_unpinning.py::"
 CUDA = "stio/device/cuda.py"
@@ -545,7 +548,7 @@ MUTANTS = (
     mutant(
         "a tensor for each of a group on the CPU",
         "a load into memory on the CPU makes a tensor for each tensor of the file",
-        "stio/loading/target.py",
+        "stio/loading/targets/base.py",
         ('device.type == "cpu" and not by_engine', 'device.type == "cpu"'),
         tests=f"{IMAGES}test_one_tensor_of_bytes_for_a_group",
     ),
@@ -580,7 +583,7 @@ MUTANTS = (
     mutant(
         "overlapping memory in any order",
         "memory that overlaps gets parts of several tensors",
-        "stio/loading/target.py",
+        "stio/loading/targets/base.py",
         ("self._is_apart or not self._overlaps(found)", "True"),
         tests=f"{IMAGES}test_memory_that_overlaps_gets_the_tensors_in_their_order",
         stage=SLOW,
@@ -727,7 +730,7 @@ MUTANTS = (
         "a save does not wait for its copies",
         "a save goes on, and lets its caller go on, while its copies are under way",
         COPYING,
-        ("            waits.callback(event.synchronize)\n", ""),
+        ("                waits.callback(event.synchronize)\n", ""),
         tests=SAVE,
         delay=0.02,
     ),
@@ -1036,6 +1039,172 @@ MUTANTS = (
             "",
         ),
         tests=ENGINE + "test_a_ring_is_trimmed_and_released",
+    ),
+    # Deltas.
+    mutant(
+        "engine: an element is its first byte",
+        "only the first byte of an element is compared",
+        DELTA_C,
+        ("mask |= mask >> (1 << k);", "mask |= 0;"),
+        tests=DELTAS + "test_each_byte_of_each_element_counts[engine-2]",
+    ),
+    mutant(
+        "engine: the image keeps the old bytes",
+        "a comparison does not bring the image up to date",
+        DELTA_C,
+        ("        memcpy(image + k, line, LINE);\n", ""),
+        tests=DELTAS + "test_small_tensors[engine-16]",
+    ),
+    mutant(
+        "engine: the image is left behind a whole tensor",
+        "the image is not brought up to date behind the place where collecting ends",
+        DELTA_C,
+        ("    if (at < nbytes) memcpy(old + at, new + at, nbytes - at);\n", ""),
+        tests=DELTAS + "test_the_image_is_up_to_date_behind_the_place_where_collecting_ends[engine-2]",
+    ),
+    mutant(
+        "engine: the new bytes are read twice",
+        "values and image may differ where somebody writes to the new bytes while they are compared",
+        DELTA_C,
+        ("            memcpy(value, image + byte, ", "            memcpy(value, fresh + byte, "),
+        tests=DELTA_FUZZ + "[engine-usual]",
+        stage=SLOW,
+    ),
+    mutant(
+        "engine: bytes that differ by their highest bit are equal",
+        "without SSE2 a byte counts as equal if only its highest bit differs",
+        DELTA_C,
+        ("(((x & low) + low) | x) & ~low", "((x & low) + low) & ~low"),
+        tests=DELTA_FUZZ + "[engine-without SSE2]",
+        stage=SLOW,
+    ),
+    mutant(
+        "engine: the largest code is a gap",
+        "a gap as long as the largest code is written as that code alone",
+        DELTA_C,
+        ("            if (gap >= M1) {", "            if (gap > M1) {"),
+        tests=DELTAS + "test_gaps_around_the_largest_codes[engine-1]",
+    ),
+    mutant(
+        "engine: codes of two bytes are counted without those that go on",
+        "the size of codes of two bytes is too small where a gap takes several",
+        DELTA_C,
+        ("                part->escapes += gap / M2;\n", ""),
+        tests=DELTAS + "test_gaps_around_the_largest_codes[engine-1]",
+    ),
+    mutant(
+        "engine: gaps of two bytes add up",
+        "codes of one byte are turned into two bytes as if each gap began at the first one",
+        DELTA_C,
+        ("                    gap = 0;\n", ""),
+        tests=DELTAS + "test_many_gaps_with_the_shorter_codes[engine-2]",
+    ),
+    mutant(
+        "engine: no room for codes that go on",
+        "memory for codes is too short behind a long gap",
+        DELTA_C,
+        (" + items + (part->tail + items) / M1 + 1", " + items + 1"),
+        tests=DELTA_FUZZ + "[engine-usual]",
+        stage=SLOW,
+    ),
+    mutant(
+        "engine: the gap between two pieces is lost",
+        "the first change of a piece is coded without what is unchanged at the end of the pieces before",
+        DELTA_C,
+        ("put(code, code_bytes, tail + lead_of(part, &done))", "put(code, code_bytes, lead_of(part, &done))"),
+        tests=DELTAS + "test_pieces_are_one_tensor[engine-100]",
+    ),
+    mutant(
+        "engine: the gap between two pieces is counted twice",
+        "the codes of two bytes of a piece's first gap are counted beside those of the joined gap",
+        DELTA_C,
+        ("part->escapes - lead / M2 + ", "part->escapes + "),
+        tests=DELTAS + "test_pieces_are_one_tensor[engine-70000]",
+    ),
+    mutant(
+        "engine: a piece ends with its line",
+        "elements behind the end of a piece count as unchanged",
+        DELTA_C,
+        ("    part->tail -= (LINE - nbytes) >> shift;\n", ""),
+        tests=DELTAS + "test_pieces_are_one_tensor[engine-100]",
+    ),
+    mutant(
+        "engine: a missing piece is not noticed",
+        "what is not compared counts as if it was not in the tensor",
+        DELTA_C,
+        ("    if (compared != delta->num_elements) return -1;\n", ""),
+        tests=DELTAS + "test_a_piece_that_is_missing_is_an_error[engine]",
+    ),
+    mutant(
+        "engine: collecting ends early",
+        "a tensor counts as changed too much at a quarter of its elements",
+        DELTA_C,
+        (
+            "    made->max_count = (num_elements * (uint64_t)item_bytes + each - 1) / each;",
+            "    made->max_count = num_elements / 4 + each;",
+        ),
+        tests=DELTAS + "test_a_tensor_is_whole_if_it_is_not_longer[engine-positions1-101-True]",
+    ),
+    mutant(
+        "engine: as long as the tensor is short enough",
+        "a tensor is not whole where codes and values are as long as it",
+        DELTA_C,
+        ("(changed << delta->shift) >= whole", "(changed << delta->shift) > whole"),
+        tests=DELTAS + "test_a_tensor_is_whole_if_it_is_not_longer[engine-positions2-601-False]",
+    ),
+    mutant(
+        "engine: codes may lead past the end",
+        "positions behind the end of the tensor are no error",
+        DELTA_C,
+        ("        if (end > num_elements) return false;\n", ""),
+        tests=DELTAS + "test_malformed_codes_are_refused_before_the_first_write[engine-0-past the end by one]",
+    ),
+    mutant(
+        "engine: the number of codes is not compared",
+        "fewer or more changes than values are no error",
+        DELTA_C,
+        ("    if (count != one->count) return false;\n", ""),
+        tests=DELTAS + "test_malformed_codes_are_refused_before_the_first_write[engine-0-more than said]",
+    ),
+    mutant(
+        "engine: the last code may go on",
+        "codes that end within a gap are no error",
+        DELTA_C,
+        ("    return last[0] != 0xFF || last[code_bytes - 1] != 0xFF;", "    return last != NULL;"),
+        tests=DELTAS + "test_malformed_codes_are_refused_before_the_first_write[engine-0-nothing but going on]",
+    ),
+    mutant(
+        "engine: half of the last code is looked at",
+        "a last code whose first byte is 255 counts as one that goes on",
+        DELTA_C,
+        ("last[0] != 0xFF || last[code_bytes - 1] != 0xFF", "last[0] != 0xFF"),
+        tests=DELTAS
+        + "test_malformed_codes_are_refused_before_the_first_write"
+        + "[engine-0-two bytes, a code of which one byte is the largest]",
+    ),
+    mutant(
+        "engine: only the first delta is checked",
+        "of a chain the codes of the later deltas are not checked",
+        DELTA_C,
+        (
+            "    for (size_t k = 0; k < num_changes; ++k) {\n        const stio_changes *const one = &changes[k];\n        if",
+            "    for (size_t k = 0; k < 1; ++k) {\n        const stio_changes *const one = &changes[k];\n        if",
+        ),
+        tests=DELTAS + "test_malformed_codes_are_refused_before_the_first_write[engine-1-past the end by one]",
+    ),
+    mutant(
+        "engine: the newest delta first",
+        "the deltas of a chain are applied in the wrong order",
+        DELTA_C,
+        ("apply_window(&cursors[k], ", "apply_window(&cursors[num_changes - 1 - k], "),
+        tests=DELTAS + "test_a_chain_is_applied_in_its_order[engine-2-1]",
+    ),
+    mutant(
+        "engine: values stay behind skipped codes",
+        "where blocks of codes are passed over their values are not",
+        DELTA_C,
+        ("            at->value += changes << shift;\n", ""),
+        tests=DELTAS + "test_pieces_get_their_part[engine-2-1]",
     ),
     mutant(
         "engine: pinned memory stays pinned",

@@ -4,8 +4,8 @@ Python decides, C moves. Python opens and checks files, plans, allocates, makes 
 gets ranges of bytes and reports which groups of them are complete. It never calls Python and takes no lock of it, so
 its speed does not depend on other Python threads. `engine.h` is its contract; `engine.c` has transfers and threads,
 `ring.c` the slots that devices copy from, `drivers.c` the functions of CUDA's and HIP's drivers, `pinned.c` pinned
-memory, `cufile.c` reads by GPUDirect Storage. This module finds the library, checks its version and declares its
-functions; nothing else calls it.
+memory, `cufile.c` reads by GPUDirect Storage. `delta.c`, on its caller's thread, finds and writes changed elements of
+tensors. This module finds the library, checks its version and declares its functions; nothing else calls it.
 
 Without the library (`STIO_NATIVE=0`, no compiler at the installation, not Linux) `available()` is false, and loads use
 the plain executor, `stio.loading.plain`; the threads of a save then do all of its work.
@@ -29,21 +29,23 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import logging
 import os
 import shlex
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 logger = logging.getLogger("stio")
 
-VERSION = 4
+VERSION = 5
 """Version of the library's interface, `STIO_ENGINE_VERSION`."""
 LIBRARY = Path(__file__).parent / "libstio.so"
 """The library, which the installation compiles."""
@@ -129,6 +131,10 @@ _WAITING: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "stio_cufile_load": (_POINTER, (ctypes.c_char_p, ctypes.c_char_p)),
     "stio_cufile_open": (_POINTER, (_POINTER, _INT, _POINTER, ctypes.c_char_p)),
     "stio_cufile_close": (None, (_POINTER,)),
+    "stio_delta_make": (None, (_POINTER, ctypes.c_size_t, _POINTER, _POINTER, ctypes.c_uint64)),
+    "stio_delta_write": (None, (_POINTER, _INT, _POINTER, _POINTER)),
+    "stio_delta_free": (None, (_POINTER,)),
+    "stio_delta_apply": (_INT, (_POINTER, ctypes.c_size_t, _INT, ctypes.c_uint64, _POINTER, ctypes.c_size_t)),
 }
 _SHORT: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "stio_engine_version": (_INT, ()),
@@ -149,6 +155,8 @@ _SHORT: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "stio_transfer_moved_bytes": (ctypes.c_uint64, (_POINTER,)),
     "stio_transfer_free": (None, (_POINTER,)),
     "stio_cufile_failed": (_INT, (_POINTER, _POINTER)),
+    "stio_delta_new": (_POINTER, (ctypes.c_uint64, _INT, ctypes.c_size_t)),
+    "stio_delta_size": (_INT, (_POINTER, _POINTER, _POINTER)),
 }
 
 
@@ -207,7 +215,7 @@ def available() -> bool:
 
 
 def name() -> str:
-    """Return what moves the bytes of loads and saves: `"engine 4"`, with the version of the library, or `"plain"`."""
+    """Return what moves the bytes of loads and saves: `"engine 5"`, with the version of the library, or `"plain"`."""
     return f"engine {VERSION}" if available() else "plain"
 
 
@@ -515,6 +523,81 @@ def pin(driver: Driver, nbytes: int, node: int | None) -> tuple[int, int, Callab
     if pinned is None or memory.value is None:
         raise Failure(failure)
     return memory.value, nbytes, partial(library.pinned_free, pinned)
+
+
+class EngineComparison:
+    """A comparison of an image of one tensor with its new bytes; `stio.storage.checkpoint.changes` has the rules.
+
+    Args:
+        num_elements: Number of elements of the tensor.
+        item_bytes: Bytes of an element.
+        num_pieces: Number of pieces, which together are the tensor.
+
+    Raises:
+        MemoryError: There is no memory for it.
+    """
+
+    def __init__(self, num_elements: int, item_bytes: int, num_pieces: int) -> None:
+        self._library = _functions()
+        self._code_bytes = 0
+        self._pointer: int | None = self._library.delta_new(num_elements, item_bytes, num_pieces)
+        if not self._pointer:
+            raise MemoryError("no memory for a comparison")
+
+    def compare(self, k: int, image: int, fresh: int, num_elements: int) -> None:
+        """Compare piece `k`, and make its image equal to its new bytes, without the GIL."""
+        self._library.delta_make(self._pointer, k, image, fresh, num_elements)
+
+    def size(self) -> tuple[int, int, int] | None:
+        """Return the number of changed elements, the bytes of a code, and the bytes of all codes.
+
+        Returns:
+            None: the tensor is not longer than codes and values, or there was no memory for them.
+        """
+        count, nbytes = ctypes.c_uint64(), ctypes.c_uint64()
+        self._code_bytes = self._library.delta_size(self._pointer, ctypes.byref(count), ctypes.byref(nbytes))
+        if self._code_bytes < 0:
+            raise ValueError("the pieces are not the whole tensor")
+        return (count.value, self._code_bytes, nbytes.value) if self._code_bytes else None
+
+    def write(self, codes: int, values: int) -> None:
+        """Write codes and values to these addresses, after `size`, without the GIL."""
+        self._library.delta_write(self._pointer, self._code_bytes, codes, values)
+
+    def __del__(self) -> None:
+        pointer, self._pointer = getattr(self, "_pointer", None), None
+        if pointer:
+            self._library.delta_free(pointer)
+
+
+def apply_changes(
+    changes: Sequence[tuple[int, int, int, int, int]],
+    item_bytes: int,
+    num_elements: int,
+    pieces: Sequence[tuple[int, int, int]],
+) -> bool:
+    """Write changed elements of a tensor into memory, without the GIL.
+
+    Args:
+        changes: Of each delta, the oldest first: address of the codes, address of the elements, number of codes, bytes
+            of a code, number of elements.
+        item_bytes: Bytes of an element.
+        num_elements: Number of elements of the whole tensor.
+        pieces: Parts that are in memory: first element, number of elements, address. Ascending, and apart.
+
+    Returns:
+        False: codes are malformed, and nothing is written.
+
+    Raises:
+        MemoryError: There is no memory for the cursors.
+    """
+    rows, parts = array("Q", chain.from_iterable(changes)), array("Q", chain.from_iterable(pieces))
+    failed = _functions().delta_apply(
+        rows.buffer_info()[0], len(changes), item_bytes, num_elements, parts.buffer_info()[0], len(pieces)
+    )
+    if failed == errno.ENOMEM:
+        raise MemoryError("no memory for the cursors of a delta")
+    return not failed
 
 
 def pinned_bytes() -> int:

@@ -22,7 +22,7 @@
 
 #pragma GCC visibility push(default) /* all else is hidden */
 
-#define STIO_ENGINE_VERSION 4
+#define STIO_ENGINE_VERSION 5
 #define STIO_MAX_THREADS 16
 #define STIO_SLOTS_PER_THREAD 3
 #define STIO_CHUNK_BYTES ((size_t)2 << 20) /* size of a slot, and most bytes of a chunk for a device */
@@ -191,6 +191,42 @@ stio_cufile_file *stio_cufile_open(const stio_cufile *library, int fd, int *has_
 int stio_cufile_failed(stio_cufile_file *file, stio_failure *failure);
 /* Release it. The transfers that read it have ended. */
 void stio_cufile_close(stio_cufile_file *file);
+
+/* Deltas: the elements of a tensor that have changed, as stio/format/delta/__init__.py defines codes and values. All runs
+ * on the calling thread. An element has 1, 2, 4, 8 or 16 bytes; no address needs to be aligned. */
+typedef struct stio_delta stio_delta;
+/* Begin to compare a tensor, in so many parts. NULL: no memory. */
+stio_delta *stio_delta_new(uint64_t num_elements, int item_bytes, size_t num_parts);
+/* Compare part `k`, `num_elements` of the tensor, and make `image` equal to `fresh` in the same pass. Several threads may
+ * compare different parts at the same time, each part once. If codes and values of all parts cannot be shorter than the
+ * tensor any more, or if there is no memory for them, the image is brought up to date and nothing is collected. If somebody
+ * writes to `fresh` meanwhile, the image still is what it was with the changes. */
+void stio_delta_make(stio_delta *delta, size_t k, void *image, const void *fresh, uint64_t num_elements);
+/* After the last part: store how many elements have changed, and the bytes of their codes. Returns the bytes of a code, 1
+ * or 2; 0: codes and values are no shorter than the tensor, or there was no memory; -1: the parts are not the tensor. */
+int stio_delta_size(const stio_delta *delta, uint64_t *count, uint64_t *codes_nbytes);
+/* Write the codes, as long as `stio_delta_size` says, and the values. */
+void stio_delta_write(const stio_delta *delta, int code_bytes, void *codes, void *values);
+void stio_delta_free(stio_delta *delta);
+
+/* The changed elements that a delta has of a tensor. */
+typedef struct stio_changes {
+    const void *codes, *values;
+    uint64_t num_codes;
+    uint64_t code_bytes; /* 1 or 2 */
+    uint64_t count;      /* elements at `values` */
+} stio_changes;
+/* A part of a tensor that is in memory. */
+typedef struct stio_piece {
+    uint64_t first, num_elements;
+    void *memory;
+} stio_piece;
+/* Write the changed elements of several deltas of one tensor, the oldest first, into pieces that ascend and do not
+ * overlap. Returns 0; EINVAL, and nothing is written: codes lead past the end of the tensor, or are not of `count`
+ * elements; ENOMEM. Several threads may write different pieces: each call checks all codes, and passes over those before
+ * its pieces at the speed of memory. */
+int stio_delta_apply(const stio_changes *changes, size_t num_changes, int item_bytes, uint64_t num_elements,
+                     const stio_piece *pieces, size_t num_pieces);
 
 #pragma GCC visibility pop
 #endif

@@ -1,9 +1,10 @@
-"""Compiles the engine with strict warnings and an analysis, and runs its stress with sanitizers.
+"""Compiles the engine with strict warnings and an analysis, and runs its stress and the fuzz of deltas with sanitizers.
 
     python tests/native/sanitized.py [--seconds 10] [--seed N] [--keep DIRECTORY]
 
-The stress runs as it is, with AddressSanitizer and UndefinedBehaviorSanitizer, and with ThreadSanitizer, each for so many
-seconds. Needs no package, and gcc or clang as `cc`; status 77 without. `--keep` gets the programs of runs that failed.
+Both run as they are, with AddressSanitizer and UndefinedBehaviorSanitizer, and with ThreadSanitizer, each for so many
+seconds; the fuzz also as on processors without SSE2. Needs no package, and gcc or clang as `cc`; status 77 without.
+`--keep` gets the programs of runs that failed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ SANITIZERS = {
     "address": ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
     "thread": ("-O1", "-fsanitize=thread"),
 }
+RUNS = [
+    *((source, name, flags) for source in ("stress", "delta") for name, flags in SANITIZERS.items()),
+    ("delta", "portable", (*SANITIZERS["address"], "-U__SSE2__")),
+]
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_stack_use_after_return=1:halt_on_error=1",
     "UBSAN_OPTIONS": "print_stacktrace=1",
@@ -56,17 +61,20 @@ def warnings(folder: Path) -> list[str]:
     return failed
 
 
-def stress(name: str, folder: Path, seconds: float, seed: int) -> str:
-    """Run the stress with a sanitizer; return what failed."""
-    program = folder / f"stress-{name}"
-    flags = ("-g", "-fno-omit-frame-pointer", *SANITIZERS[name])
-    if not compiled(*flags, str(HERE / "stress.c"), *map(str, ENGINE), "-o", str(program), "-ldl"):
+def run(source: str, flags: tuple[str, ...], program: Path, seconds: float, seed: int) -> str:
+    """Run a program of this directory with a sanitizer; return what failed."""
+    flags = ("-g", "-fno-omit-frame-pointer", *flags)
+    if not compiled(*flags, str(HERE / source), *map(str, ENGINE), "-o", str(program), "-ldl"):
         return f"the compilation of {program.name}"
     command = [str(program), str(seconds), str(seed)]
     print("$", *command, flush=True)
     try:
         done = subprocess.run(
-            command, cwd=folder, env={**os.environ, **ENVIRONMENT}, timeout=seconds + MARGIN_SECONDS, check=False
+            command,
+            cwd=program.parent,
+            env={**os.environ, **ENVIRONMENT},
+            timeout=seconds + MARGIN_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"{program.name} does not end"
@@ -85,11 +93,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="stio-native-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         failed = warnings(folder)
-        for sanitizer in SANITIZERS:
-            if found := stress(sanitizer, folder, arguments.seconds, arguments.seed):
+        for source, name, flags in RUNS:
+            program = folder / f"{source}-{name}"
+            if found := run(f"{source}.c", flags, program, arguments.seconds, arguments.seed):
                 failed.append(found)
-                if arguments.keep is not None and (folder / f"stress-{sanitizer}").exists():
-                    shutil.copy(folder / f"stress-{sanitizer}", arguments.keep)
+                if arguments.keep is not None and program.exists():
+                    shutil.copy(program, arguments.keep)
     print("failed: " + ", ".join(failed) if failed else f"native-check: nothing found, seed {arguments.seed}")
     return 1 if failed else 0
 
