@@ -165,6 +165,18 @@ class ParallelRoot(Root, Protocol):
         """Start to open these files, each of which `open` returns later. Blocks; raises no error of a file."""
 
 
+@runtime_checkable
+class RootInTree(Root, Protocol):
+    """A root with others beside it, such as those of a run's other steps."""
+
+    def at(self, path: str, *, up: int) -> Root:
+        """Return the directory at a path, which may be empty, relative to the one `up` levels above this.
+
+        Raises:
+            CheckpointNotFoundError: There are not so many levels.
+        """
+
+
 class FileWriter(Protocol):
     """One new file, written from several worker threads at once. Each byte is written exactly once."""
 

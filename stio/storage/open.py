@@ -130,7 +130,8 @@ class SingleFileRoot:
     def __init__(self, directory: Root, name: str) -> None:
         self.path = directory.path
         self.name = name
-        self._directory = directory
+        self.directory = directory
+        """See above."""
 
     def listdir(self) -> list[str]:
         """Return the name of the file."""
@@ -138,7 +139,7 @@ class SingleFileRoot:
 
     def open(self, name: str, *, trusted: bool = False) -> Source:
         """Open a file of the directory; see `LocalRoot.open`."""
-        return self._directory.open(name, trusted=trusted)
+        return self.directory.open(name, trusted=trusted)
 
     def close(self) -> None:
         """Do nothing: the directory stays open."""

@@ -3,6 +3,8 @@
 `open.py` finds the checkpoint that a path, a directory, a URL or a `Root` names. `shards.py` opens all its shards
 before the first read, parses and checks their headers, and compares them with the index: an `OpenCheckpoint`, as
 `OpenOptions` say. `newest.py` finds the newest complete checkpoint among the steps of a training, by opening each.
+`chain.py` opens a delta and its bases as one checkpoint, `changes.py` has the changed elements in memory, and
+`update.py` reads what a chain of deltas changes behind one of its links.
 `integrity.py` compares the files of an open checkpoint with its manifest. `caches.py` is what loads know of caches,
 which may replace the files of an open checkpoint.
 
@@ -20,15 +22,20 @@ from stio.storage.checkpoint.caches import (
     ObjectCache,
     add_counts,
 )
-from stio.storage.checkpoint.integrity import judge_files, no_manifest, read_manifest, verify_files
-from stio.storage.checkpoint.newest import latest
-from stio.storage.checkpoint.open import SourceLike, open_checkpoint
+from stio.storage.checkpoint.chain import changes_of, digest_of, read_tensor, wrong_changes
+from stio.storage.checkpoint.changes import Changes, Comparison, apply_changes
+from stio.storage.checkpoint.integrity import judge_files, read_manifest, verify_files
+from stio.storage.checkpoint.newest import latest, newest_in
+from stio.storage.checkpoint.open import SourceLike, base_of, open_checkpoint
 from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
+from stio.storage.checkpoint.update import read_update
 
 __all__ = [
     "CacheLike",
     "CacheStats",
     "CachedFile",
+    "Changes",
+    "Comparison",
     "FileCache",
     "FileImage",
     "ObjectCache",
@@ -36,10 +43,17 @@ __all__ = [
     "OpenOptions",
     "SourceLike",
     "add_counts",
+    "apply_changes",
+    "base_of",
+    "changes_of",
+    "digest_of",
     "judge_files",
     "latest",
-    "no_manifest",
+    "newest_in",
     "open_checkpoint",
     "read_manifest",
+    "read_tensor",
+    "read_update",
     "verify_files",
+    "wrong_changes",
 ]

@@ -39,7 +39,7 @@ class Finding:
     """The difference; None: the file is equal to its entry in the manifest."""
 
 
-def read_manifest(opened: OpenCheckpoint, *, in_part: bool = False) -> Manifest | None:
+def read_manifest(opened: OpenCheckpoint, *, in_part: bool = False, is_required: bool = False) -> Manifest | None:
     """Return the manifest of a checkpoint that was opened `with_manifest`, None if there is none.
 
     If a save changed it while the files were opened, the states before and after are both acceptable. Without a
@@ -48,25 +48,28 @@ def read_manifest(opened: OpenCheckpoint, *, in_part: bool = False) -> Manifest 
 
     Raises:
         FormatError: It is malformed.
+        IntegrityError: There is none, and it `is_required`.
     """
     text = opened.manifest
-    if text is None:
-        return None
-    if not text.texts:
+    if text is not None and text.texts:
+        manifest, *earlier = [Manifest.parse(raw, path=text.path) for raw in reversed(text.texts)]
+        for one in earlier:
+            manifest = one.merged(manifest)
+        return manifest
+    if text is not None:
         digests = [digest_in_name(file.path) for file in opened.files]
         states = [(FileState(file.identity.nbytes, one),) for file, one in zip(opened.files, digests, strict=True)]
-        files = dict(zip(text.names, states, strict=True))
-        return Manifest("sha256", files, in_names=True) if (any if in_part else all)(digests or [""]) else None
-    manifest, *earlier = [Manifest.parse(raw, path=text.path) for raw in reversed(text.texts)]
-    for one in earlier:
-        manifest = one.merged(manifest)
-    return manifest
+        if (any if in_part else all)(digests or [""]):
+            return Manifest("sha256", dict(zip(text.names, states, strict=True)), in_names=True)
+    if is_required:
+        raise _no_manifest(opened)
+    return None
 
 
 def verify_files(
     opened: OpenCheckpoint, *, check: Callable[[], None] = lambda: None, budget_bytes: int = MAX_WORKERS * PIECE_BYTES
 ) -> None:
-    """Compare every file of an open checkpoint with its manifest; blocks.
+    """Compare every file of an open checkpoint with its manifest, those of each link of a chain with its own; blocks.
 
     Args:
         opened: Opened `with_manifest`.
@@ -79,14 +82,12 @@ def verify_files(
         ImportError: The package of its hash algorithm is not installed.
         StioError: A file could not be read, or was changed during the comparison.
     """
-    manifest = read_manifest(opened)
-    if manifest is None:
-        raise no_manifest(opened)
-    judge_files(opened, manifest, check=check, budget_bytes=budget_bytes, to_the_end=False)
+    for part, manifest in [(part, read_manifest(part, is_required=True)) for part in opened.apart()]:
+        if manifest is not None:
+            judge_files(part, manifest, check=check, budget_bytes=budget_bytes, to_the_end=False)
 
 
-def no_manifest(opened: OpenCheckpoint) -> IntegrityError:
-    """Return the error for a checkpoint that cannot be verified."""
+def _no_manifest(opened: OpenCheckpoint) -> IntegrityError:
     message = "the checkpoint has no manifest to verify it; a save makes one with hash='sha256'"
     expected = None if opened.manifest is None else os.path.basename(opened.manifest.path)
     return IntegrityError(message, path=opened.path, expected=expected)
@@ -157,6 +158,14 @@ def judge_files(
 
     workers.run(work, num_workers)
     return [Finding(header.shard, wrong.get(k)) for k, header in enumerate(opened.headers)]
+
+
+def require_digest(file: Source, digest: str, name: str, manifest: Manifest) -> None:
+    """Raise `IntegrityError` unless a file that was read as a whole has the size and the digest of its entry."""
+    states = manifest.files.get(name, ())
+    error = _wrong_size(file, states, name) or _wrong_digest(file, digest, states, manifest)
+    if error is not None:
+        raise error
 
 
 def _wrong_size(file: Source, states: Sequence[FileState], place: str) -> StioError | None:

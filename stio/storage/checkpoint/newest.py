@@ -14,6 +14,7 @@ from stio.errors import (
     CheckpointNotFoundError,
     FormatError,
     IndexFormatError,
+    MismatchError,
     StioError,
     listed,
 )
@@ -49,10 +50,10 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False, 
 
     The newest one has the highest step: the number in the name of its file or directory, as for `keep_last=` of a
     `stio.Saver`; a date is none. A checkpoint is complete if its index and all headers are right and fit the sizes of
-    the files; no tensors are read. What is not complete, such as shards of which one is missing, a link to nothing,
-    files of torch.save, or a name such as `step-3.tmp`, is left out, and a warning names it. So is a step with fewer
-    checkpoints than each of the two complete steps before it. Names that begin with a dot, and what holds no
-    checkpoint, are left out too.
+    the files; no tensors are read. What is not complete, such as shards of which one is missing, a delta whose base is
+    missing, a link to nothing, files of torch.save, or a name such as `step-3.tmp`, is left out, and a warning names
+    it. So is a step with fewer checkpoints than each of the two complete steps before it. Names that begin with a dot,
+    and what holds no checkpoint, are left out too.
 
         if (path := stio.latest("checkpoints", default=None)) is not None:  # None at the first start
             state = await stio.load_state(path)
@@ -77,11 +78,29 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False, 
     local_directory(directory, "stio.latest")
     path = os.fsdecode(directory)
     try:
-        by_step = _listed(path, steps_in)
+        newest, left_out = newest_in(path, follow_symlinks=follow_symlinks)
     except CheckpointNotFoundError:  # and not for a mount that is gone: a run would begin anew
         if default is _NO_DEFAULT or os.path.islink(path):
             raise
         return default
+    if newest is None and default is _NO_DEFAULT:
+        raise _none(path, left_out, follow_symlinks)
+    for text in left_out[:1]:
+        if newest is None:
+            log(logging.WARNING, "%s has no complete checkpoint of a step; left out: %s", path, text)
+        else:
+            log(logging.WARNING, "%s is the newest complete checkpoint; left out: %s", newest, text)
+    return default if newest is None else newest
+
+
+def newest_in(path: str, *, follow_symlinks: bool = False) -> tuple[str | None, list[str]]:
+    """Return the path of the newest complete checkpoint, None if there is none, and what is left out; see `latest`.
+
+    Raises:
+        CheckpointNotFoundError: There is no such directory.
+        StioError: See `latest`.
+    """
+    by_step = _listed(path, steps_in)
     dated = [f"{entry}: {_DATED}" for entry in by_step.pop(None, [])]
     steps = sorted((step for step in by_step if step is not None), reverse=True)
     examined = cache(lambda step: _examine(by_step[step], follow_symlinks))
@@ -98,14 +117,8 @@ def latest(directory: str | os.PathLike[str], *, follow_symlinks: bool = False, 
             names = listed(map(os.path.basename, complete))
             raise AmbiguousCheckpointError(message, path=path, expected="one", found=names)
         for newest in complete.values():
-            for text in [*left_out, *dated][:1]:
-                log(logging.WARNING, "%s is the newest complete checkpoint; left out: %s", newest, text)
-            return newest
-    if default is _NO_DEFAULT:
-        raise _none(path, [*left_out, *dated], follow_symlinks)
-    for text in [*left_out, *dated][:1]:
-        log(logging.WARNING, "%s has no complete checkpoint of a step; left out: %s", path, text)
-    return default
+            return newest, [*left_out, *dated]
+    return None, [*left_out, *dated]
 
 
 def _listed(path: str, look: Callable[[str], T]) -> T:
@@ -172,7 +185,7 @@ def _checkpoints_in(path: str, follow_symlinks: bool, depth: int = _DEEPEST) -> 
         with closing(open_checkpoint(path, _quiet(follow_symlinks))) as opened:
             used = {opened.index, *(header.shard for header in opened.headers)} - {None}
         checkpoints[path] = None
-    except (FormatError, IndexFormatError) as error:
+    except (FormatError, IndexFormatError, MismatchError) as error:
         return {path: str(error)}
     except AmbiguousCheckpointError:
         pass
@@ -206,7 +219,7 @@ def _why_incomplete(paths: Sequence[str], follow_symlinks: bool, named: NamedChe
             named.require_complete(path=os.path.dirname(paths[0]))
         for path in paths:
             open_checkpoint(path, _quiet(follow_symlinks)).close()
-    except (FormatError, IndexFormatError, CheckpointNotFoundError) as error:
+    except (FormatError, IndexFormatError, CheckpointNotFoundError, MismatchError) as error:
         return str(error)
     return None
 

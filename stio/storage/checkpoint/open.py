@@ -23,6 +23,7 @@ from stio.errors import (
     StorageError,
     listed,
 )
+from stio.format.delta import DELTA_KEY
 from stio.format.files import (
     MANIFEST_SUFFIX,
     FileKind,
@@ -35,7 +36,8 @@ from stio.format.files import (
     require_one_set,
 )
 from stio.limits import advice_on_limit
-from stio.storage.base import ParallelRoot, Root, Source, read_bytes
+from stio.storage.base import ParallelRoot, Root, RootInTree, Source, read_bytes
+from stio.storage.checkpoint.chain import description_of, is_delta, join, local_base
 from stio.storage.checkpoint.shards import (
     ManifestText,
     OpenCheckpoint,
@@ -74,10 +76,35 @@ def open_checkpoint(source: SourceLike, options: OpenOptions = _DEFAULT) -> Open
         AmbiguousCheckpointError: A directory has several candidates and no index.
         FormatError: A header is wrong.
         IndexFormatError: The index is wrong, or does not fit the shards.
-        UnsafePathError: The index leads out of the directory.
+        UnsafePathError: The index, or the base of a delta, leads out of the directory.
+        MismatchError: The base of a delta was replaced.
         StorageError: The operating system reported an error.
     """
-    return _Opening(options).open(source)
+    opened = _Opening(options).open(source)
+    if not options.joins or not is_delta(opened):
+        return opened
+    alone = replace(options, joins=False, examine_others=False, shards_of=lambda index: None)
+    root = source if isinstance(source, Root) else None
+    return join(opened, options, partial(_Opening(alone).open_base, root))
+
+
+def base_of(path: str) -> str | None:
+    """Return the path of the base of a local delta; None if it is a full checkpoint, or cannot be read; blocks.
+
+    Raises:
+        StorageError: The operating system reported an error.
+    """
+    options = OpenOptions(joins=False, warn=lambda _: None)
+    try:
+        with closing(open_checkpoint(path, options)) as opened:
+            if not is_delta(opened):
+                return None
+            delta = description_of(opened, options)
+            return local_base(opened.path, delta.base, delta.is_directory, options.follow_symlinks)
+    except StorageError:
+        raise
+    except StioError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +139,28 @@ class _Opening:
             if error.path and not isinstance(error, LimitError):
                 _advise(error, advice_for_hub_cache(error.path))
             raise
+
+    def open_base(self, root: Root | None, delta: OpenCheckpoint, base: str, in_parent: bool) -> OpenCheckpoint:
+        """Open what a delta is based on.
+
+        Args:
+            root: The caller's own, if it did not pass a path or a URL.
+            delta: The files of the delta.
+            base: Path of the base.
+            in_parent: It is relative to the parent of the directory with the delta, not to that directory.
+        """
+        place = delta.root or root
+        if isinstance(place, SingleFileRoot):
+            place = place.directory
+        if not isinstance(place, RootInTree):
+            if place is not None and not isinstance(place, LocalRoot):
+                message = "nothing beside this storage can be opened, so a delta in it has no base; load it by its path"
+                raise StorageError(message, path=delta.path, errno=errno.EOPNOTSUPP)
+            return self.open(local_base(delta.path, base, in_parent, self.options.follow_symlinks))
+        folder, _, name = base.rpartition("/")
+        if not (FileName(name).is_checkpoint or FileName(name).is_index):
+            folder, name = base, ""
+        return self._named_at(place.at(folder, up=int(in_parent)), name)
 
     def _at_url(self, url: str) -> OpenCheckpoint:
         """Open what a URL names. Where its name does not decide, its content does: a file, or else a directory."""
@@ -226,7 +275,8 @@ class _Opening:
             if names and not whole_index.shards and (whole := self._whole_beside(root, found, names)):
                 return self._named(root, whole, b"", names)
             index = whole_index
-            if not self.options.with_manifest and (wanted := self.options.shards_of(index)) is not None:
+            is_whole = self.options.with_manifest or DELTA_KEY in index.metadata  # of a delta, all files are needed
+            if not is_whole and (wanted := self.options.shards_of(index)) is not None:
                 index = index.part(wanted)
             files = index.shards
         openers = {name: partial(root.open, name) for name in files}

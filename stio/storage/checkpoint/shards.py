@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from stio.errors import (
     printable,
 )
 from stio.format import ALIASES_KEY, PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_aliases, parse_header
+from stio.format.delta import Delta, Patch
 from stio.format.files import FileKind, ShardIndex, check_shards, kind_of, why_packed
 from stio.limits import Limits
 from stio.runtime import start_thread
@@ -74,6 +75,8 @@ class OpenOptions:
     """Bytes after the last tensor of a file are a warning, and no error."""
     examine_others: bool = False
     """Read the headers of files beside the checkpoint too, and warn of tensors of the same names."""
+    joins: bool = True
+    """Open the base of a delta too. With False, the files of the delta alone: their tensors are no weights."""
     check: Callable[[], None] = lambda: None
     """Called between files; may raise to end the call."""
     warn: Callable[[str], object] = lambda warning: logger.warning("%s", warning)
@@ -90,6 +93,22 @@ class ManifestText:
     """Its text before the files were opened, and the text after that if it differs; empty: there is no manifest."""
     names: tuple[str, ...]
     """Name in the manifest of each file of the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One checkpoint of a chain: the full one, or a delta."""
+
+    path: str
+    """Its path."""
+    id: str
+    """Its id; empty if it has none."""
+    delta: Delta | None
+    """Its description; None: it is the full one."""
+    manifest: ManifestText | None
+    """Its manifest, if the chain was opened `with_manifest`."""
+    files: tuple[str, ...]
+    """Names of its files, in the order of `OpenCheckpoint.files`."""
 
 
 @dataclass(slots=True)
@@ -123,6 +142,14 @@ class OpenCheckpoint:
     """Opens the file of each shard; empty if the files stay open."""
     root: Root | None = None
     """The directory of a URL, or that behind `openers`; this object closes it."""
+    patches: Mapping[str, tuple[Patch, ...]] = field(default_factory=dict)
+    """Of a delta: by name the elements that were changed since the file with the tensor was written, the oldest first.
+    Who reads the tensor applies them."""
+    links: tuple[Link, ...] = ()
+    """Of a delta: the full checkpoint and all deltas up to this one; empty for a full checkpoint. `files` and `headers`
+    are those of all links, one behind the other."""
+    base: OpenCheckpoint | None = None
+    """Of a delta: what it is based on; this object closes it."""
 
     def open_files(self, shards: Iterable[int], owned: ExitStack) -> Sequence[Source]:
         """Return the files of all shards, of which these can be read until `owned` is closed.
@@ -201,6 +228,21 @@ class OpenCheckpoint:
             for name, dtype, shape in zip(header.names, header.dtypes, header.shapes, strict=True)
         }
 
+    def apart(self) -> list[OpenCheckpoint]:
+        """Return the full checkpoint of a chain and each delta, to compare it with its own manifest.
+
+        Their files are those of this object, which closes them, and their tensors those that a load takes from them.
+        """
+        parts, end, one = list[OpenCheckpoint](), len(self.files), self
+        while True:
+            begin = end - len(one.links[-1].files) if one.links else 0
+            part = slice(begin, end)
+            files, headers, openers = self.files[part], self.headers[part], self.openers[part]
+            parts.append(replace(one, files=files, headers=headers, openers=openers, patches={}, links=(), base=None))
+            if one.base is None:
+                return parts[::-1]
+            end, one = begin, one.base
+
     def require_plain(self) -> None:
         """Raise if the bytes of a file are not those of its tensors.
 
@@ -219,6 +261,9 @@ class OpenCheckpoint:
         root, self.root = self.root, None
         if root is not None:
             root.close()
+        base, self.base = self.base, None
+        if base is not None:
+            base.close()
 
     def discard(self) -> None:
         """Close, and free the headers on a thread, so that no event loop is blocked. The object is unusable then."""

@@ -72,6 +72,17 @@ class WrittenFiles:
                 return cls(files, {where: directory_identity(fd)})
         return cls()
 
+    def is_whole(self) -> bool:
+        """Return whether all of its files are there and unchanged; False too where that cannot be found out."""
+        with suppress(OSError):
+            for path, recorded in self.files.items():
+                folder, name = os.path.split(path)
+                with closing(calls.open_directory(folder)) as fd:
+                    if not is_unchanged(recorded, identity_at(fd, name)):
+                        return False
+            return True
+        return False
+
     def remove(self, *, spare: Set[str] = frozenset(), warns: bool = True) -> None:
         """Delete it, as far as it is unchanged. What does not exist any more is no error.
 
