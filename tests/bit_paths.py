@@ -2,7 +2,7 @@
 
 A path is a function of a `Case`: it moves the tensors of the case in one way, and returns what has arrived. `patterns`
 has all bit patterns of dtypes of 8 and 16 bits; for wider ones quiet and signalling NaNs of both signs, infinities,
-subnormals, both zeros, and random bits. `test_bits.py` runs all paths on the CPU, `gpu/test_bits.py` on a device, and
+subnormals, both zeros, and random bits. Paths that load a checkpoint are tried with a delta too. `test_bits.py` runs all paths on the CPU, `gpu/test_bits.py` on a device, and
 `distributed/test_bits.py` those of several ranks.
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deltas
 import numpy as np
 import torch
 from counts import count
@@ -165,6 +166,8 @@ class Case:
     """What is closed behind the path."""
     tensors: Tensors = field(default_factory=lambda: tensors())
     """What is moved."""
+    stored: Path | None = None
+    """A checkpoint with the tensors, such as a delta; None: the case writes one."""
     expected: Tensors = field(init=False)
     """What must arrive; a path that moves parts replaces it."""
 
@@ -172,8 +175,8 @@ class Case:
         self.expected = self.tensors
 
     def checkpoint(self) -> Path:
-        """Return a directory of two shards with the tensors."""
-        return write_checkpoint(self.folder / "checkpoint", self.tensors, 2)
+        """Return a directory with the tensors: of two shards, unless it was given."""
+        return self.stored or write_checkpoint(self.folder / "checkpoint", self.tensors, 2)
 
     def file(self) -> Path:
         """Return a single file with the tensors."""
@@ -839,6 +842,24 @@ def _(case: Case) -> Tensors:
     }
 
 
+# New paths come last: the dtypes that a quick run tries of a path go by its place.
+
+
+for _name, _make in {"": torch.clone, ", turned": _turned, ", spread": _spread}.items():
+
+    @path(f"follow, a delta{_name}")
+    def _(case: Case, make: Callable[[torch.Tensor], torch.Tensor] = _make) -> Tensors:
+        """Elements are copied into memory that holds the version before."""
+        before = deltas.next_state(case.tensors, 0.1, torch.Generator().manual_seed(2))
+        run, memory = case.folder / "run", case.zeros(make)
+        deltas.write_chain(run, [before])
+        with sync.follow(memory, run) as updates:
+            deltas.write_delta(run / "step-1", before, case.tensors, base="step-0", step=1)
+            version = updates.apply()
+        assert version is not None and version.kind == "delta"
+        return memory
+
+
 def run(name: str, case: Case) -> None:
     """Run a path, and compare what arrives.
 
@@ -857,6 +878,19 @@ def run(name: str, case: Case) -> None:
 def names_for(device_is_cpu: bool) -> Sequence[str]:
     """Return the paths that end on the CPU, or on a device."""
     return [name for name in PATHS if device_is_cpu or name not in ON_CPU_ONLY]
+
+
+def write_delta(folder: Path) -> Path:
+    """Write a delta on a delta with all tensors; return its directory."""
+    chance = torch.Generator().manual_seed(1)
+    before = deltas.next_state(tensors(), 0.03, chance)
+    return deltas.write_chain(folder, [deltas.next_state(before, 0.1, chance), before, tensors()])[-1]
+
+
+def names_for_deltas(device_is_cpu: bool) -> Sequence[str]:
+    """Return the paths that load a checkpoint, which may be a delta."""
+    loads = [name for name in names_for(device_is_cpu) if "checkpoint" in PATHS[name].__code__.co_names]
+    return [name for name in loads if not name.startswith("DCP")]
 
 
 def describe_size() -> Iterator[str]:

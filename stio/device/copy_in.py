@@ -14,9 +14,17 @@ import torch
 from stio import native
 from stio.device.base import Image
 from stio.device.casts import Lost
+from stio.device.changes import copy_elements
 from stio.device.cuda import queue_copies
 from stio.device.tensors import PLAIN, Extent, ShortStorageError, dense_parts, extent_of
-from stio.device.torch_private import conj_neg_bits, copy_each, has_no_overrides, traits_of, without_torch_function
+from stio.device.torch_private import (
+    conj_neg_bits,
+    copy_each,
+    copy_of,
+    has_no_overrides,
+    traits_of,
+    without_torch_function,
+)
 from stio.errors import MismatchError, printable
 from stio.runtime import Cancelled, is_interrupted
 from stio.runtime.memory import WritableMemory
@@ -105,6 +113,26 @@ class TargetMemory:
         Conjugations and negations that are not carried out yet are not looked for here.
         """
         return _is_plain(type(tensor)) and tensor.is_contiguous()
+
+    @staticmethod
+    def copy_elements(target: torch.Tensor, codes: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy changed elements, which were checked, into a tensor; on a device on the current stream, and wait for it.
+
+        Args:
+            target: The tensor; see `has_elements`.
+            codes: Where they are, U8 or U16 (`stio.format.delta`), on the CPU.
+            values: The elements, of the tensor's dtype.
+        """
+        flat = target if target.is_contiguous() else copy_of(target)
+        copy_elements(flat, codes, values)
+        if flat is not target:
+            copy_each([target], [flat])
+
+    @staticmethod
+    def has_elements(tensor: torch.Tensor) -> bool:
+        """Return whether elements of a tensor can be copied alone: its class copies them as torch does."""
+        is_dense = tensor.layout is torch.strided and not tensor.is_quantized
+        return is_dense and _is_plain(type(tensor)) and conj_neg_bits(tensor) == _NO_BITS
 
     def copy(self, copies: Sequence[tuple[str, torch.Tensor, torch.Tensor]], *, lost: Lost | None = None) -> None:
         """Copy tensors into others of the same shapes, in order; on a device in the order of the current stream.

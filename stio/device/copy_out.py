@@ -168,6 +168,31 @@ class Readiness:
         self.copy_out(others)
         return storages
 
+    def bytes_at(self, source: TensorSource, start: int, nbytes: int, scratch: Callable[[], Region]) -> tuple[int, Any]:
+        """Return an address of bytes of a tensor in host memory: in its own memory if that is there, else in a copy.
+
+        Args:
+            source: The tensor, which is not lazy.
+            start: First byte, see `copy_out`.
+            nbytes: Number of bytes.
+            scratch: Returns memory for a copy of as many bytes.
+
+        Returns:
+            The address, and what keeps the memory allocated.
+
+        Raises:
+            ValueError: See `copy_out`.
+            DeviceError: See `copy_out`.
+        """
+        tensor: torch.Tensor = source.data
+        begin, end, storage, _ = require_data(source.name, tensor)
+        is_inside = 0 <= start <= end - begin - nbytes
+        if tensor.is_cpu and source.layout == PLAIN_LAYOUT and is_inside and tensor.is_contiguous():
+            return storage + begin + start, tensor.untyped_storage()
+        region = scratch().sub(0, nbytes)
+        self.copy_out([(tensor, start, region)])
+        return region.address, region.owner
+
 
 def _accelerator_of(tensor: object) -> torch.device | None:
     """Return the device that a tensor's bytes are copied from; None for the CPU, and if it cannot be saved."""

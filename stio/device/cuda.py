@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cache
 from math import prod
 from typing import Any
@@ -213,6 +213,17 @@ class TorchAccelerator:
             return {}
         devices = [torch.device(current.type, index) for index in range(torch.accelerator.device_count())]
         return {device: module.current_stream(device) for device in devices}
+
+    @staticmethod
+    @contextmanager
+    def on_streams(streams: Mapping[torch.device, Any]) -> Iterator[None]:
+        """Return a context in which streams, such as those of another thread, are the current ones of their devices."""
+        with ExitStack() as modes:
+            for device, stream in streams.items():
+                module: Any = torch.get_device_module(device)
+                modes.enter_context(module.device(device))
+                modes.enter_context(module.stream(stream))
+            yield
 
     @staticmethod
     def default_stream(device: torch.device) -> Any:

@@ -9,7 +9,8 @@ shard and checks its header (`OpenCheckpoint`); `select.py` selects the tensors 
 group that is complete (a `LoadedGroup`) goes to a `load`, to a queue (`consumers.py`), to threads that take tensors by
 name (`by_name.py`), or into memory of the caller (`targets/`): a module, a nested state, parts of tensors. A read path
 (`read_paths.py`, `gds_path.py`) says where the bytes of a group go, and makes its tensors. The executor is the engine
-(`engine.py`, `stio.native`) or, where that cannot move the bytes, the plain one (`plain.py`).
+(`engine.py`, `stio.native`) or, where that cannot move the bytes, the plain one (`plain.py`). The changed elements of
+deltas are applied to a group between its reads and its tensors (`patching.py`).
 
 Invariants. The memory of a group counts against the budget from its begin until its last user has released it, unless
 the consumer keeps it. Groups begin in the plan's order; a group that is larger than the budget is read alone. A group
@@ -28,6 +29,8 @@ Rules that are easy to miss:
   loads of 16 MiB or less, and files that other ranks on this host load too. A cold map needs no O_DIRECT: huge pages
   make the kernel read ahead in pieces of 2 MiB.
 - The engine carries out a load if each file is local or held whole by a `HostCache`, and every device has a driver.
+- A tensor that a delta has patched is copied, whatever `memory` says, and so are the others of its file. A part of it
+  needs all codes of its patches: they are a prefix sum.
 - Casts: `casts.py` decides what a cast may change, and `companions.py` which tensors mean something only together
   (quantized weights and their scales). Rows of inner dimensions are read whole, with gaps of up to 256 KiB
   (1 MiB from a store).

@@ -91,7 +91,8 @@ async def load(
             that casts these tensors only, whatever they are. None: as stored.
         memory: How tensors on the CPU get their memory: `"map"` maps the files and reads them now, `"lazy"` maps
             them and reads at the first use, `"copy"` reads into memory of their own, `"auto"` chooses between `"map"`
-            and `"copy"` by the filesystem. A file that the system refuses to map is copied, with a line in the log.
+            and `"copy"` by the filesystem. A file that the system refuses to map is copied, with a line in the log. Of
+            a delta, files with tensors of which it has changed elements are copied too.
             `"gds"` reads from the disk into the memory of a GPU by GPUDirect Storage (needs NVIDIA's cuFile), and falls
             back to staged reads with a warning.
         budget_bytes: Most bytes between storage and the consumer at one time: a number, or text such as `"2GB"` or

@@ -44,6 +44,7 @@ def open_with_options(
     options: LoadOptions,
     *,
     strict: bool | None = None,
+    with_manifest: bool = False,
     shards_of: Callable[[ShardIndex], Collection[str] | None] = lambda index: None,
     compare: Callable[[OpenCheckpoint], object] | None = None,
 ) -> OpenCheckpoint:
@@ -54,6 +55,7 @@ def open_with_options(
         source: The checkpoint.
         options: Options of the load.
         strict: Replaces the value of the options unless it is None.
+        with_manifest: Read the manifest, even if nothing is verified.
         shards_of: Returns the shards of an index that are needed; None: all.
         compare: Called before anything is hashed; it raises if the checkpoint is not what is expected.
     """
@@ -62,7 +64,7 @@ def open_with_options(
         limits=options.limits or _DEFAULT_LIMITS,
         strict=options.strict if strict is None else strict,
         follow_symlinks=options.follow_symlinks,
-        with_manifest=options.verify,
+        with_manifest=with_manifest or options.verify,
         shards_of=shards_of,
         replacement=(lambda file: file) if cache is None else cache.replacement,
         check=operation.check,

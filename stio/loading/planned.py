@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -26,10 +28,12 @@ import torch
 from stio.device import TORCH_DTYPES, Accelerator, Lost, TorchAccelerator
 from stio.errors import DeviceError
 from stio.format import Header
+from stio.format.delta import Patch
 from stio.limits import ACCELERATOR_BUDGET_BYTES, DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.options import LoadOptions
+from stio.loading.patching import PatchingExecutor, SelectedPatches
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import GAP_BYTES, FileSelection, ReadPlan, plan_reads
 from stio.loading.read_paths import CacheFillPath, CopiedPath, Delivery, DevicePath, MappedPath, ReadPath, StagingSlots
@@ -68,32 +72,49 @@ def plan_load(selected: SelectedTensors, delivery: Delivery, *, max_workers: int
     with ExitStack() as undo:
         owned = undo.enter_context(ExitStack())
         shards = selected.shards
-        files = _open_files(selected, shards, owned)
+        patches = selected.patches
+        of_patches = _bytes_of_patches(patches)
+        files = _open_files(selected, sorted({*shards, *of_patches}), of_patches, owned)
         lost = Lost() if options.lost is None else options.lost
         copied = frozenset() if selected.casts else delivery.copied
         delivery = replace(delivery, casts=selected.casts, copied=copied, lost=lost)
-        loads = _device_loads([files[shard] for shard in shards], selected, delivery)
+        loads = _device_loads([files[shard] for shard in shards], selected, delivery, patches)
         for load in loads:
             undo.callback(load.close)
         reads = _reads(opened, files, loads)
         plan = plan_reads([selection for _, _, selection in reads], selected.slices)
-        cached = {} if options.host_cache is None else _held_images(options.host_cache, reads, plan)
+        cached = (
+            {}
+            if options.host_cache is None
+            else _held_images(
+                options.host_cache, reads, plan, [(files[shard], nbytes) for shard, nbytes in of_patches.items()]
+            )
+        )
         for image in cached.values():
             owned.callback(image.release)
         paths = [load.read_path(file, cached.get(id(file))) for file, load, _ in reads]
         budget_bytes = _budget_bytes(plan, paths, loads, keeps=delivery.keeps, path=opened.path)
+        on_top = SelectedPatches.within(
+            budget_bytes,
+            patches,
+            {shard: (files[shard], cached.get(id(files[shard]))) for shard in of_patches},
+            paths,
+        )
+        budget_bytes = max(1, budget_bytes - on_top.total_bytes)
         num_workers = min(loads[0].num_workers if loads else 1, max_workers or sys.maxsize)
         must_grow = plan.total_bytes > FIRST_BYTES and any(load.must_grow for load in loads)
+        executor = _executor(plan, paths, budget_bytes, options, num_workers)
+        headers = [selection.header for _, _, selection in reads]
         planned = PlannedLoad(
             opened.path,
             plan,
             paths,
-            _executor(plan, paths, budget_bytes, options, num_workers),
+            PatchingExecutor(executor, paths, headers, on_top, trace=options.trace) if patches else executor,
             budget_bytes,
             names=[load.selected.names for _, load, _ in reads],
             make_results=None if selected.placed is None else selected.placed.made,
             first_bytes=FIRST_BYTES if must_grow else sys.maxsize,
-            files=list(dict.fromkeys([file for file, _, _ in reads])),
+            files=list(dict.fromkeys([*(file for file, _, _ in reads), *(files[shard] for shard in of_patches)])),
             owned=owned,
             lost=lost,
         )
@@ -101,7 +122,18 @@ def plan_load(selected: SelectedTensors, delivery: Delivery, *, max_workers: int
         return planned
 
 
-def _open_files(selected: SelectedTensors, shards: Sequence[int], owned: ExitStack) -> Sequence[Source]:
+def _bytes_of_patches(patches: Mapping[str, Sequence[Patch]]) -> Counter[int]:
+    """Return how many bytes of each shard patches are."""
+    nbytes = Counter[int]()
+    for patch in chain.from_iterable(patches.values()):
+        nbytes[patch.codes_shard] += patch.codes_nbytes
+        nbytes[patch.values_shard] += patch.values_nbytes
+    return nbytes
+
+
+def _open_files(
+    selected: SelectedTensors, shards: Sequence[int], of_patches: Mapping[int, int], owned: ExitStack
+) -> Sequence[Source]:
     """Return the files of all shards; those that are read are open, and, with a cache on disk, fetched."""
     opened, options = selected.opened, selected.options
     files = opened.open_files(shards, owned)
@@ -109,6 +141,7 @@ def _open_files(selected: SelectedTensors, shards: Sequence[int], owned: ExitSta
         return files
     nbytes = [
         sum(selected_bytes(header, device.positions[shard], selected.slices) for device in selected.devices)
+        + of_patches.get(shard, 0)
         for shard, header in enumerate(opened.headers)
     ]
     with traced(options.trace, "fetch"):
@@ -159,6 +192,8 @@ class DeviceLoad:
     """The resident fraction of each local file."""
     requests: Requests | None
     """How the files are read if they are behind a network."""
+    patches: Mapping[str, Sequence[Patch]]
+    """The patches of tensors, by name. Files with such tensors are not mapped."""
 
     def __post_init__(self) -> None:
         requests, options = self.requests, self.options
@@ -204,11 +239,13 @@ class DeviceLoad:
 
     def selection(self, file: Source, header: Header, shard: int) -> FileSelection:
         """Return what is read of a shard for this device."""
-        requests = self.requests
+        requests, positions = self.requests, self.selected.positions[shard]
+        if isinstance(file, LocalFile) and self.patches and any(header.names[k] in self.patches for k in positions):
+            self._mapped[file] = None
         maps = isinstance(file, LocalFile) and self._mapping(file) is not None
         return FileSelection(
             header=header,
-            positions=self.selected.positions[shard],
+            positions=positions,
             block_bytes=self.block_bytes,
             gap_bytes=GAP_BYTES if requests is None else requests.gap_bytes,
             rest_bytes=0 if requests is None or self._slots is not None else PAGE_BYTES,
@@ -257,7 +294,9 @@ class DeviceLoad:
         return self.selected.total_bytes <= SMALL_LOAD_BYTES or memory.fits(self.selected.total_bytes)
 
 
-def _device_loads(files: Sequence[Source], selected: SelectedTensors, delivery: Delivery) -> list[DeviceLoad]:
+def _device_loads(
+    files: Sequence[Source], selected: SelectedTensors, delivery: Delivery, patches: Mapping[str, Sequence[Patch]]
+) -> list[DeviceLoad]:
     """Return the load of each device; all share one budget."""
     devices, options, total_bytes = selected.devices, selected.options, selected.total_bytes
     num_accelerators = sum([not _is_cpu(device.device) for device in devices])
@@ -286,6 +325,7 @@ def _device_loads(files: Sequence[Source], selected: SelectedTensors, delivery: 
             budget_bytes=max(1, budget_bytes),
             resident=resident,
             requests=requests,
+            patches=patches,
         )
         for device in devices
     ]
@@ -339,12 +379,24 @@ def _is_at_hand(path: ReadPath) -> bool:
     return path.file.identity.nbytes <= _AT_ONCE_BYTES and path.file.resident_fraction() == 1
 
 
-def _held_images(cache: FileCache, reads: Sequence[_Read], plan: ReadPlan) -> dict[int, CachedFile]:
-    """Return holds on the images of files in a cache in memory, by the identity of the file's object."""
+def _held_images(
+    cache: FileCache, reads: Sequence[_Read], plan: ReadPlan, patched: Sequence[tuple[Source, int]]
+) -> dict[int, CachedFile]:
+    """Return holds on the images of files in a cache in memory, by the identity of the file's object.
+
+    Args:
+        cache: The cache.
+        reads: What is read for tensors.
+        plan: Its plan.
+        patched: Further files, and how much is read of each.
+    """
     files = {id(file): file for file, _, _ in reads}
     nbytes = {id(file): selection.header.data_start for file, _, selection in reads}  # of a whole file: its header too
     for group in plan.groups:
         nbytes[id(reads[group.selection][0])] += group.payload_bytes
+    for file, length in patched:
+        files[id(file)] = file
+        nbytes[id(file)] = nbytes.get(id(file), 0) + length
     held = cache.hold([(file, nbytes[key]) for key, file in files.items()])
     return {key: one for key, one in zip(files, held, strict=True) if one is not None}
 

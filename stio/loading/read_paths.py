@@ -41,7 +41,7 @@ from stio.runtime import Cancelled, memory
 from stio.runtime.memory import Region
 from stio.runtime.reports import Trace, counters
 from stio.storage import LocalFile, MappedFile, RequestedSource, Source
-from stio.storage.checkpoint import CachedFile, FileImage
+from stio.storage.checkpoint import CachedFile, Changes, FileImage, apply_changes
 
 _MIN_IMAGE_BYTES = 2 << 20  # of one tensor: a shorter one is copied by this thread, which costs less
 
@@ -143,6 +143,8 @@ class ReadPath:
 
     label = "read"
     """Name of its reads in a trace."""
+    slots: StagingSlots | None = None
+    """Staging memory of its device; None: it reads into host memory."""
     _max_bytes = sys.maxsize  # of a read by the plain executor
 
     def __init__(self, source: Source, delivery: Delivery = AS_READ, cached: CachedFile | None = None) -> None:
@@ -195,7 +197,7 @@ class ReadPath:
         # A request behind a network is not cut for a cancel.
         max_bytes = sys.maxsize if isinstance(self._source, RequestedSource) else PIECE_BYTES
         for read in reads_of(block, min(max_bytes, self._max_bytes)):
-            _require_not_stopped(stopped)
+            require_not_stopped(stopped)
             self._read(group, read, stopped)
 
     def _copy(self, group: Group, regions: Iterable[tuple[int, Region]], stopped: Callable[[], bool]) -> None:
@@ -204,6 +206,24 @@ class ReadPath:
 
     def _read(self, group: Group, read: Sequence[tuple[int, int, int]], stopped: Callable[[], bool]) -> None:
         """Read ranges of the file, as `reads_of` returns them, into the group's memory."""
+        raise NotImplementedError
+
+    def apply(
+        self, group: Group, changes: Sequence[Changes], num_elements: int, pieces: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Write changed elements of a tensor into the memory of a group whose bytes are there; see `apply_changes`.
+
+        Called on another thread than the scheduler's, on one at a time for a group. The changes may be dropped then.
+
+        Args:
+            group: The group.
+            changes: Of one tensor, the oldest first, in scratch memory.
+            num_elements: Number of elements of the whole tensor.
+            pieces: What the group has of it: first element, number of elements, offset in the image.
+
+        Raises:
+            FormatError: The changes do not fit the tensor; none was applied.
+        """
         raise NotImplementedError
 
     def make_tensors(self, group: Group) -> LoadedGroup:
@@ -262,12 +282,19 @@ class CopiedPath(ReadPath):
 
     def _copy(self, group: Group, regions: Iterable[tuple[int, Region]], stopped: Callable[[], bool]) -> None:
         for at, region in regions:
-            _require_not_stopped(stopped)
+            require_not_stopped(stopped)
             target = self._regions[group.index].sub(at, region.nbytes)
             memory.move(target.address, region.address, region.nbytes)
 
     def _read(self, group: Group, read: Sequence[tuple[int, int, int]], stopped: Callable[[], bool]) -> None:
         read_ranges(self._source, read, self._regions[group.index], 0)
+
+    def apply(
+        self, group: Group, changes: Sequence[Changes], num_elements: int, pieces: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """See `ReadPath.apply`."""
+        address = self._regions[group.index].address
+        apply_changes(changes, num_elements, [(first, number, address + at) for first, number, at in pieces])
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the group's memory, which they own together."""
@@ -347,7 +374,7 @@ class MappedPath(CopiedPath):
             super().read(group, block, stopped)
             return
         for ((offset, _, nbytes),) in reads_of(block, PIECE_BYTES) if self._populates else ():
-            _require_not_stopped(stopped)
+            require_not_stopped(stopped)
             self._mapped.populate(offset, nbytes)
 
     def make_tensors(self, group: Group) -> LoadedGroup:
@@ -434,7 +461,7 @@ class DevicePath(ReadPath):
         trace: Trace | None = None,
     ) -> None:
         super().__init__(source, delivery, cached)
-        self._slots = slots
+        self.slots: StagingSlots = slots
         self._accelerator = slots.accelerator
         self._trace = trace
         self._memories = slots.memories
@@ -445,7 +472,7 @@ class DevicePath(ReadPath):
     @property
     def memory(self) -> object:
         """The device's."""
-        return self._slots
+        return self.slots
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the tensors of groups, in one call."""
@@ -485,10 +512,10 @@ class DevicePath(ReadPath):
     def _read(self, group: Group, read: Sequence[tuple[int, int, int]], stopped: Callable[[], bool]) -> None:
         """Read into a slot, and copy from there."""
         begin, end = read[0][1], read[-1][1] + read[-1][2]
-        slot = self._slots.take()
+        slot = self.slots.take()
         read_ranges(self._source, read, slot, begin)
         self._copy(group, [(begin, slot.sub(0, end - begin))], stopped)
-        self._slots.give(slot)  # not after a failed copy: the device may read it
+        self.slots.give(slot)  # not after a failed copy: the device may read it
 
     def _copy(self, group: Group, regions: Iterable[tuple[int, Region]], stopped: Callable[[], bool]) -> None:
         """Copy to the device, and wait for that."""
@@ -498,6 +525,22 @@ class DevicePath(ReadPath):
         if self._trace is not None:
             nbytes = sum(region.nbytes for _, region in pairs)
             self._trace.add("copy", start, perf_counter(), num_bytes=nbytes, lane="copy")
+
+    def apply(
+        self, group: Group, changes: Sequence[Changes], num_elements: int, pieces: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """See `ReadPath.apply`. The positions are decoded on the device; when this returns, all is done there."""
+        apply_changes(changes, num_elements, [])  # checked on the host: nothing waits for the device
+        regions = [region for one in changes for region in (one.codes, one.values)]
+        copies = self._accelerator.allocate([(torch.uint8, (region.nbytes,)) for region in regions])
+        self._accelerator.copy(list(zip(copies, regions, strict=True))).synchronize()
+        with self._accelerator.on_stream():
+            self._memories[group.index].write_changes(
+                [(copies[2 * k], one.code_bytes, copies[2 * k + 1], one.item_bytes) for k, one in enumerate(changes)],
+                pieces,
+            )
+        self._accelerator.allocate([])  # copies wait for what is queued on the stream of the load
+        self._accelerator.copy([]).synchronize()
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Return tensors on the device. Casts and selections are queued on the stream of the load."""
@@ -512,7 +555,7 @@ class DevicePath(ReadPath):
 
     def close(self) -> None:
         """Release what all files of the load share; wait for the numbers of lost values, if there are some."""
-        self._slots.close()
+        self.slots.close()
         lost = self._delivery.lost
         if any(isinstance(number, torch.Tensor) for number in lost.values()):
             with suppress(RuntimeError), self._accelerator.on_stream():  # of a device that does not answer
@@ -589,7 +632,7 @@ def _read_claimed(source: Source, image: FileImage, claimed: range, stopped: Cal
     max_bytes = len(claimed) if isinstance(source, RequestedSource) else PIECE_BYTES
     try:
         for start in range(claimed.start, claimed.stop, max_bytes):
-            _require_not_stopped(stopped)
+            require_not_stopped(stopped)
             length = min(max_bytes, claimed.stop - start)
             source.read_into(start, image.regions(start, length))
             done = start + length
@@ -598,7 +641,8 @@ def _read_claimed(source: Source, image: FileImage, claimed: range, stopped: Cal
         image.mark_missing(done, claimed.stop)
 
 
-def _require_not_stopped(stopped: Callable[[], bool]) -> None:
+def require_not_stopped(stopped: Callable[[], bool]) -> None:
+    """Raise `Cancelled` if a load was stopped."""
     if stopped():
         raise Cancelled
 

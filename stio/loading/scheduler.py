@@ -25,6 +25,7 @@ from stio import process
 from stio.device import Lost
 from stio.loading.engine import EngineExecutor
 from stio.loading.options import LoadOptions
+from stio.loading.patching import PatchingExecutor
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import Group, ReadPlan
 from stio.loading.read_paths import Delivery, ReadPath
@@ -48,7 +49,7 @@ class PlannedLoad:
     """The reads, in their order."""
     paths: Sequence[ReadPath]
     """The read path of each of the plan's selections. The run closes them."""
-    executor: EngineExecutor | PlainExecutor
+    executor: EngineExecutor | PlainExecutor | PatchingExecutor
     """Moves the bytes. The run closes it."""
     budget_bytes: int
     """Most bytes that may be under way."""

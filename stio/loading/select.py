@@ -20,6 +20,7 @@ import torch
 from stio.device import TORCH_DTYPES, Accelerator, Casts, DeviceMap
 from stio.errors import MismatchError, TensorNotFoundError, listed, printable
 from stio.format import ALIASES_KEY, Header
+from stio.format.delta import Patch
 from stio.format.files import ShardIndex
 from stio.loading.casts import planned_casts
 from stio.loading.options import LoadOptions
@@ -63,6 +64,16 @@ class SelectedTensors:
         """Shards that have a selected tensor."""
         positions = zip(*[device.positions for device in self.devices], strict=True)
         return [shard for shard, of_devices in enumerate(positions) if any(of_devices)]
+
+    @property
+    def patches(self) -> dict[str, Sequence[Patch]]:
+        """By the name that has data, the patches of the selected tensors."""
+        known = self.opened.patches
+        found: dict[str, Sequence[Patch]] = {}
+        for device in self.devices if known else ():
+            for header, positions in zip(self.opened.headers, device.positions, strict=True):
+                found |= {name: known[name] for k in positions if (name := header.names[k]) in known}
+        return found
 
     @property
     def total_bytes(self) -> int:

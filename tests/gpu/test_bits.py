@@ -52,3 +52,19 @@ def test_c301_no_path_changes_a_bit_of_a_dtype_alone(name: str, fast_path: Path,
         folder.mkdir()
         with ExitStack() as stack:
             bit_paths.run(name, bit_paths.Case(folder, str(device), stack, bit_paths.of_dtype(dtype)))
+
+
+@pytest.fixture(scope="module")
+def delta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return bit_paths.write_delta(tmp_path_factory.mktemp("delta") / "chain")
+
+
+@pytest.mark.matrix
+@pytest.mark.costly("all bit patterns, and torch.compile")
+@gpu
+@pytest.mark.parametrize("name", bit_paths.names_for_deltas(device_is_cpu=False))
+def test_no_path_changes_a_bit_of_a_delta_on_a_device(
+    name: str, fast_path: Path, device: torch.device, delta: Path
+) -> None:
+    with ExitStack() as stack:
+        bit_paths.run(name, bit_paths.Case(fast_path, str(device), stack, stored=delta))

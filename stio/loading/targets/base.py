@@ -8,7 +8,7 @@ one tensor several parts may be wanted. They are read together, as one part that
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -16,12 +16,13 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 
 from stio import process
-from stio.device import TORCH_DTYPES, LoadedGroup, Lost, TargetMemory
+from stio.device import TORCH_DTYPES, LoadedGroup, Lost, TargetMemory, TorchAccelerator, TorchEvent, tensors_in
 from stio.errors import MismatchError, listed, printable
 from stio.loading.casts import require_as_stored
 from stio.loading.options import DevicesLike, LoadOptions
 from stio.loading.targets.module_tree import is_on_meta, memory_key, overlapping, why_not_copied, why_refused
-from stio.storage.checkpoint import OpenCheckpoint
+from stio.loading.targets.update import apply_by_torch, apply_to_host
+from stio.storage.checkpoint import Changes, OpenCheckpoint, read_update
 
 Stored: TypeAlias = tuple[str, tuple[int, ...]]
 """Dtype and shape of a tensor, as in the format."""
@@ -247,6 +248,94 @@ class LoadTarget(ABC):
                 ],
                 lost=self.lost,
             )
+
+    def update_from(
+        self,
+        opened: OpenCheckpoint,
+        held: str,
+        options: LoadOptions,
+        *,
+        check: Callable[[], None],
+        on_write: Callable[[], object],
+    ) -> int | None:
+        """Copy what was changed since a version that the memory holds; blocks. Called instead of `select` and `copy`.
+
+        On a device it is copied in the order of the streams of the options, or else of the current one, and is there
+        when this returns.
+
+        Args:
+            opened: The newer version, opened `with_manifest`.
+            held: Id of the version that the memory holds.
+            options: Options of a load. Deltas of more than `budget_bytes` are not read.
+            check: Called between reads; may raise to end the call.
+            on_write: Called before the first tensor is written.
+
+        Returns:
+            Bytes of the changed elements and tensors. None: the newer version must be loaded whole, into a new target;
+            nothing was written.
+
+        Raises:
+            StioError: See `select` and `read_update`.
+        """
+        self.select(opened, options, check)
+        update = None
+        if self._takes_elements():
+            update = read_update(opened, held, budget_bytes=options.budget, check=check)
+        if update is None:
+            return None
+        regions, changes = update
+        places = [place for name in (*regions, *changes) for place in self._places.get(name, ())]
+        for place in places:
+            self._memory.require(place.name, place.memory)
+        stored = opened.dtypes_and_shapes()
+        whole = {
+            name: tensors_in(region, [name], [stored[name][0]], [stored[name][1]], [0])[name]
+            for name, region in regions.items()
+        }
+        devices = {place.memory.device for place in places if not place.memory.is_cpu}
+        streams = options.streams if isinstance(options.streams, Mapping) else {}
+        on_write()
+        with TorchAccelerator.on_streams({device: streams[device] for device in devices & streams.keys()}):
+            self._copy_update(whole, changes)
+            for device in devices:
+                TorchEvent.now(device).synchronize()  # the copies read the update until then
+        self.complete()
+        self.lost.report(opened.path)
+        new_elements = (one.values.nbytes for them in changes.values() for one in them)
+        return sum(region.nbytes for region in regions.values()) + sum(new_elements)
+
+    def _takes_elements(self) -> bool:
+        """Return whether elements can be copied into the memory, and not only whole tensors; after `select`."""
+        return all(
+            place.part is None and place.box is None and TargetMemory.has_elements(place.memory)
+            for places in self._places.values()
+            for place in places
+        )
+
+    def _copy_update(self, whole: Mapping[str, torch.Tensor], changed: Mapping[str, Sequence[Changes]]) -> None:
+        """Copy tensors, and changed elements of others, to their places."""
+        pairs = [(place, changes) for name, changes in changed.items() for place in self._places.get(name, ())]
+        on_host = [pair for pair in pairs if pair[0].memory.is_cpu and _takes_bytes([pair[0]], True)]
+        done = {id(place) for place, _ in on_host}
+        with (
+            process.collection_paused(len(self._places)),
+            torch.inference_mode() if self._inference else torch.no_grad(),
+        ):
+            self._memory.copy(
+                [
+                    (place.name, place.memory, one)
+                    for name, one in whole.items()
+                    for place in self._places.get(name, ())
+                ],
+                lost=self.lost,
+            )
+            for place, _ in on_host:
+                if not place.memory.is_inference():
+                    torch.autograd.graph.increment_version(place.memory)
+            apply_to_host((place.memory, changes) for place, changes in on_host)
+            for place, changes in pairs:
+                if id(place) not in done:
+                    apply_by_torch(place.name, place.memory, place.stored, changes, self.lost)
 
     def complete(self) -> LoadReport:
         """Complete the load, on the consumer's thread."""

@@ -430,6 +430,9 @@ class ModuleTarget(LoadTarget):
         """Whether the load collects all tensors by `keep`, and then calls `make`; after `select`."""
         return self.assigns or self._by_torch
 
+    def _takes_elements(self) -> bool:
+        return not self.keeps and super()._takes_elements()
+
     def keep(self, group: LoadedGroup) -> None:
         """Collect a group's tensors for `make`."""
         self._loaded |= group.take()
@@ -494,11 +497,8 @@ class ModuleTarget(LoadTarget):
         devices = {tensor.device for tensor in (*self._targets.values(), *state.values())}
         try:
             with ExitStack() as modes:
-                for device in devices & self._streams.keys():
-                    stream = self._streams[device]
-                    module = torch.get_device_module(device)
-                    modes.enter_context(module.device(device))
-                    modes.enter_context(module.stream(stream))
+                streams = {device: self._streams[device] for device in devices & self._streams.keys()}
+                modes.enter_context(TorchAccelerator.on_streams(streams))
                 modes.enter_context(torch.inference_mode(self._inference))
                 for mode in self._modes:
                     modes.enter_context(mode)

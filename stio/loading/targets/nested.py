@@ -37,8 +37,8 @@ from stio.limits import Limits
 from stio.loading.casts import require_together
 from stio.loading.options import LoadOptions
 from stio.loading.targets.base import Casting, LoadReport, LoadTarget, PartOf, Stored, no_part
-from stio.runtime.memory import Region, allocate
-from stio.storage.checkpoint import OpenCheckpoint
+from stio.runtime.memory import Region
+from stio.storage.checkpoint import OpenCheckpoint, read_tensor
 
 _PLAIN_VALUES = (
     *(type(None), bool, int, float, str, bytes, torch.Size, torch.dtype, torch.device),
@@ -129,12 +129,14 @@ def _read_array(opened: OpenCheckpoint, name: str) -> np.ndarray[Any, Any]:
 
 def _read(opened: OpenCheckpoint, info: TensorInfo) -> Region:
     """Read the data of a tensor into host memory."""
-    shard = next(k for k, header in enumerate(opened.headers) if header.shard == info.shard)
-    region = allocate(info.nbytes).sub(0, info.nbytes)
+    region = read_tensor(opened, info)
+    shards = {next(k for k, header in enumerate(opened.headers) if info.name in header)}
+    for patch in opened.patches.get(info.name, ()):
+        shards |= {patch.codes_shard, patch.values_shard}
     with ExitStack() as owned:
-        file = opened.open_files([shard], owned)[shard]
-        file.read_into(info.file_offset, [region])
-        file.check_unchanged()
+        files = opened.open_files(shards, owned)
+        for shard in shards:
+            files[shard].check_unchanged()
     return region
 
 

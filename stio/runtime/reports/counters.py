@@ -61,7 +61,7 @@ class Stats:
     pinned_bytes: int
     """Memory of the host that the engine has pinned for copies: of savers, of `HostCache`s, of loads to devices."""
     engine: str
-    """What moves the bytes of loads and saves in this process: `"engine 4"`, the compiled library with its version, or
+    """What moves the bytes of loads and saves in this process: `"engine 5"`, the compiled library with its version, or
     `"plain"`, Python, which is slower. It is plain where stio was built without a C compiler, and with
     `STIO_NATIVE=0`."""
 
