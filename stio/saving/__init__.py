@@ -7,15 +7,17 @@ caller's tensors by name, `plan.py` (pure) decides shards, headers and blocks (`
 (`stio.native`); at the end of the snapshot the caller's tensors may change. *Written*: all files are durable
 (`WrittenSave`). *Published*: a transaction of `stio.storage` commits them (`SaveResult`). After that `retention.py`
 counts the steps of a `Saver` (`keep_last`), and `surroundings.py` logs what lies beside the checkpoint and hides it.
-`nested.py` splits nested state into tensors and a tree for `save_state`.
+`nested.py` splits nested state into tensors and a tree for `save_state`. `deltas.py` compares a save with the one
+before it, so that it writes what changed (`full_every=`, `base=`).
 
 Memory: blocks come from a `StagingPool` (`staging_pool.py`; one for a save, or one for all saves of a saver), never
 more than its budget or one block. A `LazyTensor` is produced when its bytes are needed, one part at a time
 (`tensors.py`).
 
-Invariants: equal tensors and options give equal files. Saves of one saver commit in the order of their calls. Tensors
-are released when they are staged. After an error or a cancel no thread uses tensors, blocks or files, and what was
-written is removed. This package does not depend on loads. Start with `pending.py`.
+Invariants: equal tensors and options give equal files, but for the id of a save that may be in a chain of deltas.
+Saves of one saver commit in the order of their calls. Tensors are released when they are staged. After an error or a
+cancel no thread uses tensors, blocks or files, and what was written is removed. This package does not depend on loads.
+Start with `pending.py`.
 
 A destination is made absolute at the call; its links are resolved when the save begins. A producer must not wait for
 the `Saver` that it works for, and a callback on a save's thread that waits for a later save gets an error. At most four

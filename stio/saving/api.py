@@ -38,6 +38,7 @@ from stio.runtime import (
     runs_blocking,
 )
 from stio.runtime.reports import Progress, Trace
+from stio.saving.deltas import Chain
 from stio.saving.nested import flatten
 from stio.saving.options import (
     DEFAULT_PATTERN,
@@ -63,6 +64,7 @@ async def save(
     tensors: TensorsLike,
     destination: DestinationLike,
     *,
+    base: str | os.PathLike[str] | None = None,
     budget_bytes: int | str | None = None,
     max_shard_size: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -88,8 +90,13 @@ async def save(
             updated in place where it holds a checkpoint. Other files in it are not touched. A path that looks like a
             file of another kind (`w.pt`, `w.sft`) is refused, unless it is a directory or ends in a slash. A URL of one
             of these with `s3://`, `gs://` or `az://` needs the extra `remote`; one put commits it.
+        base: A checkpoint in the same directory as the destination, or below that: only what differs from it is
+            written, a delta, which is loaded together with it. It has the same names, dtypes and shapes, and is read
+            tensor by tensor; one that no `Saver(full_every=)` has saved is also read whole once by each process that
+            loads the delta, to compare its digest. If more than half would be written, the save is full; see
+            `SaveResult.kind`. A `stio.LazyTensor` that changed much is produced twice. None: all tensors are written.
         budget_bytes: Most bytes of staging memory: a number, or text such as `"2GB"`. None: 512 MiB. A produced tensor
-            is not included.
+            is not included, and a tensor of the base neither.
         max_shard_size: Most bytes of tensors in one file of a directory: a number, or text such as `"5GB"`. None:
             `"5GB"`. Not for a destination that is one file.
         metadata: Text to store with the checkpoint. `checkpoint.metadata` of another one is accepted: entries that each
@@ -123,7 +130,7 @@ async def save(
             the commit had begun: then the new checkpoint is complete.
     """
     options = SaveOptions(**keywords_for(SaveOptions, locals()))
-    return await PendingSave(tensors, destination, options, budget_bytes=budget_bytes).complete()
+    return await PendingSave(tensors, destination, options, budget_bytes=budget_bytes, base=base).complete()
 
 
 @described_by(save)
@@ -155,6 +162,13 @@ class Saver(AsyncOnly):
             steps of this saver, in the order of their numbers, so `keep_last` deletes them too. Of them only files of
             tensors, indexes and manifests are deleted. A directory that does not exist is no error. None: what earlier
             runs saved stays.
+        full_every: Of so many saves one is full, and the others are deltas: they hold only what changed since the save
+            before them, and are loaded together with it. None: every save is full. A save is full too if more than half
+            would be written, if names, dtypes or shapes differ from the save before it, if its destination is in
+            another directory, has a lower step, is the same, holds a full checkpoint or has no number (`best`), and
+            after a save that failed. The staging memory keeps
+            the last snapshot, and each save waits for the end of the one before it. `keep_last` keeps what a delta that
+            stays is loaded with.
         max_pending: Most saves under way at one time. Each holds its own snapshot.
         when_full: What `save` does when so many are under way: wait for the oldest, or raise `SaveInProgressError`.
         budget_bytes: Most bytes of staging memory: a number, or text such as `"2GB"`. None: as many as the snapshots
@@ -174,6 +188,7 @@ class Saver(AsyncOnly):
         keep_every: int | None = None,
         drop_higher: bool = False,
         adopt: str | os.PathLike[str] | None = None,
+        full_every: int | None = None,
         max_pending: int = 1,
         when_full: Literal["wait", "error"] = "wait",
         budget_bytes: int | str | None = None,
@@ -190,7 +205,7 @@ class Saver(AsyncOnly):
         trace: Trace | None = None,
         switch_interval: float | None = None,
     ) -> None:
-        for keyword, count in (("keep_last", keep_last), ("keep_every", keep_every)):
+        for keyword, count in (("keep_last", keep_last), ("keep_every", keep_every), ("full_every", full_every)):
             if count is not None:
                 _require_count(keyword, count)
         for keyword, value in (("adopt", adopt), ("keep_every", keep_every), ("drop_higher", drop_higher or None)):
@@ -204,7 +219,7 @@ class Saver(AsyncOnly):
         self._new_retention = partial(Retention, keep_last, keep_every=keep_every, drop_higher=drop_higher)
         self._max_pending = max_pending
         self._when_full = when_full
-        self._budget_bytes = budget_bytes
+        self._budget_bytes, self._full_every = budget_bytes, full_every
         self._closed = False
         self._start_afresh()
         self._shared.retention = self._new_retention(adopt=adopted)
@@ -213,7 +228,8 @@ class Saver(AsyncOnly):
 
     def _start_afresh(self) -> None:
         """Reset to no saves. In a forked child, the saves and the checkpoints so far belong to the parent."""
-        self._shared = SharedBySaves(StagingPool(self._budget_bytes), Notifier(), self._new_retention())
+        chain = None if self._full_every is None else Chain(self._full_every)
+        self._shared = SharedBySaves(StagingPool(self._budget_bytes), Notifier(), self._new_retention(), chain)
         self._lock = new_lock(of_callers=True)
         self._saves: list[PendingSave] = []  # in their order; ended ones leave in `_collect`
         self._failures: deque[BaseException] = deque()
@@ -484,9 +500,12 @@ class Saver(AsyncOnly):
                 self._shared.pool,
                 StagingPool(self._budget_bytes),
             )  # no save uses the old one any more
+            chain = self._shared.chain
             if pool.allocate != memory.allocate:
                 with suppress(StorageError):  # no more threads: the pool is released with the last save of the caller's
                     Operation(lambda _: pool.clear(), name="release").start()  # it takes a lock
+            if chain is not None:
+                chain.clear()
             failures, self._failures = self._failures, deque()
         return failures
 

@@ -246,12 +246,18 @@ class SaveResult:
 
     path: str
     """The destination: a path with links resolved, or a URL without secrets."""
+    kind: Literal["full", "delta"]
+    """What was written: all tensors, or what differs from the checkpoint before it."""
     files: tuple[str, ...]
     """Names of the files that hold tensors, in order; the index is not among them."""
     total_bytes: int
-    """Bytes of tensors."""
+    """Bytes of tensors, whether or not all of them were written."""
+    changed_bytes: int
+    """Bytes of the elements that changed; of a full save, and of tensors that a delta has whole, of all elements."""
     file_bytes: int
     """Bytes of those files, headers included."""
+    written_bytes: int
+    """Bytes of all files that the save wrote: index and manifest too."""
     aliases: Mapping[str, str]
     """Names that share another tensor's data in the checkpoint, to that tensor's name."""
     staged_seconds: float
@@ -267,5 +273,7 @@ class SaveResult:
 
     def __repr__(self) -> str:
         size = f"{counted(len(self.files), 'file')}, {show_bytes(self.total_bytes)}"
+        if self.kind == "delta":
+            size = f"delta of {show_bytes(self.written_bytes)} for {show_bytes(self.total_bytes)}"
         seconds = show_seconds(self.committed_seconds)
         return f"<SaveResult {printable(self.path)!r}: {size}, published after {seconds}>"

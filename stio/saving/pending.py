@@ -19,12 +19,13 @@ from typing import Any, Literal, Self, TypeAlias
 
 from stio import process
 from stio.device import Readiness, describe_tensors
-from stio.errors import SaveInProgressError, printable
+from stio.errors import SaveInProgressError, StorageError, printable
 from stio.format import TensorSource
-from stio.format.files import MANIFEST_SUFFIX, FilePattern, Hasher, manifest_change, new_hasher
+from stio.format.files import MANIFEST_SUFFIX, FilePattern, Hasher, HashName, manifest_change, new_hasher, step_of
 from stio.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.runtime import Notifier, Operation, current_operation, memory
 from stio.runtime.reports import CALLER, progress_callback, shown, traced
+from stio.saving.deltas import Chain, DeltaSave
 from stio.saving.options import (
     BufferedDestination,
     Destination,
@@ -36,7 +37,7 @@ from stio.saving.options import (
 from stio.saving.plan import PlannedSave, WritePlan, WrittenSave, plan_writes
 from stio.saving.retention import Retention
 from stio.saving.scheduler import SaveScheduler
-from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES, StagingPool, block_bytes_for
+from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES, Blocks, StagingPool, block_bytes_for
 from stio.saving.surroundings import warn_of_link_to_step, warn_of_surroundings
 from stio.saving.tensors import TensorsLike, tensors_of
 from stio.storage import Note, Root, Transaction
@@ -78,6 +79,8 @@ class SharedBySaves:
     """Notified when a save is staged, and when it has ended."""
     retention: Retention
     """Counts the steps."""
+    chain: Chain | None = None
+    """What the next save may be a delta of; None: every save is full."""
 
 
 class PendingSave:
@@ -89,7 +92,7 @@ class PendingSave:
 
     # The arguments are internal. With a `saver` the caller waits for the snapshot, so staging has priority. Without one
     # the caller waits for the end: the save has staging memory of its own, `budget_bytes` (None: the default), and
-    # writing has priority.
+    # writing has priority. A `base` makes it a delta.
 
     def __init__(
         self,
@@ -99,18 +102,31 @@ class PendingSave:
         *,
         saver: SharedBySaves | None = None,
         budget_bytes: int | str | None = None,
+        base: str | os.PathLike[str] | None = None,
         planner: Planner | None = None,
     ) -> None:
         self.destination = destination
         """The destination, as it was given."""
-        self._options = options
+        self._options, self._filename_pattern = options, options.filename_pattern
         self._tensors, tied = tensors_of(tensors)
         self._absolute_destination = absolute_destination(destination)
         self._max_shard_bytes = options.max_shard_bytes(destination)  # None: the destination is one file
+        # A place without a step, such as `best`, is saved to again: nothing may be based on it.
+        chain = saver.chain if saver and step_of(str(destination)) is not None else None
+        self._delta: DeltaSave | None = None
+        if base is not None or chain is not None:
+            self._delta = DeltaSave(
+                self._absolute_destination,
+                metadata=options.metadata,
+                max_shard_bytes=self._max_shard_bytes,
+                filename_pattern=options.filename_pattern,
+                chain=chain,
+                base=base,
+            )
         self._planner: Planner = planner or partial(
             plan_writes,
             max_shard_bytes=self._max_shard_bytes,
-            metadata=options.metadata,
+            metadata=options.metadata if self._delta is None else self._delta.metadata,
             shared=options.shared,
             tied=tied,
         )
@@ -187,7 +203,9 @@ class PendingSave:
             planned = self._plan(operation)
         if self._previous is not None:
             self._wait_for_previous(operation, None)
-        self._pool.fit(planned.block_bytes, self._ready.staging_allocator(), limit_bytes=planned.budget_bytes)
+        whole = replace(planned.files, sources=())
+        if self._delta is not None:
+            planned = self._compared(operation, self._delta, planned)
         staged = self._stage(operation, planned)
         has_all = planned.own is planned.files
         files = replace(planned.files, sources=())  # the scheduler releases the tensors once they are staged
@@ -201,7 +219,7 @@ class PendingSave:
             with traced(trace, "begin"):
                 transaction = self._begin_transaction(operation, len(files.shards))
             written = self._write(operation, staged, files, transaction, hashes_blocks=has_all)
-            result = self._publish(operation, written, transaction)
+            result = self._publish(operation, written, transaction, whole)
         except BaseException:
             staged.stop()
             staged.join()  # no worker writes into files that are removed now
@@ -220,7 +238,8 @@ class PendingSave:
         sources = describe_tensors(tensors, check=operation.check)
         operation.check()
         data_bytes = sum([source.nbytes for source in sources])
-        budget_bytes = self._pool.budget_for(data_bytes, pinned=self._ready.staging_allocator() != memory.allocate)
+        needed_bytes = data_bytes - (self._delta.held_bytes if self._delta is not None else 0)
+        budget_bytes = self._pool.budget_for(needed_bytes, pinned=self._ready.staging_allocator() != memory.allocate)
         if budget_bytes is not None and isinstance(self._absolute_destination, BufferedDestination):
             self._absolute_destination, buffer_bytes = self._absolute_destination.within(budget_bytes)
             budget_bytes = max(SMALLEST_BLOCK_BYTES, budget_bytes - buffer_bytes)
@@ -236,13 +255,30 @@ class PendingSave:
         plan = self._planner(sources, block_bytes)
         return plan, plan
 
+    def _compared(self, operation: Operation[SaveResult], delta: DeltaSave, planned: PlannedSave) -> PlannedSave:
+        """Return the plan of what differs from the base, if there is one; the tensors may have been copied then."""
+        with traced(self._options.trace, "compare"):
+            planned = delta.compare(planned, self._pool, self._ready, operation)
+        if delta.is_staged:
+            self._ready = Readiness()
+            self._on_staged()
+        if delta.kind == "delta":  # what other libraries look for is not there
+            pattern = FilePattern(self._options.filename_pattern).of_delta
+            self._options = replace(self._options, filename_pattern=pattern)
+        return delta.plan(planned)
+
     def _stage(self, operation: Operation[SaveResult], planned: PlannedSave) -> SaveScheduler:
         """Return what copies the tensors and writes them."""
+        delta, make = self._delta, self._ready.staging_allocator()
+        blocks: Blocks | None = None if delta is None else delta.image(planned, self._pool, make)
+        if blocks is None:
+            self._pool.fit(planned.block_bytes, make, limit_bytes=planned.budget_bytes)
+        is_staged = delta is not None and delta.is_staged
         scheduler = SaveScheduler(
             planned.own,
-            self._pool,
-            stage_first=self._stage_first,
-            on_staged=self._on_staged,
+            blocks or self._pool,
+            stage_first=self._stage_first and not is_staged,
+            on_staged=_nothing if is_staged else self._on_staged,
             progress=progress_callback(self._options.progress, "saving"),
             trace=self._options.trace,
         )
@@ -253,6 +289,8 @@ class PendingSave:
     def _wait_for_previous(self, operation: Operation[SaveResult], scheduler: SaveScheduler | None) -> None:
         """Wait until the save before this one is staged, or has ended early; a cancel ends the wait.
 
+        One of a chain waits until it has ended: until then that one reads the image.
+
         Args:
             operation: This save's.
             scheduler: Waits until the save before this one is durable, or until this scheduler has failed.
@@ -260,7 +298,7 @@ class PendingSave:
         save = self._previous
         with traced(self._options.trace, "wait", detail="for the save before"):
             while save is not None:
-                passed = save._staged_or_done if scheduler is None else save.done
+                passed = save._staged_or_done if scheduler is None and self._delta is None else save.done
                 save._block(passed, operation, scheduler)
                 if scheduler is not None and scheduler.is_stopped():
                     scheduler.complete()  # raises
@@ -301,7 +339,10 @@ class PendingSave:
         try:
             if isinstance(self.destination, str | os.PathLike) and isinstance(where, str):
                 warn_of_link_to_step(where, transaction.path)
-            if options.hash is not None:
+            if self._delta is not None and self._delta.kind == "delta" and transaction.path != self._delta.path:
+                message = "another program has changed a link on the way to the destination; save again"
+                raise StorageError(message, path=transaction.path, expected=self._delta.path)
+            if self._hash is not None:
                 transaction.require_names(self._manifest_name(transaction.shard_names))
             if transaction.is_recorded and self._retention is not None:
                 self._retention.begin(transaction.path, self._own_pattern)
@@ -337,11 +378,20 @@ class PendingSave:
             seconds=perf_counter() - self._called,
         )
 
-    def _publish(self, operation: Operation[SaveResult], written: WrittenSave, transaction: Transaction) -> SaveResult:
-        """Publish the files, with their index and the change of the manifest."""
+    def _publish(
+        self, operation: Operation[SaveResult], written: WrittenSave, transaction: Transaction, whole: WritePlan
+    ) -> SaveResult:
+        """Publish the files, with their index and the change of the manifest.
+
+        Args:
+            operation: This save's.
+            written: What was written.
+            transaction: The transaction.
+            whole: The plan of the full save, which says what a delta and its base have together.
+        """
         manifest = self._manifest_name(written.names)
         note = transaction.read_note(manifest)
-        change = manifest_change(note, self._options.hash, written.file_states(), path=manifest)
+        change = manifest_change(note, self._hash, written.file_states(), path=manifest)
         notes = [] if change is None else [Note(manifest, *change)]
         index = None if written.index is None else written.plan.index(written.names)
         with traced(self._options.trace, "commit"):
@@ -350,12 +400,17 @@ class PendingSave:
             self._after("commit")
             transaction.commit(index=index, notes=notes)
         self._after("publish")
+        file_bytes, delta = sum([shard.nbytes for shard in written.plan.shards]), self._delta
+        changed_bytes = None if delta is None else delta.changed_bytes
         return SaveResult(
             path=written.path,
+            kind="full" if delta is None else delta.kind,
             files=written.names,
-            total_bytes=written.plan.total_bytes,
-            file_bytes=sum([shard.nbytes for shard in written.plan.shards]),
-            aliases=written.plan.aliases,
+            total_bytes=whole.total_bytes,
+            changed_bytes=whole.total_bytes if changed_bytes is None else changed_bytes,
+            file_bytes=file_bytes,
+            written_bytes=file_bytes + len(index or b"") + len((change and change[1]) or b""),
+            aliases=whole.aliases,
             staged_seconds=self._staged_seconds,
             written_seconds=written.seconds,
             committed_seconds=perf_counter() - self._called,
@@ -367,8 +422,11 @@ class PendingSave:
         pattern = self._own_pattern
         if (published := transaction.published()) is not None:  # what a caller's own destination holds is not deleted
             self.written = published if isinstance(published, WrittenFiles) else None
+            base = None if self._delta is None else self._delta.base
+            if self._delta is not None:
+                self._delta.end(written, published, pattern)
             if self._retention is not None:
-                self._retention.add(written.path, pattern, published)
+                self._retention.add(written.path, pattern, published, None if base is None else base.path)
             if self.written is not None and written.path in self.written.made:
                 return  # a new directory, with nothing beside the checkpoint
         store = getattr(self._absolute_destination, "root", None)
@@ -378,12 +436,18 @@ class PendingSave:
 
     @property
     def _own_pattern(self) -> str | None:
-        """The pattern of the file names in a directory, None if the destination is one file."""
-        return None if self._max_shard_bytes is None else self._options.filename_pattern
+        """The pattern of the file names of full saves in a directory, None if the destination is one file."""
+        return None if self._max_shard_bytes is None else self._filename_pattern
 
     def _hasher(self) -> Callable[[], Hasher] | None:
         """Return what makes a hasher for each file, if there are to be digests."""
-        return None if self._options.hash is None else partial(new_hasher, self._options.hash)
+        return None if self._hash is None else partial(new_hasher, self._hash)
+
+    @property
+    def _hash(self) -> HashName | None:
+        """The hash function of the digests. A delta has them: who applies one in place compares its files first."""
+        is_delta = self._delta is not None and self._delta.kind == "delta"
+        return self._options.hash or ("sha256" if is_delta else None)
 
     def _manifest_name(self, names: tuple[str, ...]) -> str:
         if self._max_shard_bytes is None:
@@ -504,3 +568,7 @@ class PendingSave:
         error = operation.failure if operation is not None else None
         if error is not None and not self.delivered:
             log(logging.ERROR, "saving to %s failed, and was not awaited: %s", self.destination, error)
+
+
+def _nothing() -> None:
+    """Do nothing: the tensors were staged before."""

@@ -27,6 +27,7 @@ from stio.format import (
     resolve_shared,
     row_slices,
 )
+from stio.format.delta import ID_KEY
 from stio.format.files import FileState, parse_index
 from stio.limits import PAGE_BYTES
 from stio.text import counted, show_bytes
@@ -214,7 +215,8 @@ def plan_writes(
     """Turn tensors into files and writes.
 
     The header of each file has the caller's metadata, beside `format`: some readers look at the shards alone. If there
-    are several files, the index has the metadata too, and alone what only stio reads. Every tensor counts with its own
+    are several files, the index has the metadata too, and alone what only stio reads, but for the id of the save, which
+    tells their files from those of another save. Every tensor counts with its own
     bytes, also where several share a storage: no two share bytes in a file, so no shard gets larger than the maximum
     says.
 
@@ -241,13 +243,34 @@ def plan_writes(
     saved, aliases = resolve_shared(sources, shared, tied)
     for alias in aliases:  # it is loaded as a tensor's name too
         check_name(alias)
+    return plan_resolved(saved, aliases, block_bytes, max_shard_bytes=max_shard_bytes, metadata=text)
+
+
+def plan_resolved(
+    saved: Sequence[TensorSource],
+    aliases: Mapping[str, str],
+    block_bytes: int,
+    *,
+    max_shard_bytes: int | None,
+    metadata: Mapping[str, str],
+) -> WritePlan:
+    """Turn tensors into files and writes, where it is decided which of them are saved; see `plan_writes`.
+
+    Args:
+        saved: The tensors with bytes of their own.
+        aliases: The other names, to those that are saved.
+        block_bytes: See `plan_writes`.
+        max_shard_bytes: See `plan_writes`.
+        metadata: The text, checked.
+    """
+    text = dict(metadata)
     if max_shard_bytes is None:
         split = [[source.name for source in saved]]
     else:
         split = split_into_shards([(source.name, source.nbytes) for source in saved], max_shard_bytes) or [[]]
     in_header = {**_FORMAT, **text, **_alias_metadata(aliases)}
     if len(split) > 1:
-        in_header = {key: value for key, value in in_header.items() if not key.startswith("stio.")}
+        in_header = {key: value for key, value in in_header.items() if key == ID_KEY or not key.startswith("stio.")}
     files = [(names, in_header) for names in split]
     return replace(plan_files(saved, block_bytes, files=files), aliases=aliases, metadata=text)
 

@@ -1,7 +1,8 @@
 """Counts the steps that a saver has saved, and deletes the oldest ones (`keep_last`).
 
 All that belongs to one step is kept or deleted together: a step is the number that `step_of` finds in the path of a
-destination. A destination without one is never deleted. In doubt a checkpoint stays. What a save wrote, and whether it
+destination. A destination without one is never deleted. In doubt a checkpoint stays. A step that holds the base of a
+delta that stays, or the base of that base, stays too, until no delta needs it. What a save wrote, and whether it
 is still unchanged, `stio.storage.commit.retention` compares when it deletes.
 """
 
@@ -10,15 +11,16 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TypeAlias
 
 from stio.errors import StioError, listed, printable
-from stio.format.files import FileName, step_of
+from stio.format.files import FileName, FilePattern, step_of
 from stio.storage import CHECKPOINT_SUFFIXES, Identity, Published, steps_in
+from stio.storage.checkpoint import base_of
 from stio.storage.commit import EarlierSave, WrittenFiles, find_earlier_saves
 from stio.text import is_url, log, without_secrets
 
@@ -83,6 +85,7 @@ class Retention:
         self._adopted: set[int] = set()  # steps of earlier runs that were not saved again
         self._attempts: deque[_Place] = deque(maxlen=_MAX_ATTEMPTS)
         self._steps: dict[int, _Step] = {}  # by number, in the order of the saves
+        self._bases: dict[_Place, str] = {}  # of each delta that is not deleted, the path of its base
         self._undeleted: deque[Published] = deque(maxlen=_MAX_UNDELETED)
 
     def attempt(self, destination: object, filename_pattern: str) -> None:
@@ -111,7 +114,11 @@ class Retention:
             StorageError: The operating system reported an error.
         """
         if self._adopt is not None:
-            self._earlier = _earlier_saves(self._adopt)
+            found = find_earlier_saves(self._adopt)
+            self._earlier = _steps_among(found, self._adopt)
+            for save in found:
+                if (base := base_of(_opened_path(save))) is not None:
+                    self._bases[_opened_path(save), None] = base
             self._adopt = None
         self._take_over(_series_of(path), filename_pattern)
 
@@ -129,10 +136,11 @@ class Retention:
 
     def _take_over(self, series: str | None, filename_pattern: str | None) -> None:
         """Let the earlier saves of a series count as those of this saver, before all of its own."""
+        patterns = {filename_pattern} | ({FilePattern(filename_pattern).of_delta} if filename_pattern else set())
         own = [
             (number, save)
             for number, save in self._earlier
-            if series is not None and save.filename_pattern == filename_pattern and _series_of(save.path) == series
+            if series is not None and save.filename_pattern in patterns and _series_of(save.path) == series
         ]
         if not own:
             return
@@ -142,9 +150,11 @@ class Retention:
             step = self._steps.setdefault(number, _Step())
             if not step.saved:
                 self._adopted.add(number)
-            place = save.path, save.filename_pattern
+            place = save.path, filename_pattern
             step.saves[place] = save.written
             step.saved.add(place)
+            if (base := self._bases.pop((_opened_path(save), None), None)) is not None:
+                self._bases[place] = base
             _made.update(save.written.directories)
         adopted: dict[int, _Step] = {}
         for number in sorted(self._adopted & self._steps.keys()):
@@ -155,7 +165,7 @@ class Retention:
             adopted[key].attempted |= {(save.path, None) for save in others}
         self._steps = adopted | self._steps
 
-    def add(self, path: str, filename_pattern: str | None, written: Published) -> None:
+    def add(self, path: str, filename_pattern: str | None, written: Published, base: str | None = None) -> None:
         """Take a durable checkpoint into account, and delete the steps that are too old.
 
         Called by one save after the other, on their threads.
@@ -164,12 +174,16 @@ class Retention:
             path: Its destination, links resolved, or its URL.
             filename_pattern: Names of its files, in a directory; None: it is one file.
             written: What its transaction published.
+            base: Path or URL of what it is a delta of; None: it is full.
         """
         self._warn(path)
         if self._keep_last is None:
             return
         self._take_attempts()
         place = path, filename_pattern
+        self._bases.pop(place, None)
+        if base is not None:
+            self._bases[place] = base
         named = step_of(path)
         for step in self._steps.values():
             for other, older in step.saves.items():
@@ -219,23 +233,27 @@ class Retention:
 
     def _delete_old(self, keep_last: int) -> None:
         complete = self._complete_steps()
-        old: list[Published] = []
+        reasons: dict[int, str] = {}
         if self._drop_higher and complete:
             alike = self._steps_like({_series_of(path) for path, _ in self._steps[complete[-1]].saves})
             earlier = alike.intersection(takewhile(lambda key: key != complete[-1], self._steps))
             for key in [key for key in sorted(earlier) if key > complete[-1] and not self._is_folder_of_steps(key)]:
-                old += self._taken_out(key, f"since step {complete[-1]} was saved after it")
-            complete = [key for key in complete if key in self._steps]
+                reasons[key] = f"since step {complete[-1]} was saved after it"
+            complete = [key for key in complete if key not in reasons]
         if len(complete) >= keep_last:
             for key in [*takewhile(lambda key: key != complete[-keep_last], self._steps)]:
-                if self._steps[key].is_mark:
+                if self._steps[key].is_mark or key in reasons:
                     continue
                 if self._is_folder_of_steps(key):
                     del self._steps[key]
                 elif self._keep_every is not None and key % self._keep_every == 0:
                     self._steps[key].is_mark = True
                 else:
-                    old += self._taken_out(key, f"by keep_last={keep_last}")
+                    reasons[key] = f"by keep_last={keep_last}"
+        old: list[Published] = []
+        depths = {key: self._depth(key) for key in reasons}
+        for key in sorted(self._not_needed([*reasons]), key=lambda key: -depths[key]):  # a delta before its base
+            old += self._taken_out(key, reasons[key])
         spare = {file for step in self._steps.values() for save in step.saves.values() for file in save.files}
         again = [*self._undeleted]
         self._undeleted.clear()
@@ -251,6 +269,35 @@ class Retention:
                         error,
                     )
 
+    def _not_needed(self, keys: list[int]) -> list[int]:
+        """Return those of these steps that no delta needs which stays."""
+        above = {path: base for (path, _), base in self._bases.items()}
+        while keys:
+            gone = {place for key in keys for place in self._steps[key].saves}
+            needed: set[str] = set()
+            left = [base for place, base in self._bases.items() if place not in gone]
+            while left:
+                base = left.pop()
+                if base not in needed:
+                    own = {base, os.path.dirname(base)}  # it may be named by a file in its directory
+                    needed |= own
+                    left += [above[path] for path in own & above.keys()]
+            stay = [key for key in keys if not needed.isdisjoint(path for path, _ in self._steps[key].saves)]
+            if not stay:
+                return keys
+            keys = [key for key in keys if key not in stay]
+        return keys
+
+    def _depth(self, key: int) -> int:
+        """Return the number of bases of a step's saves, one on the other."""
+        above = {path: base for (path, _), base in self._bases.items()}
+        depth, left = 0, {path for path, _ in self._steps[key].saves} & above.keys()
+        while left:
+            depth += 1
+            bases = {above[path] for path in left}
+            left = (bases | {os.path.dirname(base) for base in bases}) & above.keys()
+        return depth
+
     def _steps_like(self, series: set[str | None]) -> set[int]:
         """Return the steps with a save of one of these series; in other names a number may be no step: `best-0.95`."""
         return {key for key, step in self._steps.items() if any(_series_of(path) in series for path, _ in step.saves)}
@@ -265,6 +312,8 @@ class Retention:
     def _taken_out(self, key: int, reason: str) -> list[Published]:
         """Take a step out, to delete it; return what was published, with the directories that the saver made."""
         step = self._steps.pop(key)
+        for place in step.saves:
+            self._bases.pop(place, None)
         if step.saves:
             log(logging.INFO, "step %d is deleted %s: %s", key, reason, listed(path for path, _ in step.saves))
         files: dict[str, Identity] = {}
@@ -288,12 +337,21 @@ def _is_below_any(path: str, directories: Collection[str]) -> bool:
     return any(path == directory or path.startswith(f"{directory}/") for directory in directories)
 
 
-def _earlier_saves(directory: str) -> list[tuple[int, EarlierSave]]:
-    """Return the checkpoints of steps in a directory, each with its step."""
+def _steps_among(saves: Sequence[EarlierSave], directory: str) -> list[tuple[int, EarlierSave]]:
+    """Return those of the checkpoints in a directory that are steps, each with its number."""
     root = os.path.realpath(directory)
-    found = [(step_of(save.path), save) for save in find_earlier_saves(directory)]
+    found = [(step_of(save.path), save) for save in saves]
     # A number in the path of the directory itself is not that of a step in it.
     return [(named.number, save) for named, save in found if named is not None and len(named.path) > len(root)]
+
+
+def _opened_path(save: EarlierSave) -> str:
+    """Return the path by which an earlier save is opened."""
+    if save.filename_pattern is None:
+        return save.path
+    names = FilePattern(save.filename_pattern)
+    index = os.path.join(save.path, names.index)
+    return index if index in save.written.files else os.path.join(save.path, names.whole)
 
 
 def _series_of(path: str) -> str | None:

@@ -28,7 +28,7 @@ from stio.runtime import Cancelled, WorkerPool, mark_progress, memory
 from stio.runtime.memory import Region, num_processors
 from stio.runtime.reports import ProgressEvent, ProgressReporter, Trace, close_bar, counters, traced
 from stio.saving.plan import Run, WriteBlock, WritePlan
-from stio.saving.staging_pool import StagingPool
+from stio.saving.staging_pool import Blocks
 from stio.saving.tensors import ProducedTensors
 from stio.storage import FileWriter
 from stio.storage.commit import LocalFileWriter
@@ -59,7 +59,7 @@ class SaveScheduler:
 
     Args:
         plan: The files and their blocks; of a plan of parts, files with `write_strided`.
-        pool: Staging memory; its condition guards this run too.
+        pool: Staging memory, in the order of the blocks; its condition guards this run too.
         stage_first: Whether the snapshot is more urgent than the disk.
         on_staged: Called once, on the thread that copied the last tensor, when every tensor was copied and may change.
         progress: Called with an event at the start and after each block that was written, one call at a time.
@@ -69,7 +69,7 @@ class SaveScheduler:
     def __init__(
         self,
         plan: WritePlan,
-        pool: StagingPool,
+        pool: Blocks,
         *,
         stage_first: bool = True,
         on_staged: Callable[[], None] = lambda: None,

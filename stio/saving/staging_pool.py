@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from stio.limits import checked_size
 from stio.process import Condition
@@ -43,6 +44,21 @@ def block_bytes_for(data_bytes: int, budget_bytes: int | None, *, stage_first: b
     if budget_bytes is not None:
         wanted = min(wanted, max(budget_bytes // 4, SMALLEST_BLOCK_BYTES))
     return 1 << (wanted.bit_length() - 1)
+
+
+class Blocks(Protocol):
+    """Where a save gets its blocks from: a `StagingPool`, or the image that a saver keeps of a snapshot."""
+
+    changed: Condition
+    """See `StagingPool.changed`."""
+    allocate: Callable[[int], Region]
+    """What allocates the memory of the blocks."""
+
+    def try_take(self) -> Callable[[], Region] | None:
+        """Take the next block; see `StagingPool.try_take`."""
+
+    def give_back(self, block: Region) -> None:
+        """Put back a block that nothing uses any more."""
 
 
 class StagingPool:

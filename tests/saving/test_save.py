@@ -454,7 +454,8 @@ async def test_a_result_at_a_prompt(tmp_path):
 
 def test_a_result_with_a_hostile_path_stays_safe():
     result = stio.SaveResult(
-        path="<b>\x1b[2J", files=("a",), total_bytes=5, file_bytes=6, aliases={}, hashes={},
+        path="<b>\x1b[2J", kind="full", files=("a",), total_bytes=5, changed_bytes=5, file_bytes=6, written_bytes=6,
+        aliases={}, hashes={},
         staged_seconds=0.0, written_seconds=0.1, committed_seconds=0.2,
     )  # fmt: skip
     assert len(repr(result)) < 200
