@@ -80,7 +80,10 @@ if TYPE_CHECKING:
     from stio.saving import Saver as Saver
     from stio.saving import SaveResult as SaveResult
     from stio.saving import save as save
+    from stio.serving import Follower as Follower
     from stio.serving import HostCache as HostCache
+    from stio.serving import Version as Version
+    from stio.serving import follow as follow
     from stio.serving.pool import ModelPool as ModelPool
     from stio.serving.pool import ModelStatus as ModelStatus
     from stio.serving.pool import PoolStats as PoolStats
@@ -101,7 +104,7 @@ _NAMES = {
     "stio.remote": "DiskCache RemoteRoot",
     "stio.runtime.reports": "ProgressEvent Span Stats Trace stats",
     "stio.saving": "PendingSave SaveOptions SaveResult Saver save",
-    "stio.serving": "HostCache",
+    "stio.serving": "Follower HostCache Version follow",
     "stio.serving.pool": "ModelPool ModelStatus PoolStats",
     "stio.serving.warm_start": "WarmStart warm_start",
     "stio.state": "load_state save_state",

@@ -23,6 +23,7 @@ import torch
 import stio.conversion.api as conversion
 import stio.loading.api as loading
 import stio.saving.api as saving
+import stio.serving.follower as followers
 import stio.serving.host_cache as host_cache
 import stio.serving.pool.api as pools
 import stio.serving.warm_start.api as warm
@@ -34,12 +35,14 @@ from stio.saving import PendingSave
 
 __all__ = [  # with those of `stio` that do not wait, see below
     "Checkpoint",
+    "Follower",
     "HostCache",
     "ModelPool",
     "Saver",
     "Stream",
     "WarmStart",
     "convert",
+    "follow",
     "load",
     "load_into",
     "load_state",
@@ -99,6 +102,13 @@ def _same_method(method: Callable[Concatenate[A, P], T]) -> Callable[Concatenate
 
     twin.__module__ = __name__
     return twin
+
+
+def _twin_of_method(
+    method: Callable[Concatenate[A, P], Any], twin_class: Callable[[Any], T]
+) -> Callable[Concatenate[Any, P], T]:
+    """Return a method that makes the blocking twin of the object that a method of `_twin` returns."""
+    return _twin_of(_same_method(method), twin_class)
 
 
 def _takes_what(made: Callable[P, A]) -> Callable[[Callable[[Any, A], None]], Callable[Concatenate[Any, P], None]]:
@@ -272,6 +282,23 @@ class HostCache(host_cache.HostCache):
     prefetch = _prefetch  # type: ignore[assignment]  # it blocks here
 
 
+class Follower(_Twin, Iterator[followers.Version]):
+    """Follows the newest checkpoint of a run; the blocking twin of `stio.Follower`."""
+
+    def __init__(self, follower: followers.Follower) -> None:
+        self._twin = follower
+
+    wait = _blocking_method(followers.Follower.wait)
+    apply = _blocking_method(followers.Follower.apply)
+    __next__ = _blocking_method(followers.Follower.__anext__)
+
+    @property
+    def version(self) -> followers.Version | None:
+        """The version that was applied last; None: there was none yet."""
+        version: followers.Version | None = self._twin.version
+        return version
+
+
 class ModelPool(_Twin):
     """Serves more models than a device holds; the blocking twin of `stio.ModelPool`. Threads may share one."""
 
@@ -282,6 +309,7 @@ class ModelPool(_Twin):
     add = _same_method(pools.ModelPool.add)
     prefetch = _blocking_method(pools.ModelPool.prefetch)
     update = _blocking_method(pools.ModelPool.update)
+    follow = _twin_of_method(pools.ModelPool.follow, Follower)
     evict = _blocking_method(pools.ModelPool.evict)
     remove = _blocking_method(pools.ModelPool.remove)
     status = _same_method(pools.ModelPool.status)
@@ -349,4 +377,5 @@ save_state = _blocking(state.save_state)
 convert = _blocking(conversion.convert)
 preload = _blocking(_package.preload)
 open = _twin_of(loading.open, Checkpoint)
+follow = _twin_of(followers.follow, Follower)
 warm_start = _twin_of(warm.warm_start, WarmStart)

@@ -22,6 +22,7 @@ from stio.loading import DtypesLike, LoadOptions, load
 from stio.remote import DiskCache
 from stio.runtime import AsyncOnly
 from stio.runtime.reports import Progress, Trace
+from stio.serving.follower import Follower, Loaded, Own, follow
 from stio.serving.host_cache import HostCache
 from stio.serving.pool.content import Content, Make
 from stio.serving.pool.policy import ModelStatus, Policy, PoolStats, State, Tier
@@ -260,6 +261,25 @@ class ModelPool(AsyncOnly):
         """
         await self._change(name, source=source, make=make)
 
+    @described_by(follow)
+    def follow(self, name: str, path: str | os.PathLike[str], *, poll_seconds: float = 0.5) -> Follower:
+        """Return a follower, which keeps a model at the newest checkpoint of a run; see `stio.follow`.
+
+        It applies a version by `update`: callers that use the model keep the old one until they leave. If the model is
+        on the device, and the version is a delta on what is there, only the elements that differ are read and written.
+        If it is not, the version is loaded at the next use.
+
+        Args:
+            name: Name of the model.
+            ...: The other arguments are those of `stio.follow`.
+
+        Raises:
+            ValueError: There is no such model, or the path is a URL.
+            ClosedError: On entering the block: the pool is not open.
+            StioError: On entering the block; see `stio.load`.
+        """
+        return Follower(path, _PoolLoads(self, name), poll_seconds, self._entry(name).content.options)
+
     async def evict(self, name: str, *, host: bool = False) -> None:
         """Remove a model from the device, also if it is pinned; the next use loads it again.
 
@@ -273,7 +293,7 @@ class ModelPool(AsyncOnly):
             ValueError: There is no such model.
             ClosedError: The pool is not open, or the model is removed.
         """
-        entry = await self._change(name, evicts=True)
+        entry = (await self._change(name, evicts=True)).entry
         if host and self._host is not None:
             self._host.evict(entry.source)
 
@@ -289,18 +309,18 @@ class ModelPool(AsyncOnly):
             ValueError: There is no such model.
             ClosedError: The pool is not open, or the model is removed.
         """
-        entry = await self._change(name, evicts=True, on_removal=partial(self._entries.pop, name, None))
+        removal = await self._change(name, evicts=True, on_removal=partial(self._entries.pop, name, None))
         if self._host is not None:
-            self._host.evict(entry.source)
+            self._host.evict(removal.entry.source)
 
-    async def _change(self, name: str, **change: Any) -> PooledModel:
+    async def _change(self, name: str, **change: Any) -> Change:
         """Let the pool's thread change a model, and wait until it has; see `Change`."""
         entry = self._entry(name)
         self._thread.require_open()
         call = Change(self._thread, entry, **change)
         self._thread.post(self._thread.called, call)
         await call.wait()
-        return entry
+        return call
 
     def status(self, name: str) -> ModelStatus:
         """Return where a model is now.
@@ -354,6 +374,21 @@ class ModelPool(AsyncOnly):
             known = listed(sorted(self._entries)) or "none"
             raise ValueError(f"the pool has no model {printable(str(name))!r}; it has: {known}")
         return entry
+
+
+class _PoolLoads:
+    """Loads versions into a model of a pool; see `stio.serving.follower.Loads`."""
+
+    is_whole = True  # what fails in between is evicted, and loaded at the next use
+
+    def __init__(self, pool: ModelPool, name: str) -> None:
+        self._pool, self._name = pool, name
+
+    async def __call__(self, path: str, own: Own) -> Loaded:
+        """Let the pool's thread replace the weights, and wait until it has."""
+        loaded = (await self._pool._change(self._name, source=path)).loaded
+        assert loaded is not None  # it has ended without an error
+        return loaded
 
 
 _pools: weakref.WeakSet[ModelPool] = weakref.WeakSet()

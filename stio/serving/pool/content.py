@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import sub
 from typing import Any
 
@@ -25,6 +25,7 @@ from stio.loading import LoadOptions, collect, fill_from, open_with_options, pla
 from stio.loading.targets import LoadTarget, ModuleTarget, ModuleTree, StateTarget
 from stio.runtime import Operation, run_blocking
 from stio.runtime.reports import ProgressEvent
+from stio.serving.follower import Loaded, id_of, loaded_whole
 from stio.storage.checkpoint import OpenCheckpoint, SourceLike
 
 _UPDATE_BYTES = 64 << 20
@@ -54,6 +55,8 @@ class Contents:
     """Whether its tensors can be copied into those that are there."""
     files: Sequence[str]
     """Paths of its files."""
+    loaded: Loaded = field(compare=False)
+    """What a load of it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,7 @@ class Content:
         """How much of its load is done, from 0 to 1."""
         self._module: nn.Module | None = None
         self._tensors: dict[str, torch.Tensor] = {}
+        self._held = ""  # id of the version that the tensors are of
         self._opened: OpenCheckpoint | None = None  # from `measure` to a load that follows at once
 
     def _count(self, event: ProgressEvent) -> None:
@@ -134,7 +138,7 @@ class Content:
         self.close()
         with ExitStack() as closing_opened:
             options = replace(self.options, verify=False) if self.options.verify else self.options
-            opened = open_with_options(operation, source, options)
+            opened = open_with_options(operation, source, options, with_manifest=bool(self._held))
             closing_opened.callback(opened.close)
             contents = self._contents_of(opened)
             if not self.options.verify:  # which needs the manifest
@@ -153,7 +157,7 @@ class Content:
         opened, self._opened = self._opened, None
         if opened is not None:
             return opened, True
-        return open_with_options(operation, source, self.options), False
+        return open_with_options(operation, source, self.options, with_manifest=bool(self._held)), False
 
     def load(self, operation: Operation[Any], source: SourceLike, expected: Contents) -> Contents:
         """Load all tensors; they are there for every stream.
@@ -173,26 +177,57 @@ class Content:
                 return found
             if self._module is None:
                 self._tensors = collect(operation, select_tensors(opened, None, options))()
+                self._held = id_of(opened)
                 return found
             target = ModuleTarget(self._module, assign=True)
             _fill(operation, opened, target, options)
+            self._held = id_of(opened)
         device = resolve_device(options.device)
         with _own_stream(device):
             self._move_unstored(device)
         return found
 
-    def replace(self, operation: Operation[Any], source: SourceLike) -> None:
-        """Copy the tensors of another checkpoint into those that are there; shapes and dtypes are equal.
+    def replace(self, operation: Operation[Any], source: SourceLike, on_write: Callable[[], object]) -> Loaded:
+        """Copy the tensors of another checkpoint, of the same shapes and dtypes, into those that are there.
+
+        If it is a delta on what they hold, only what differs is read, checked and then copied.
+
+        Args:
+            operation: A cancel of it ends the call, unless a delta is being copied.
+            source: The checkpoint.
+            on_write: Called before the first tensor gets new values; after an error behind that, some have them.
 
         Raises:
-            StioError: See `load`. Some tensors have new values then.
+            StioError: See `load`.
         """
-        target = StateTarget(self._tensors) if self._module is None else ModuleTarget(self._module)
         # The device of the target is that of its tensors.
-        options = replace(self.options, device="cpu", budget_bytes=_UPDATE_BYTES)
+        options = replace(self.options, device="cpu")
+
+        def begin_to_write() -> None:
+            self._held = ""
+            on_write()
+
+        def begin_to_copy() -> None:
+            operation.refuse_cancel()
+            begin_to_write()
+
         opened, _ = self._open(operation, source)
         with closing(opened), _own_stream(resolve_device(self.options.device)):
-            _fill(operation, opened, target, options)
+            changed_bytes = self._target().update_from(
+                opened,
+                self._held,
+                replace(options, budget_bytes=None),
+                check=operation.check,
+                on_write=begin_to_copy,
+            )
+            if changed_bytes is None:
+                begin_to_write()
+                _fill(operation, opened, self._target(), replace(options, budget_bytes=_UPDATE_BYTES))
+            self._held = id_of(opened)
+            return loaded_whole(opened) if changed_bytes is None else Loaded("", "delta", changed_bytes)
+
+    def _target(self) -> LoadTarget:
+        return StateTarget(self._tensors) if self._module is None else ModuleTarget(self._module)
 
     def drop(self) -> Leftover | None:
         """Remove the tensors from the device; return what is still referenced."""
@@ -206,6 +241,7 @@ class Content:
 
     def _release(self) -> dict[str, tuple[StorageWeakRef, int]]:
         """Drop all references to the tensors; return their storages by name."""
+        self._held = ""
         if self._module is None:
             storages = _storages(self._tensors.items())
             self._tensors.clear()
@@ -246,7 +282,8 @@ class Content:
             total += _BLOCK_BYTES  # for a moment, when torch puts a tensor over a storage
         on_the_way = min(sum(stored), max(_UPDATE_BYTES, *stored, 0)) + _BLOCK_BYTES * len(stored)
         can_replace = self._module is not None or STATE_KEY not in opened.metadata
-        return Contents(total, found, on_the_way, can_replace, [file.path for file in opened.files])
+        files = [file.path for file in opened.files]
+        return Contents(total, found, on_the_way, can_replace, files, loaded_whole(opened))
 
     def _move_unstored(self, device: torch.device) -> None:
         """Move the buffers that no checkpoint holds (`persistent=False`), except those without data."""

@@ -21,6 +21,7 @@ from stio.device import TorchAccelerator, TorchEvent, resolve_device
 from stio.errors import ClosedError, DeviceError, DeviceMemoryError, StioError, listed, printable
 from stio.runtime import Notifier, Operation, copy_of
 from stio.runtime.reports import Trace, traced
+from stio.serving.follower import Loaded
 from stio.serving.pool.content import Content, Contents, Leftover, Make
 from stio.serving.pool.policy import Model, ModelRequest, Policy, PoolStats
 from stio.storage.checkpoint import SourceLike
@@ -102,6 +103,8 @@ class Change(Caller):
         """The model is evicted, and not updated."""
         self.on_removal = on_removal
         """Called when the model leaves the pool; None: it stays."""
+        self.loaded: Loaded | None = None
+        """What an update has done."""
 
 
 class _EndNotifier(Notifier):
@@ -501,14 +504,22 @@ class PoolThread:
             nonlocal is_resident, left
             with closing(content):  # what it has measured is not loaded at once
                 new = content.measure(operation, source)
+                update.loaded = new.loaded
                 if is_resident:
                     _wait_for(entry.events)
-                    is_resident = False  # until all tensors are new
+
+                    def lose() -> None:
+                        nonlocal is_resident
+                        is_resident = False  # until all tensors are new
+
                     try:
                         if in_place and old is not None and new.can_replace and new.tensors == old.tensors:
-                            content.replace(operation, source)
+                            done = content.replace(operation, source, lose)
+                            update.loaded = done._replace(content=new.loaded.content)
                             operation.refuse_cancel()
                             is_resident = True
+                        else:
+                            lose()
                     finally:
                         if not is_resident:
                             left = (dropped := entry.content.drop()) and dropped.later()

@@ -104,9 +104,9 @@ async def test_a_load_that_follows_at_once_reads_from_the_files_that_were_measur
     """Where it must wait for room, no file stays open, and it loads what is there then."""
     opened: list[object] = []
 
-    def counting(operation: Operation[Any], source: Any, options: Any) -> Any:
+    def counting(operation: Operation[Any], source: Any, options: Any, **how: Any) -> Any:
         opened.append(source)
-        return open_with_options(operation, source, options)
+        return open_with_options(operation, source, options, **how)
 
     monkeypatch.setattr(content, "open_with_options", counting)
     values: list[float] = []
@@ -437,7 +437,8 @@ async def test_an_update_that_fails_while_it_copies_loads_the_old_weights_again(
         async with pool.use("0"):
             pass
 
-        def fail(self: Any, operation: Any, source: Any) -> None:
+        def fail(self: Any, operation: Any, source: Any, on_write: Any) -> None:
+            on_write()
             self._tensors["w"].fill_(99.0)
             raise OSError("the disk failed")
 
@@ -462,9 +463,10 @@ async def test_an_update_that_is_cancelled_behind_its_copies_keeps_one_version(
             pass
         replace = content.Content.replace
 
-        def replace_and_leave(self: Any, operation: Any, source: Any) -> None:
-            replace(self, operation, source)
+        def replace_and_leave(self: Any, operation: Any, *rest: Any) -> Any:
+            done = replace(self, operation, *rest)
             operation.cancel()
+            return done
 
         with monkeypatch.context() as patched:
             patched.setattr(content.Content, "replace", replace_and_leave)
@@ -483,9 +485,12 @@ async def test_what_an_update_needs_on_the_way_is_reserved(files: list[Path], mo
             pass
         entered, gate = threading.Event(), threading.Event()
 
-        def wait(*_: Any) -> None:
+        replace = content.Content.replace
+
+        def wait(self: Any, *rest: Any) -> Any:
             entered.set()
             assert gate.wait(10)
+            return replace(self, *rest)
 
         monkeypatch.setattr(content.Content, "replace", wait)
         async with anyio.create_task_group() as tasks:
