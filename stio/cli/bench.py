@@ -86,6 +86,11 @@ def bench(path: str | None, device: str, rounds: int, size: str) -> int:
         raise CommandError("only Linux can evict files and read them without the page cache; run it there")
     with _file_to_read(path, size) as source:
         with closing(open_checkpoint(source, OpenOptions(strict=False))) as opened:
+            if opened.links:
+                base = one_line(opened.links[0].path)
+                raise CommandError(
+                    f"{one_line(source)}: this is a delta, which safetensors cannot load; measure {base}"
+                )
             paths, total_bytes = [file.path for file in opened.files], sum(f.identity.nbytes for f in opened.files)
         if not fits(total_bytes + _MARGIN_BYTES):
             text = f"{one_line(source)}: {show_bytes(total_bytes)} do not fit into memory"

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from math import inf, isfinite, prod
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ from stio.format import BITS, TensorInfo
 from stio.runtime import Operation, WorkerPool
 from stio.runtime.memory import Region, allocate, libc
 from stio.storage import Source
-from stio.storage.checkpoint import OpenCheckpoint, OpenOptions, open_checkpoint
+from stio.storage.checkpoint import Changes, OpenCheckpoint, OpenOptions, apply_changes, changes_of, open_checkpoint
 from stio.text import counted, natural_key, without_secrets
 
 PIECE_BYTES = 6 << 20
@@ -88,7 +89,7 @@ def diff(a: str, b: str, pattern: str | None, header_only: bool, tolerance: floa
     Compares names, dtypes, shapes, and values bit by bit, but not metadata. Floats of two dtypes, such as those of a
     converted checkpoint, count as different unless --tolerance is given; the largest difference of their values is
     shown. A and B are .safetensors files, directories with checkpoints, their indices, or URLs of these. The number of
-    shards does not matter, and memory does not depend on their size.
+    shards does not matter, nor whether they are deltas, and memory does not depend on their size.
     Exit status: 0 equal, 1 different, 2 an error, 3 nothing matches --filter.
     """
     if tolerance is not None and header_only:
@@ -137,11 +138,16 @@ class Difference(NamedTuple):
         return Difference(self.num_differing + other.num_differing, max(known, default=None))
 
 
-class _Side(NamedTuple):
-    """A tensor in one checkpoint, with its file."""
+class _Side:
+    """A tensor in one checkpoint, with its file, and the elements that deltas have changed since."""
 
-    info: TensorInfo
-    file: Source
+    def __init__(self, info: TensorInfo, file: Source, opened: OpenCheckpoint) -> None:
+        self.info, self.file, self._opened = info, file, opened
+
+    @cached_property
+    def changes(self) -> list[Changes]:
+        """Read the changed elements, which are few."""
+        return [changes_of(self._opened, patch) for patch in self._opened.patches.get(self.info.name, ())]
 
 
 @dataclass(slots=True)
@@ -229,7 +235,7 @@ def compare(
 def _tensors(opened: OpenCheckpoint) -> dict[str, _Side]:
     """Return the tensors of a checkpoint by name, aliases too, each with the file of its data."""
     tensors = {
-        name: _Side(header.info(name), file)
+        name: _Side(header.info(name), file, opened)
         for header, file in zip(opened.headers, opened.files, strict=True)
         for name in header.names
     }
@@ -237,7 +243,7 @@ def _tensors(opened: OpenCheckpoint) -> dict[str, _Side]:
 
 
 def _paired(name: str, a: _Side | None, b: _Side | None, has_tolerance: bool) -> Pair:
-    pair = Pair(name, a and a.info, b and b.info, "")
+    pair = Pair(name, a.info if a else None, b.info if b else None, "")
     if pair.a is None or pair.b is None:
         pair.kind = "only in B" if pair.a is None else "only in A"
     elif not _have_one_meaning(pair) or (pair.a.dtype != pair.b.dtype and not has_tolerance):
@@ -294,6 +300,10 @@ def _read_piece(side: _Side, start: int, count: int, memory: Region) -> Region:
     bits, first = BITS[side.info.dtype], start * BITS[side.info.dtype] // 8
     piece = memory.sub(0, min(count * bits // 8, side.info.nbytes - first))
     side.file.read_into(side.info.file_offset + first, [piece])
+    if side.changes:
+        item_bytes = side.changes[0].item_bytes
+        place = first // item_bytes, piece.nbytes // item_bytes, piece.address
+        apply_changes(side.changes, side.info.nbytes // item_bytes, [place])
     return piece
 
 

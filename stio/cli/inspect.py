@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
+from math import prod
 from typing import Any
 
 import click
@@ -31,7 +32,7 @@ from stio.cli.output import (
 )
 from stio.errors import one_line, printable
 from stio.format import ALIASES_KEY, LIBRARY_NAMES, TensorInfo
-from stio.storage.checkpoint import OpenOptions, open_checkpoint
+from stio.storage.checkpoint import OpenCheckpoint, OpenOptions, open_checkpoint
 from stio.text import counted, natural_key, show_bytes
 
 MAX_LEVELS = 32
@@ -53,7 +54,8 @@ def inspect(path: str, pattern: str | None, as_tree: bool, depth: int | None, wi
 
     It prints names, dtypes, shapes, sizes and shards, and reads headers only. PATH is a .safetensors file, a directory
     with a checkpoint, its index, or a URL of one of these. Dtypes have the names of the format, such as BF16; the
-    totals show torch's names too. Exit status 3: nothing matches --filter.
+    totals show torch's names too. Of a delta it prints all tensors, those of its bases too, and the share of the
+    elements that it changes. Exit status 3: nothing matches --filter.
     """
     is_selected = matcher(pattern)
     with closing(open_checkpoint(path, OpenOptions(strict=False))) as opened:
@@ -62,6 +64,7 @@ def inspect(path: str, pattern: str | None, as_tree: bool, depth: int | None, wi
         num_tensors = sum(map(len, opened.headers))
         sizes_of_data = {header.shard: header.data_bytes for header in opened.headers}
         sizes_of_files = [file.identity.nbytes for file in opened.files]
+        chain, changed = _chain(opened)
     if pattern is not None and not tensors and not aliases:
         raise no_match(opened.path, pattern)
     result = {
@@ -74,7 +77,8 @@ def inspect(path: str, pattern: str | None, as_tree: bool, depth: int | None, wi
         ],
         "metadata": dict(opened.metadata),
         "aliases": aliases,
-        "tensors": [asdict(tensor) for tensor in tensors],
+        "tensors": [asdict(tensor) | changed.get(tensor.name, {}) for tensor in tensors],
+        **chain,
     }
 
     def show() -> Iterator[str]:
@@ -82,12 +86,34 @@ def inspect(path: str, pattern: str | None, as_tree: bool, depth: int | None, wi
         width = None if wide else width_of(sys.stdout)
         say(_headline(result, num_tensors), bold=True)
         is_tree = as_tree or depth is not None
-        if lines := list(_tree(ordered, depth, width) if is_tree else _table(ordered, list(sizes_of_data), width)):
+        lines = list(_tree(ordered, depth, width) if is_tree else _table(ordered, list(sizes_of_data), width, changed))
+        if lines:
             click.echo("\n".join(lines), file=sys.stdout)
         shards = {} if is_tree or len(sizes_of_data) == 1 else sizes_of_data
         return _notes(result, shards, {tensor.shard for tensor in tensors}, is_whole=width is None)
 
     print_result(result, show)
+
+
+def _chain(opened: OpenCheckpoint) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
+    """Return what a delta is based on, and of each tensor that it changes how many elements and bytes are in it."""
+    if not opened.links:
+        return {"kind": "full"}, {}
+    (*_, base, last), changed = opened.links, {}
+    first = len(opened.files) - len(last.files)
+    for header in opened.headers[first:]:
+        for info in map(header.info, header.names):
+            changed[info.name] = {"changed_elements": prod(info.shape), "changed_bytes": info.nbytes}
+    for one in last.delta.changed if last.delta else ():
+        patch = opened.patches[one.name][-1]
+        nbytes = patch.codes_nbytes + patch.values_nbytes
+        changed[one.name] = {"changed_elements": one.count, "changed_bytes": nbytes}
+    sizes = [sum(file.identity.nbytes for file in part.files) for part in opened.apart()]
+    links = [
+        {"path": link.path, "id": link.id, "kind": "delta" if link.delta else "full", "file_bytes": nbytes}
+        for link, nbytes in zip(opened.links, sizes, strict=True)
+    ]
+    return {"kind": "delta", "base": base.path, "links": links}, changed
 
 
 def _totals(tensors: list[TensorInfo]) -> dict[str, dict[str, int]]:
@@ -112,7 +138,11 @@ def _headline(result: dict[str, Any], num_tensors: int) -> str:
 
 
 def _notes(result: dict[str, Any], shards: dict[str, int], shown: set[str], *, is_whole: bool) -> Iterator[str]:
-    """Yield the lines below the tensors: shards with tensors that are shown, dtypes, aliases, metadata."""
+    """Yield the lines below the tensors: the chain, shards with tensors that are shown, dtypes, aliases, metadata."""
+    if result["kind"] == "delta":
+        yield f"delta {len(result['links']) - 1} of a chain, on {one_line(result['base'])}:"
+        for link in result["links"]:
+            yield f"{link['kind']}: {one_line(link['path'])}, {show_bytes(link['file_bytes'])}"
     lines = [
         f"shard {k}/{len(shards)}: {one_line(name)}, {show_bytes(nbytes)}"
         for k, (name, nbytes) in enumerate(shards.items(), 1)
@@ -137,13 +167,20 @@ def _first(lines: list[str], what: str, *, is_whole: bool) -> list[str]:
     return [*lines[:_MAX_LISTED], f"{len(lines) - _MAX_LISTED:,} more {what}: --wide lists them"]
 
 
-def _table(tensors: list[TensorInfo], shards: list[str], width: int | None) -> Iterator[str]:
+def _table(
+    tensors: list[TensorInfo], shards: list[str], width: int | None, changed: dict[str, dict[str, int]]
+) -> Iterator[str]:
     numbers = {name: f"{k}/{len(shards)}" for k, name in enumerate(shards, 1)}
     rows = [["name", "dtype", "shape", "size", "shard"]]
     for one in tensors:
         rows.append([one_line(one.name), one.dtype, str(list(one.shape)), show_bytes(one.nbytes), numbers[one.shard]])
     if len(numbers) == 1:
         rows = [row[:-1] for row in rows]
+    if changed:
+        rows[0].append("changed")
+        for row, one in zip(rows[1:], tensors, strict=True):
+            share = changed.get(one.name)
+            row.append(f"{share['changed_elements'] / max(1, prod(one.shape)):.2%}" if share else "")
     for k, line in enumerate(table(rows, right={3}, width=width)):
         yield joined(line) if k else styled(joined(line), bold=True)
 

@@ -46,7 +46,8 @@ def pull(url: str, directory: str, also: tuple[str, ...]) -> None:
 
     URL is one of a .safetensors file, of an index, or of a directory; of a directory in s3, gs, az or hf, the files
     beside the weights are copied too. DIR appears when all files are there and were verified. A call that was
-    interrupted is continued by the next one. If DIR is complete already, nothing is fetched.
+    interrupted is continued by the next one. If DIR is complete already, nothing is fetched. What a delta is based on
+    is copied too, to directories beside DIR.
     """
     copy = import_module("stio.remote").pull
     began = perf_counter()

@@ -7,9 +7,9 @@ checks headers and index, compares each file with the manifest if there is one, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import click
 
@@ -18,6 +18,7 @@ from stio.errors import (
     FormatError,
     IndexFormatError,
     IntegrityError,
+    MismatchError,
     StioError,
     UnsafePathError,
     listed,
@@ -26,15 +27,25 @@ from stio.errors import (
     without_path,
 )
 from stio.format import Header
-from stio.format.files import FILE_SUFFIXES, INDEX_SUFFIX, FileName
+from stio.format.files import FILE_SUFFIXES, INDEX_SUFFIX, FileName, Manifest
 from stio.runtime import Operation
 from stio.runtime.memory import allocate
 from stio.storage import Source
-from stio.storage.checkpoint import OpenOptions, judge_files, no_manifest, open_checkpoint, read_manifest
+from stio.storage.checkpoint import (
+    OpenCheckpoint,
+    OpenOptions,
+    judge_files,
+    open_checkpoint,
+    read_manifest,
+    wrong_changes,
+)
 from stio.text import counted, show_bytes, without_secrets
 
 PIECE_BYTES = 4 << 20
 """Bytes of a BOOL tensor that are read at once."""
+
+_OF_ALL = (FormatError, IndexFormatError, IntegrityError, MismatchError, UnsafePathError)
+"""Damage of the whole checkpoint."""
 
 
 @click.command()
@@ -47,12 +58,13 @@ def verify(path: str, hash_required: bool) -> int:
 
     Checks headers, index, gaps between tensors, and hashes if there is a manifest. PATH is a .safetensors file, a
     directory with a checkpoint, its index, or a URL of one of these. With a manifest, and in the hub's cache, all files
-    are read. Otherwise only headers and tensors of dtype BOOL are read. Exit status 1: there is damage.
+    are read. Otherwise only headers, tensors of dtype BOOL and the positions in deltas are read. The checkpoints that a
+    delta is based on are checked too, each with its own manifest. Exit status 1: there is damage.
     """
     try:
         with Bar("verifying") as bar:
             report = examine(path, hash_required=hash_required, progress=bar.advance)
-    except (FormatError, IndexFormatError, IntegrityError, UnsafePathError) as error:  # of the whole checkpoint
+    except _OF_ALL as error:
         path, problem = without_secrets(path), error
         result = {"path": path, "ok": False, "problem": str(error), "algorithm": None, "files": [], "warnings": []}
         print_result(result, lambda: [f"{one_line(path)}: wrong: {_below(path, problem)}"])
@@ -136,38 +148,55 @@ def examine(
                 ),
             )
         ) as opened:
-            manifest = read_manifest(opened, in_part=not hash_required)
-            if manifest is None and hash_required:
-                raise no_manifest(opened)
-            problems: dict[str, StioError | None] = {}
-            if manifest is not None:
-                total_bytes = sum(file.identity.nbytes for file in opened.files)
-                findings = judge_files(
-                    *(opened, manifest),
-                    check=operation.check,
-                    to_the_end=True,
-                    advance=lambda nbytes: progress(nbytes, total_bytes),
-                )
-                problems = {finding.name: finding.error for finding in findings}
-            files = []
-            for shard, (file, header) in enumerate(zip(opened.files, opened.headers, strict=True)):
-                problem = problems.get(header.shard)
-                if problem is None:
-                    try:
-                        with ExitStack() as owned:
-                            warnings += _odd_bools(opened.open_files([shard], owned)[shard], header, operation.check)
-                    except StioError as error:
-                        problem = error
-                text = None if problem is None else without_path(problem)
-                compared = manifest is not None and any(state.digest for state in manifest.files.get(header.shard, ()))
-                size = file.identity.nbytes
-                files.append(FileReport(header.shard, size, header.data_bytes, len(header), compared, text))
-            algorithm = None if manifest is None else manifest.algorithm
+            how = {"in_part": not hash_required, "is_required": hash_required}
+            parts = [(part, read_manifest(part, **how)) for part in opened.apart()]
+            total_bytes = sum(file.identity.nbytes for part, found in parts if found for file in part.files)
+            for part, manifest in parts:
+                if manifest is None and any(found for _, found in parts):
+                    warnings.append(f"{part.path} has no manifest with hashes: headers and sizes were checked")
+            files: list[FileReport] = []
+            for part, manifest in parts:
+                problems: dict[str, StioError | None] = {}
+                if manifest is not None:
+                    findings = judge_files(
+                        *(part, manifest),
+                        check=operation.check,
+                        to_the_end=True,
+                        advance=lambda nbytes: progress(nbytes, total_bytes),
+                    )
+                    problems = {finding.name: finding.error for finding in findings}
+                files += _reports(part, manifest, problems, warnings, operation.check)
+            for shard, problem in wrong_changes(opened, operation.check):
+                if files[shard].problem is None:
+                    files[shard] = replace(files[shard], problem=without_path(problem))
+            algorithm = " and ".join(dict.fromkeys(found.algorithm for _, found in parts if found)) or None
             if below := _steps_below(path):
                 warnings.append(f"these directories were not checked, and may be checkpoints: {listed(below)}")
             return Report(path=opened.path, files=tuple(files), algorithm=algorithm, warnings=tuple(warnings))
 
     return Operation(body, name="verify", about=without_secrets(path)).result()
+
+
+def _reports(
+    part: OpenCheckpoint,
+    manifest: Manifest | None,
+    problems: Mapping[str, StioError | None],
+    warnings: list[str],
+    check: Callable[[], None],
+) -> Iterator[FileReport]:
+    for shard, (file, header) in enumerate(zip(part.files, part.headers, strict=True)):
+        problem = problems.get(header.shard)
+        if problem is None:
+            try:
+                with ExitStack() as owned:
+                    warnings += _odd_bools(part.open_files([shard], owned)[shard], header, check)
+            except StioError as error:
+                problem = error
+        text = None if problem is None else without_path(problem)
+        states = () if manifest is None or part.manifest is None else manifest.files.get(part.manifest.names[shard], ())
+        is_compared = any(state.digest for state in states)
+        size = file.identity.nbytes
+        yield FileReport(header.shard, size, header.data_bytes, len(header), is_compared, text)
 
 
 def _steps_below(path: str) -> list[str]:
@@ -228,7 +257,7 @@ def _lines(report: Report) -> Iterator[str]:
     if not is_single:
         for k, file in enumerate(report.files, 1):
             number = f"shard {k}/{len(report.files)}" if len(report.files) > 1 else ""
-            is_named = file.problem is not None or not number
+            is_named = file.problem is not None or not number or file.name.startswith("../")  # of a delta's base
             name = ", ".join(filter(None, [number, one_line(file.name) if is_named else ""]))
             yield f"{name}: {_finding(file, report)}"
     for warning in report.warnings:

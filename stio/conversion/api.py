@@ -18,7 +18,7 @@ from stio.conversion.torch_files import Key, check_key
 from stio.device import TORCH_DTYPES
 from stio.errors import ClosedError, printable
 from stio.format import TensorSource
-from stio.format.files import FILE_SUFFIX, HashName
+from stio.format.files import FILE_SUFFIX, FileName, HashName
 from stio.limits import checked_size
 from stio.runtime import Operation
 from stio.runtime.memory import default_budget_bytes
@@ -180,15 +180,22 @@ def _save(
 
 
 def _require_other_file(opened: OpenSource, destination: str) -> None:
-    """Refuse a destination that is a file of the source.
+    """Refuse a destination that is a file of the source, or a delta that is converted in place.
 
     It would be safe, since the file is open. But a file converted into itself, or one shard replaced by the whole
     checkpoint, is a mistaken name.
 
     Raises:
-        ValueError: The destination is a file of the source.
+        ValueError: The destination is that.
     """
     if not destination.endswith(FILE_SUFFIX):
+        folder = os.path.realpath(destination)
+        names = [os.path.basename(path) for path in opened.files if os.path.realpath(os.path.dirname(path)) == folder]
+        if any(FileName(name).without_delta for name in names):
+            raise ValueError(
+                f"the destination {printable(destination)!r} is the delta itself, and others may be based on it; "
+                "choose another directory"
+            )
         return
     if is_url(destination):
         is_same = str(open_destination(destination)) in opened.files

@@ -329,11 +329,12 @@ class SharedFill:
                 ranks.share("decision", None)
             return None
         tensors = _tensors(opened)
+        whole = [name for name in names if name not in opened.patches]  # the others are read, and changed, by each rank
         need = _Need(
             checkpoint=_layout_digest(opened),
             required=required,
             budget_bytes=options.budget or default_budget_bytes(),
-            rows=_needs(tensors, target, names, path=opened.path),
+            rows=_needs(tensors, target, whole, path=opened.path),
         )
         ranks.share("need", need)
         if ranks.rank == 0:
@@ -490,6 +491,7 @@ class _Broadcast(RankTransfer):
             ],
             aliases={},
             manifest=None,
+            patches={},
         )
         budget_bytes = options.budget or default_budget_bytes()
         received_bytes = max(chunk.nbytes for chunk in plan.chunks)

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from errno import EACCES, EHOSTUNREACH, EIO, ENOENT
 from functools import partial
 from importlib import import_module
@@ -22,6 +22,7 @@ from urllib.parse import unquote
 from stio.errors import CheckpointNotFoundError, FormatError, StioError, StorageError, install_command
 from stio.format.files import FILE_SUFFIX, INDEX_SUFFIX, PICKLE_SUFFIXES, FileName
 from stio.remote.requests import for_each, short_line
+from stio.remote.source import key_at
 from stio.runtime import calls
 from stio.storage import Source, open_file
 from stio.text import log, without_secrets
@@ -233,6 +234,14 @@ class HubRoot:
         self.resolve()
         self._require(name)
         return open_file(self._download(name))
+
+    def at(self, path: str, *, up: int) -> HubRoot:
+        """Return another directory of the same commit; see `RootInTree`."""
+        self.resolve()
+        folder = key_at(self._location.folder, path, up, shown=self.path)
+        root = HubRoot(replace(self._location, folder=folder, revision=self._commit))
+        root._files = self._files
+        return root
 
     def close(self) -> None:
         """Do nothing: files that were opened can still be read."""

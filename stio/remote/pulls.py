@@ -70,7 +70,7 @@ class PullResult:
     path: str
     """The directory."""
     files: dict[str, int]
-    """Size of each file in bytes, by its name."""
+    """Size of each file in bytes, by its name; of a delta not those of what it is based on."""
     fetched_bytes: int
     """Bytes that were read from the store, or from the hub's cache; the rest was there from an earlier call."""
     verified: str
@@ -94,7 +94,8 @@ def pull(
 ) -> PullResult:
     """Copy a checkpoint from a URL to a directory; blocks.
 
-    Calls for one directory, in several processes of one machine, wait for each other.
+    Calls for one directory, in several processes of one machine, wait for each other. What a delta is based on is
+    copied too, to directories beside the new one, as it is beside the delta's URL.
 
     Args:
         url: URL of a file, an index or a directory; see `stio.load`. A file with another name is stored as
@@ -116,14 +117,8 @@ def pull(
         Cancelled: The calling thread should end.
     """
     target = _destination(url, directory)
-    parent, name = os.path.split(target)
     with ExitStack() as owned, refusals("writing", target, caught=(OSError,)):
-        with refusals("writing", target):
-            os.makedirs(parent, exist_ok=True)
-        parent_fd = owned.enter_context(opened_directory(parent))
-        lock = FileLock(f".{name}{_STAGING_SUFFIX}{LOCK_SUFFIX}", parent_fd)
-        owned.callback(lock.release)
-        wait_until(lock.try_lock)
+        parent_fd = _locked(target, owned)
         place, commit = url, ""
         if scheme_of(url) == "hf":
             root, object_name = hub.open_url(url)
@@ -131,11 +126,83 @@ def pull(
             place = f"{commit}/{object_name}"
         result = PullResult(without_secrets(commit or url), target, {}, 0, "headers")
         record, sizes = _found(target)
-        if commit and record["place"] == place and record["sizes"] == sizes and sizes.keys() >= {*also}:
+        is_complete = commit and record["place"] == place and record["sizes"] == sizes and sizes.keys() >= {*also}
+        if is_complete and _has_bases(target):
             progress(sum(sizes.values()), sum(sizes.values()))
             return replace(result, files=sizes, verified=record["verified"])
         opened = open_checkpoint(place, _HOW)
         owned.callback(opened.close)
+        before = fetched_bytes = 0
+        for base, directory_of_base in _bases(opened, target):
+            with ExitStack() as locked:
+                fd = _locked(directory_of_base, locked)
+                found = PullResult(base.path, directory_of_base, {}, 0, "headers")
+                found = _pulled(base, base.path, found, fd, (), budget_bytes, _shifted(progress, before))
+                before, fetched_bytes = before + found.total_bytes, fetched_bytes + found.fetched_bytes
+        last = opened.apart()[-1]
+        result = _pulled(last, place, result, parent_fd, also, budget_bytes, _shifted(progress, before))
+        return replace(result, fetched_bytes=result.fetched_bytes + fetched_bytes)
+
+
+def _locked(target: str, owned: ExitStack) -> int:
+    """Return a descriptor of the directory that holds the new one, when no other call copies there."""
+    parent, name = os.path.split(target)
+    with refusals("writing", target):
+        os.makedirs(parent, exist_ok=True)
+    parent_fd = owned.enter_context(opened_directory(parent))
+    lock = FileLock(f".{name}{_STAGING_SUFFIX}{LOCK_SUFFIX}", parent_fd)
+    owned.callback(lock.release)
+    wait_until(lock.try_lock)
+    return parent_fd
+
+
+def _bases(opened: OpenCheckpoint, target: str) -> list[tuple[OpenCheckpoint, str]]:
+    """Return what a delta is based on, each with its directory here, the full checkpoint first.
+
+    Raises:
+        StorageError: The copy of the delta would not find them.
+    """
+    parts, found, place = opened.apart(), list[tuple[OpenCheckpoint, str]](), target
+    for base, own, link in zip(parts[-2::-1], opened.links[-2::-1], opened.links[:0:-1], strict=True):
+        assert link.delta is not None
+        if not link.delta.is_directory:
+            message = (
+                "the delta is a file, with its base beside it; `stio convert` writes a full checkpoint from its URL"
+            )
+            raise StorageError(message, path=link.path, errno=errno.EOPNOTSUPP)
+        place = os.path.join(os.path.dirname(place), link.delta.base)
+        headers = [replace(header, shard=name) for header, name in zip(base.headers, own.files, strict=True)]
+        found.append((replace(base, headers=headers), place))
+    if len({target, *(place for _, place in found)}) <= len(found):
+        message = "what this delta is based on is copied beside it, to a directory of this name; give another name"
+        raise StorageError(message, path=target, errno=errno.EEXIST)
+    return found[::-1]
+
+
+def _has_bases(directory: str) -> bool:
+    """Return whether nothing is missing beside a directory that is complete itself."""
+    with suppress(StioError):
+        open_checkpoint(directory, _HOW).close()
+        return True
+    return False
+
+
+def _shifted(progress: Callable[[int, int], object], before: int) -> Callable[[int, int], object]:
+    return lambda nbytes, total_bytes: progress(nbytes, before + total_bytes)
+
+
+def _pulled(
+    opened: OpenCheckpoint,
+    place: str,
+    result: PullResult,
+    parent_fd: int,
+    also: Sequence[str],
+    budget_bytes: int,
+    progress: Callable[[int, int], object],
+) -> PullResult:
+    """Copy one checkpoint: a full one, or the files of a delta alone."""
+    with ExitStack() as owned:
+        record, sizes = _found(result.path)
         sources = _sources(opened, also, owned)
         result = replace(result, files={name: file.identity.nbytes for name, file in sorted(sources.items())})
         states = {name: object_key(file.path, file.identity) for name, file in sources.items()}
@@ -312,10 +379,10 @@ class _Copy:
         shards = [*self.sources][: len(self.opened.files)]
         main = self.opened.index or (shards[0] if len(shards) == 1 else "")
         where = os.path.join(path, main)
-        with closing(open_checkpoint(where, _HOW)) as copy:
-            for one in (self.opened, copy):
+        with closing(open_checkpoint(where, _HOW)) as copy:  # a delta finds its bases: they are there by now
+            for one in (self.opened, copy.apart()[-1]):
                 manifest = read_manifest(one)
-                if manifest is not None and (one is copy or manifest.in_names):
+                if manifest is not None and (one is not self.opened or manifest.in_names):
                     judge_files(one, manifest, check=check_interrupted, budget_bytes=budget_bytes, to_the_end=False)
                     verified = manifest.algorithm
         return verified

@@ -66,6 +66,14 @@ def open_url(url: str, *, is_file: bool | None = None) -> tuple[RemoteRoot, str]
     return RemoteRoot(replace(location, key=folder)), name
 
 
+def key_at(key: str, path: str, up: int, *, shown: str) -> str:
+    """Return the key of a path relative to the directory `up` levels above that of a key; see `RootInTree`."""
+    folders = key.split("/") if key else []
+    if len(folders) < up:
+        raise CheckpointNotFoundError("nothing is beside this directory", path=shown, requested=path)
+    return "/".join([*folders[: len(folders) - up], *([path] if path else [])])
+
+
 def place_of_url(url: str) -> str:
     """Return the URL below which all sources of a URL are; see `stio.schemes.register`."""
     return without_secrets(url).rstrip("/")
@@ -226,6 +234,13 @@ class RemoteRoot:
             if identity.nbytes:
                 raise
         return RemoteSource(self.requester, key, path, identity, b"".join(map(bytes, pieces)), self._requests)
+
+    def at(self, path: str, *, up: int) -> RemoteRoot:
+        """Return another directory of the same store, with the same settings; see `RootInTree`."""
+        key = key_at(self.location.key, path, up, shown=self.path)
+        given = {name: self.new_store.keywords[name] for name in ("config", "client_options", "credential_provider")}
+        patience = self.requester.patience
+        return RemoteRoot(replace(self.location, key=key), **given, requests=self._requests, patience=patience)
 
     def close(self) -> None:
         """Drop what was opened ahead; objects opened from it can still be read. Idempotent."""

@@ -95,16 +95,16 @@ def test_a_bar_on_terminals_only(zygote: Zygote, source: Path, tmp_path: Path) -
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, zygote: Zygote) -> None:
-    """600 MB to be hashed and written are still ahead when the first staging directory shows."""
+    """1.8 GB to be hashed and written are still ahead when the first staging directory shows."""
     folder = tmp_path / "m"
     folder.mkdir()
     for number in range(6):
         header = json.dumps(
-            {f"w{number}": {"dtype": "U8", "shape": [100 << 20], "data_offsets": [0, 100 << 20]}}
+            {f"w{number}": {"dtype": "U8", "shape": [300 << 20], "data_offsets": [0, 300 << 20]}}
         ).encode()
         with open(folder / f"s{number}.safetensors", "wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
-            file.truncate(8 + len(header) + (100 << 20))  # zeros that take no room
+            file.truncate(8 + len(header) + (300 << 20))  # zeros that take no room
     weight_map = {f"w{number}": f"s{number}.safetensors" for number in range(6)}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     destination = tmp_path / "d.safetensors"

@@ -112,6 +112,7 @@ def test_the_engine_reads_what_is_on_disk(
     server: HttpServer, cache: stio.DiskCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
+    monkeypatch.setattr(planned, "_AT_ONCE_BYTES", -1)
     monkeypatch.setattr(planned, "EngineExecutor", lambda *a, **k: (made.append(1), EngineExecutor(*a, **k))[1])
     tensors = put(server)
     for _ in range(2):  # fetched, and found

@@ -217,7 +217,7 @@ class DropInFile:
     Raises:
         FileNotFoundError: There is no such file.
         OSError: The system refuses (`PermissionError`, `IsADirectoryError`).
-        SafetensorError: The file breaks the format.
+        SafetensorError: The file breaks the format, or is one of a delta, whose tensors are no weights.
     """
 
     def __init__(self, path: str, backend: Backend) -> None:
@@ -236,6 +236,7 @@ class DropInFile:
                 path=path,
                 what="deserializing header",
             )
+            require_plain({"format": self.header.metadata.get("format", "")})  # the patched `get_tensor` unpacks others
             mapped = self.file.map(lazy=True) if backend == "mmap" else None
         except BaseException:
             self.file.close()

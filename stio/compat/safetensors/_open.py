@@ -156,7 +156,7 @@ class safe_open:  # noqa: N801 -- the original's name
     Raises:
         FileNotFoundError: There is no such file.
         OSError: The system refuses (`PermissionError`, `IsADirectoryError`).
-        SafetensorError: The file breaks the format, or the value of an argument is unknown.
+        SafetensorError: The file breaks the format, or is one of a delta; or the value of an argument is unknown.
         TypeError: An argument of a wrong type.
     """
 
