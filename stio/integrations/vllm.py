@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -50,8 +50,10 @@ _DOWNLOADS = (_ALL, f"*{FILE_SUFFIX}{INDEX_SUFFIX}")
 
 
 def register() -> None:
-    """Register the load format `stio`. vLLM calls this, possibly more than once."""
+    """Register the load format and the weight transfer backend `stio`. vLLM calls this, possibly more than once."""
     _register(import_module(_LOADERS))
+    with suppress(ImportError):  # of a release without backends
+        _register_backend(import_module("vllm.distributed.weight_transfer"))
 
 
 @cache
@@ -60,6 +62,12 @@ def _register(loaders: ModuleType) -> None:
         __doc__ = _Loading.__doc__
 
     loaders.register_model_loader(LOAD_FORMAT)(StioModelLoader)
+
+
+@cache
+def _register_backend(transfer: ModuleType) -> None:
+    module = f"{__name__}_updates"  # vLLM imports it when an engine with the backend starts
+    transfer.WeightTransferEngineFactory.register_engine(LOAD_FORMAT, module, "StioWeightTransferEngine")
 
 
 _KEYWORDS = tuple(name for name in signature(sync.open).parameters if name != "source")

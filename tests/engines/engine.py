@@ -4,6 +4,7 @@
     ["start", [{"model": "model/", "load_format": "stio"}]]
     ["generate", []]
     ["reload", ["other-model/"]]
+    ["update", ["run/step-6"]]
     ["stop", []]
 
 An answer begins with `ANSWER`; all else on the output is vLLM's. Each engine has processes of its own, which are new
@@ -13,10 +14,16 @@ ones, but this one imports vLLM once.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
+import models  # by this name the processes of the engine find it too
+import vllm._custom_ops
 from vllm import LLM, SamplingParams
+
+if os.environ.get("STIO_TEST_UNPACKED"):  # the processes of the engine begin with this module too
+    vllm._custom_ops._supports_onednn = False  # linear layers keep their weights, as on a GPU
 
 ANSWER = "answer: "
 PROMPTS = [[1, 17, 3, 201, 44], [9, 9, 120], [77]]
@@ -46,6 +53,15 @@ class Commands:
 
     def reload(self, path: str) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    def update(self, path: str) -> None:
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {"path": path}})
+        self.llm.finish_weight_update()
+
+    def digest(self) -> list[str]:
+        """Return the digest of all weights, for each rank."""
+        return self.llm.apply_model(models.digest_of)
 
 
 def main() -> None:

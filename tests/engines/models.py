@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -142,3 +143,11 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 128}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    """Return the digest of all weights of a model."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(name.encode() + tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

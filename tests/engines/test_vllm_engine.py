@@ -52,12 +52,13 @@ class EngineError(Exception):
 class Engines:
     """A process that starts engines, one at a time."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, **environment: str) -> None:
         self._log = log
+        self.environment = environment
         with log.open("w") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-                env={**os.environ, **ENVIRONMENT}, start_new_session=True,
+                env={**os.environ, **ENVIRONMENT, **environment}, start_new_session=True,
             )  # fmt: skip
         self._printed = ""
         self._begin = 0

@@ -197,6 +197,7 @@ def calls(name: str) -> Callable[[ast.Module], bool]:
 
 
 _LOADERS = "vllm/model_executor/model_loader"
+_TRANSFER = "vllm/distributed/weight_transfer"
 _CONFIG_FIELDS = (
     *("load_format", "download_dir", "model_loader_extra_config", "ignore_patterns", "use_tqdm_on_load"),
     "safetensors_load_strategy",
@@ -310,6 +311,45 @@ VLLM = Contract(
             f"{_LOADERS}/reload/inplace.py",
             asks_for("reload_weights", "get_all_weights"),
             True,
+        ),
+        Fact(
+            "a reload of given tensors",
+            f"{_LOADERS}/reload/inplace.py",
+            parameters("reload_weights"),
+            ["vllm_config", "model", "weights_iterator", "weights_path", "is_checkpoint_format"],
+        ),
+        Fact(
+            "registration of a weight transfer backend",
+            f"{_TRANSFER}/factory.py",
+            parameters("WeightTransferEngineFactory.register_engine"),
+            ["cls", "name", "module_path_or_cls", "class_name"],
+        ),
+        Fact(
+            "making a backend",
+            f"{_TRANSFER}/base.py",
+            parameters("WeightTransferEngine.__init__"),
+            ["self", "config", "vllm_config", "device", "model"],
+        ),
+        Fact(
+            "methods of a backend",
+            f"{_TRANSFER}/base.py",
+            abstract_methods("WeightTransferEngine"),
+            [
+                *("finish_weight_update", "init_transfer_engine", "receive_weights", "shutdown"),
+                "start_weight_update",
+            ],
+        ),
+        Fact(
+            "changed elements of a tensor",
+            f"{_LOADERS}/checkpoint_weight_patch.py",
+            has_fields("CheckpointWeightPatch", "name", "shape", "dtype", "values", "indices"),
+            ["name", "shape", "dtype", "values", "indices"],
+        ),
+        Fact(
+            "writing them",
+            f"{_LOADERS}/checkpoint_weight_patch.py",
+            parameters("load_checkpoint_weight_patches"),
+            ["model", "patches", "max_chunk_bytes", "validate_unique_indices"],
         ),
     ),
 )

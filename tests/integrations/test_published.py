@@ -73,9 +73,37 @@ class DefaultModelLoader:
     def _init_mm_encoder_only_weight_filter(self, model, model_config): ...
 """,
     "vllm/model_executor/model_loader/reload/inplace.py": """
-def reload_weights(vllm_config, model):
+def reload_weights(vllm_config, model, weights_iterator, weights_path, is_checkpoint_format):
     if not hasattr(model_loader, "get_all_weights"):
         raise NotImplementedError
+""",
+    "vllm/model_executor/model_loader/checkpoint_weight_patch.py": """
+class CheckpointWeightPatch(NamedTuple):
+    name: str
+    shape: tuple
+    dtype: object
+    values: object
+    indices: object = None
+def load_checkpoint_weight_patches(model, patches, *, max_chunk_bytes=1, validate_unique_indices=True): ...
+""",
+    "vllm/distributed/weight_transfer/factory.py": """
+class WeightTransferEngineFactory:
+    @classmethod
+    def register_engine(cls, name, module_path_or_cls, class_name=None): ...
+""",
+    "vllm/distributed/weight_transfer/base.py": """
+class WeightTransferEngine(ABC):
+    def __init__(self, config, vllm_config, device, model): ...
+    @abstractmethod
+    def init_transfer_engine(self, init_info): ...
+    @abstractmethod
+    def start_weight_update(self): ...
+    @abstractmethod
+    def finish_weight_update(self): ...
+    @abstractmethod
+    def receive_weights(self, update_info): ...
+    @abstractmethod
+    def shutdown(self): ...
 """,
 }
 SGLANG = {
@@ -105,6 +133,9 @@ MOVED = [
     (VLLM, "class DefaultModelLoader", "class ModelLoader"),
     (VLLM, "def get_all_weights(self, model_config, model)", "def get_all_weights(self, model, model_config)"),
     (VLLM, 'hasattr(model_loader, "get_all_weights")', 'hasattr(model_loader, "iterate")'),
+    (VLLM, "    values: object\n", ""),
+    (VLLM, "module_path_or_cls, class_name=None", "engine_cls"),
+    (VLLM, "def shutdown(self)", "def close(self)"),
     (SGLANG, "sglang.srt.plugins", "sglang.plugins"),
     (SGLANG, "def load_plugins()", "def load_plugins(group)"),
     (SGLANG, "    load_plugins()", "    load()"),
