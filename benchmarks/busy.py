@@ -38,7 +38,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -345,6 +345,27 @@ async def _convert(bench: Bench) -> AsyncIterator[Call]:
     yield lambda: bench.wait(bench.api.convert(bench.path(".pt"), bench.target()))
 
 
+@asynccontextmanager
+async def _follow(bench: Bench) -> AsyncIterator[Call]:
+    """One element of a tensor in eight changes; the delta is saved and applied to a module."""
+    tensors, run, steps = bench.tensors(), bench.target().with_suffix(""), count()
+
+    async def save() -> None:
+        for tensor in list(tensors.values())[::8]:
+            tensor.view(-1)[0] += 1
+        pending = await bench.wait(saver.save(tensors, run / f"step-{next(steps)}"))
+        pending.result() if bench.is_blocking else await pending
+
+    async def call() -> Any:
+        await save()
+        return await bench.wait(updates.apply())
+
+    async with bench.entered(bench.api.Saver(full_every=64, keep_last=2)) as saver:
+        await save()
+        async with bench.entered(bench.api.follow(bench.module(bench.device), run)) as updates:
+            yield call
+
+
 def _blocking(call: Callable[[Bench], Any]) -> Callable[[Bench], AbstractAsyncContextManager[Call]]:
     """Return an operation that has a blocking form only: a call of the drop-in modules, or of the command line."""
 
@@ -436,6 +457,7 @@ OPERATIONS = (
     ),
     Operation("save_state", _save_state, ("save_state",), on_device=True),
     Operation("load_state", _load_state, ("load_state",), on_device=True),
+    Operation("a delta, saved and followed", _follow, ("follow", "Follower.apply"), has_switch_interval=False),
     Operation("convert from torch.save", _convert, ("convert",), has_switch_interval=False),
     Operation("compat load_file", _blocking(_load_file), has_switch_interval=False, faces=_BLOCKING),
     Operation("compat save_file", _blocking(_save_file), on_device=True, has_switch_interval=False, faces=_BLOCKING),
@@ -448,13 +470,15 @@ MOVE_NO_TENSORS = frozenset(
         *("Checkpoint.aclose", "Checkpoint.__iter__", "Checkpoint.close", "Checkpoint.open"),
         *("DiskCache.discard", "DiskCache.evict", "DiskCache.fetch", "DiskCache.leftovers", "DiskCache.replacement"),
         "DiskCache.stats",
+        *("Follower.__anext__", "Follower.__iter__", "Follower.__next__", "Follower.aclose", "Follower.close"),
+        *("Follower.wait", "ModelPool.follow"),
         *("HostCache.close", "HostCache.evict", "HostCache.has", "HostCache.prefetch_by", "HostCache.stats"),
         *("ModelPool.aclose", "ModelPool.add", "ModelPool.close", "ModelPool.names", "ModelPool.stats"),
         *("ModelPool.evict", "ModelPool.remove", "ModelPool.status"),
         *("PendingSave.aclose", "PendingSave.cancel", "PendingSave.comes_before", "PendingSave.complete"),
         *("PendingSave.done", "PendingSave.ended", "PendingSave.outcome", "PendingSave.start"),
         "PendingSave.wait_staged",
-        *("RemoteRoot.close", "RemoteRoot.listdir", "RemoteRoot.open", "RemoteRoot.open_ahead"),
+        *("RemoteRoot.at", "RemoteRoot.close", "RemoteRoot.listdir", "RemoteRoot.open", "RemoteRoot.open_ahead"),
         "RemoteRoot.list_objects",
         *("SaveOptions.max_shard_bytes", "SaveOptions.with_changes"),
         *("Saver.aclose", "Saver.close"),

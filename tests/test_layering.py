@@ -87,10 +87,12 @@ DYNAMIC_IMPORTS = {
     "format/files/manifest.py": "xxhash is an extra, needed with hash='xxh3' only",
     "integrations/lightning.py": "torch.distributed is needed with modules that are sharded only",
     "integrations/vllm.py": "vLLM is there when it calls; the hub is asked for files that are not on this machine only",
+    "integrations/vllm_updates.py": "vLLM imports it, and then is there",
     "runtime/reports/progress.py": "tqdm is an extra, needed with progress=True only",
     "remote/hub.py": "huggingface_hub is an extra, needed with hf:// only",
     "schemes.py": "what reads URLs, and numpy with it, is needed with a URL only",
     "remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with profiles of AWS only",
+    "storage/checkpoint/changes.py": "numpy, without the engine only",
     "sync.py": "torch.distributed is needed with stio.distributed only",
 }
 """Files that call `import_module`, with the reason."""

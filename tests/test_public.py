@@ -85,7 +85,7 @@ def test_errors_say_stio_before_anybody_asked(torch_zygote: Zygote) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Checkpoint", "Limits", "ProgressEvent", "Span", "Stats", "Stream", "TensorInfo", "Trace"]
+    "name", ["Checkpoint", "Follower", "Limits", "ProgressEvent", "Span", "Stats", "Stream", "TensorInfo", "Trace"]
 )
 def test_members_are_documented(name: str) -> None:
     for member, value in vars(getattr(stio, name)).items():
@@ -100,7 +100,7 @@ def test_sync_has_the_same_names() -> None:
         if inspect.isfunction(awaitable):
             assert inspect.signature(awaitable).parameters == inspect.signature(blocking).parameters, name
     wanted = {"aclose": "close", "__aenter__": "__enter__", "__aexit__": "__exit__", "__anext__": "__next__"}
-    for name in ("Checkpoint", "Stream"):
+    for name in ("Checkpoint", "Follower", "Stream"):
         members = {wanted.get(m, m) for m in vars(getattr(stio, name)) if m in wanted or not m.startswith("_")}
         assert members <= set(dir(getattr(stio.sync, name))), name
 

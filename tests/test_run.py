@@ -93,6 +93,8 @@ COSTS = """
 import subprocess, sys, time
 import pytest
 
+BUSY = "import time\\nwhile time.process_time() < 0.3: pass"
+
 def work():
     end = time.process_time() + 0.2
     while time.process_time() < end:
@@ -110,7 +112,7 @@ def test_cheap(): pass
 def test_working(): work()
 def test_of_a_fixture(own): pass
 def test_of_a_shared_fixture(shared): pass
-def test_of_a_child(): subprocess.run([sys.executable, "-I", "-c", "sum(range(8_000_000))"])
+def test_of_a_child(): subprocess.run([sys.executable, "-I", "-c", BUSY])
 @pytest.mark.costly("it is a test of costs")
 def test_with_a_reason(): work()
 def test_waiting(): time.sleep(0.2)  # waits: for the difference between processor and clock

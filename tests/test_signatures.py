@@ -21,7 +21,7 @@ from stio.text import described_by, descriptions
 
 LOADS = ["load", "load_into", "open", "warm_start", "load_state"]
 SAVES = ["save", "save_state"]
-CLASSES = ["Checkpoint", "HostCache", "ModelPool", "Saver", "Stream", "WarmStart"]
+CLASSES = ["Checkpoint", "Follower", "HostCache", "ModelPool", "Saver", "Stream", "WarmStart"]
 
 
 def defaults(function: Callable[..., Any]) -> dict[str, Any]:
@@ -50,11 +50,13 @@ def test_saves_take_the_save_options(function: Callable[..., Any]) -> None:
     found = defaults(function)
     assert {key: found.get(key, "missing") for key in expected} == expected
     assert found.keys() - expected.keys() <= {
+        "base",
         "budget_bytes",
         "keep_last",
         "keep_every",
         "drop_higher",
         "adopt",
+        "full_every",
         "max_pending",
         "when_full",
     }
@@ -62,13 +64,16 @@ def test_saves_take_the_save_options(function: Callable[..., Any]) -> None:
 
 RANKS = {"process_group", "rank_timeout"}
 """Keywords that only functions of many ranks have."""
+DELTAS = {"base", "full_every"}
+"""Keywords that those do not have: many ranks save no deltas."""
 
 
 def test_saves_of_many_ranks_take_what_others_take() -> None:
     many = stio.distributed
     for one, other in ((many.save, stio.save), (many.Saver, stio.Saver)):
         found = defaults(one)
-        assert {key: value for key, value in found.items() if key not in RANKS} == defaults(other)
+        expected = {key: value for key, value in defaults(other).items() if key not in DELTAS}
+        assert {key: value for key, value in found.items() if key not in RANKS} == expected
         assert found.keys() >= RANKS
     twins = stio.sync.distributed
     assert defaults(twins.Saver) == defaults(many.Saver) and defaults(twins.save) == defaults(many.save)
@@ -83,9 +88,12 @@ def test_a_savers_saves_inherit_what_is_not_given(method: Callable[..., Any]) ->
 
 
 DESCRIBED = [
-    *(f"stio.{name}" for name in [*LOADS, *SAVES, "convert", "Saver", "Saver.save", "Saver.save_state", "ModelPool"]),
+    *(
+        f"stio.{name}"
+        for name in [*LOADS, *SAVES, "convert", "follow", "Saver", "Saver.save", "Saver.save_state", "ModelPool"]
+    ),
     *(f"stio.Checkpoint.{name}" for name in ("load", "read", "stream", "load_into")),
-    *(f"stio.ModelPool.{name}" for name in ("add", "use", "prefetch", "update")),
+    *(f"stio.ModelPool.{name}" for name in ("add", "use", "prefetch", "update", "follow")),
     *("stio.HostCache", "stio.HostCache.prefetch", "stio.DiskCache"),
     *(f"stio.distributed.{name}" for name in ("load_into", "save", "Saver", "StioStorageReader", "StioStorageWriter")),
 ]
@@ -191,7 +199,7 @@ def test_the_site_describes_what_help_describes() -> None:
         assert [one.name for one in package["sync"][name].parameters] == ["self", *expected]
 
 
-@pytest.mark.parametrize("name", [*LOADS, *SAVES, "convert"])
+@pytest.mark.parametrize("name", [*LOADS, *SAVES, "convert", "follow"])
 def test_twins_have_the_same_signature_and_help(name: str) -> None:
     ours, theirs = getattr(stio.sync, name), getattr(stio, name)
     assert list(inspect.signature(ours).parameters.values()) == list(inspect.signature(theirs).parameters.values())
@@ -201,7 +209,12 @@ def test_twins_have_the_same_signature_and_help(name: str) -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_twin_classes_have_the_same_methods(name: str) -> None:
     ours, theirs = getattr(stio.sync, name), getattr(stio, name)
-    assert defaults(ours) == defaults(theirs) or name in ("Checkpoint", "Stream", "WarmStart")  # made by functions
+    assert defaults(ours) == defaults(theirs) or name in (
+        "Checkpoint",
+        "Follower",
+        "Stream",
+        "WarmStart",
+    )  # made by functions
     for method, function in inspect.getmembers(theirs, inspect.isfunction):
         if not method.startswith("_") and method != "aclose":
             assert defaults(getattr(ours, method)) == defaults(function), method
@@ -212,6 +225,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "load": stio.sync.load,
     "load_into": lambda **k: stio.sync.load_into(torch.nn.Linear(1, 1), "x", **k),
     "open": stio.open,
+    "follow": lambda **k: stio.follow({}, "x", **k),
     "load_state": stio.sync.load_state,
     "save": lambda **k: stio.sync.save({}, "x", **k),
     "save_state": lambda **k: stio.sync.save_state({}, "x", **k),

@@ -20,8 +20,8 @@ from stio import sync
 from stio.compat import install
 
 WAITING = (
-    "Checkpoint HostCache ModelPool Saver Stream WarmStart "
-    "convert load load_into load_state open preload save save_state warm_start"
+    "Checkpoint Follower HostCache ModelPool Saver Stream WarmStart "
+    "convert follow load load_into load_state open preload save save_state warm_start"
 )
 
 

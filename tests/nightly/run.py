@@ -203,7 +203,7 @@ def plain(run: Run, place: Path, keep: Path) -> list[Command]:
 
 
 def slow(run: Run, place: Path, keep: Path) -> list[Command]:
-    return [tests(place, "-m", "slow and not gpu")]
+    return [tests(place, "-m", "slow and not gpu", STIO_TEST_FOLLOW_SECONDS=run.times(600))]
 
 
 def long_counts(run: Run, place: Path, keep: Path) -> list[Command]:

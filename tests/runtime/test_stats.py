@@ -263,7 +263,7 @@ def test_the_engine_has_a_name(switch, monkeypatch):
     code = "import stio.native; print(stio.stats().engine, stio.native.available())"
     monkeypatch.setenv("STIO_NATIVE", switch)
     found = run_python(code)  # a real interpreter without torch: what it imports
-    assert found.stdout in (["plain False\n"] if switch == "0" else ["plain False\n", "engine 4 True\n"]), found.stderr
+    assert found.stdout in (["plain False\n"] if switch == "0" else ["plain False\n", "engine 5 True\n"]), found.stderr
 
 
 def test_a_fresh_process_has_done_nothing_and_needs_no_torch():
