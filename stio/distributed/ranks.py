@@ -57,6 +57,9 @@ _LEAVE_SECONDS = 1.0
 _MIN_PAUSE, _MAX_PAUSE = 0.001, 0.1
 """Seconds between two looks into the store: while a value is waited for, and otherwise."""
 
+_MOST_IDLE_SECONDS = 60.0
+"""After which a connection is not used again: a firewall may have ended it, and the first request would wait."""
+
 _KEPT_ROUNDS = 8
 """Number of objects whose keys are kept: a rank that is late still finds the failure of an older one."""
 
@@ -165,6 +168,8 @@ class _GroupState:
     """Held while `start` is made."""
     old_keys: deque[list[str]] = field(default_factory=deque)
     """The keys that this rank has set for each object that has ended."""
+    idle: list[tuple[float, Store]] = field(default_factory=list)
+    """Connections to the store that no object uses, with the time at which that began."""
     groups: list[tuple[str, Any]] = field(default_factory=list)
     """Gloo groups of `RankTransfer` that are connected and not in use, with their names."""
 
@@ -410,7 +415,7 @@ class Ranks:
     def _serve(self, operation: Operation[None]) -> None:
         assert self._store is not None
         try:
-            connection = _own_connection(self._store)
+            connection = self._connect()
             self._prefix = f"stio/{self._group_start(connection)}/{self.key}"
             store = PrefixStore(self._prefix, connection)
             pause = _MIN_PAUSE
@@ -423,6 +428,7 @@ class Ranks:
                         self._changed.wait(pause if self._requests else _MAX_PAUSE)
             self._leave(store)
             self._forget_old_keys(connection)
+            self._group.idle.append((clock.monotonic(), connection))
         except RankError as error:
             self._fail(error)
         except Exception as error:  # DistError and its subclasses; nothing may be raised on this thread
@@ -432,6 +438,19 @@ class Ranks:
         finally:
             self._served = True
             self._changed.wake()
+
+    def _connect(self) -> Store:
+        """Return a connection that no other object of this process uses.
+
+        A new one asks for the name of the store's address, which took 5 s where the name server was slow.
+        """
+        assert self._store is not None
+        with suppress(IndexError, RuntimeError):  # none is there, or it is broken
+            since, connection = self._group.idle.pop()
+            if clock.monotonic() - since < _MOST_IDLE_SECONDS:
+                connection.check(["stio/start"])
+                return connection
+        return _own_connection(self._store)
 
     def _look(self, store: Store) -> bool:
         """Make the requests that are due; return whether a value was set or found."""

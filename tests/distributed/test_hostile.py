@@ -204,6 +204,8 @@ def await_key(key: str) -> None:
 def no_connection(folder: str) -> tuple[str, str, str, float]:
     """The store does not take a new connection of rank 2, as when the rank that has it has just ended."""
     never, plain = (lambda store: threading.Event().wait()), ranks._own_connection
+    for group in ranks._groups.values():
+        group.idle.clear()  # connections that are kept for the next call
     with patched(ranks, "_own_connection", never if dist.get_rank() == 2 else plain):
         return outcome(lambda: sync.distributed.load_into(new_module(), f"{folder}/model", rank_timeout=2.0))
 
