@@ -15,7 +15,7 @@ what a program would write without stio: `torch.nonzero(old != new)` of each ten
 `load_into`: of a full checkpoint into a module that has the state before. `apply`: of a `stio.follow` that has it; with
 SHA-256 in the manifest of the delta, as by default, or with XXH3.
 `load`: of one full checkpoint; `chain`: of a full one and 19 deltas, `memory="copy"` the same into memory of their own.
-`make`: `find_changes`, one thread, on memory that is touched.
+`make`: a `Comparison`, one thread, on memory that is touched.
 
 `--training` measures a training instead: a transformer of four layers with BF16 weights and AdamW at 3e-6 on the CPU,
 which saves after each step.
@@ -199,13 +199,15 @@ async def load(contestant: str, folder: Path) -> Record:
 
 
 def make(size_bytes: int, fraction: float) -> Record:
-    from stio.storage.checkpoint.changes import find_changes
+    from stio.storage.checkpoint import Comparison
 
     before, after = state(size_bytes), state(size_bytes)
     change(after, fraction, 0)
     begin = time.perf_counter()
     for name, tensor in after.items():
-        find_changes(before[name].data_ptr(), tensor.data_ptr(), tensor.numel(), 2)
+        comparison = Comparison(tensor.numel(), 2, num_pieces=1)
+        comparison.compare(0, before[name].data_ptr(), tensor.data_ptr(), tensor.numel())
+        comparison.changes()
     return {"seconds": time.perf_counter() - begin}
 
 

@@ -11,7 +11,10 @@ import torch
 from stio.device.tensors import FORMAT_DTYPES, TORCH_DTYPES
 from stio.format import ALIASES_KEY, build_header
 from stio.format.delta import DELTA_KEY, FORMAT, ID_KEY, ChangedTensor, Delta, names_of
-from stio.storage.checkpoint.changes import find_changes
+from stio.runtime import WorkerPool
+from stio.storage.checkpoint.changes import Changes, Comparison
+
+_PIECE_BYTES = 16 << 20
 
 State = Mapping[str, torch.Tensor]
 
@@ -100,4 +103,59 @@ def next_state(state: State, fraction: float, generator: torch.Generator) -> dic
     return after
 
 
-__all__ = ["TORCH_DTYPES", "State", "id_of", "next_state", "write_chain", "write_checkpoint", "write_delta"]
+def find_changes(image: int, fresh: int, num_elements: int, item_bytes: int) -> Changes | None:
+    """Compare an image of a tensor with its new bytes, and bring the image up to date in the same pass.
+
+    Args:
+        image: Address of the old bytes, which become the new ones.
+        fresh: Address of the new bytes.
+        num_elements: Number of elements.
+        item_bytes: Bytes of an element: 1, 2, 4, 8 or 16.
+
+    Returns:
+        As `Comparison.changes`.
+    """
+    return find_changes_in([(image, fresh, num_elements)], item_bytes)
+
+
+def find_changes_in(pieces: Sequence[tuple[int, int, int]], item_bytes: int, *, num_threads: int = 1) -> Changes | None:
+    """Compare a tensor whose image lies in several pieces of memory; see `find_changes`.
+
+    Args:
+        pieces: In the order of the tensor: address of the image, address of the new bytes, number of elements.
+        item_bytes: Bytes of an element: 1, 2, 4, 8 or 16.
+        num_threads: Most threads that compare, the calling one among them.
+    """
+    step = max(sum(length for *_, length in pieces), 1) if num_threads == 1 else _PIECE_BYTES // item_bytes
+    parts = [
+        (image + start * item_bytes, fresh + start * item_bytes, min(step, length - start))
+        for image, fresh, length in pieces
+        for start in range(0, length, step)
+    ]
+    comparison = Comparison(sum(length for *_, length in parts), item_bytes, len(parts))
+    left = list(enumerate(parts))
+    if num_threads == 1 or len(parts) == 1:
+        for k, part in left:
+            comparison.compare(k, *part)
+        return comparison.changes()
+    pool = WorkerPool("compare")
+
+    def work() -> None:
+        for k, part in pool.items(left):
+            comparison.compare(k, *part)
+
+    pool.run(work, min(num_threads, len(parts)))
+    return comparison.changes()
+
+
+__all__ = [
+    "TORCH_DTYPES",
+    "State",
+    "find_changes",
+    "find_changes_in",
+    "id_of",
+    "next_state",
+    "write_chain",
+    "write_checkpoint",
+    "write_delta",
+]

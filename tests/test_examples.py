@@ -176,3 +176,10 @@ def test_a_picture_of_a_pool(tmp_path: Path, zygote: Zygote) -> None:
     (requests,) = re.findall(r"([\d,]+) requests", texts[0])
     marks = "".join(one.get("d") or "" for one in root.iter(f"{name}path"))
     assert marks.count("M") == int(requests.replace(",", "")) > 10
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_killed_and_two_followers(tmp_path: Path, zygote: Zygote) -> None:
+    done = example(zygote, "examples/follow.py", tmp_path / "run", tmp_path / "a.svg", "--steps", "8")
+    assert str(done).count("the last one is step 8") == 3
+    assert ElementTree.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")

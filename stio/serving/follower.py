@@ -162,7 +162,7 @@ class ModuleLoads:
         with closing(opened):
             if changed_bytes is not None:
                 return Loaded(content_of(opened), "delta", changed_bytes)
-            await fill_from(opened, self._make_target(), options, on_begin=own, fill_first=self._fill_none)
+            await fill_from(opened, self._make_target(), options, on_begin=own, fill_first=self._begin_whole_load)
             self._held, self.is_whole = id_of(opened), True
             return loaded_whole(opened)
 
@@ -170,7 +170,7 @@ class ModuleLoads:
         operation.refuse_cancel()  # all is in memory: it is copied to the end
         self._held, self.is_whole = "", False
 
-    def _fill_none(self, operation: object, opened: object, target: object, names: list[str]) -> list[str]:
+    def _begin_whole_load(self, operation: object, opened: object, target: object, names: list[str]) -> list[str]:
         self._held, self.is_whole = "", False
         return names
 

@@ -10,15 +10,16 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import deltas
 import pytest
 from counts import count
+from deltas import find_changes, find_changes_in
 from native.support import REPOSITORY, Memory, compiled, run_script
 
 from stio import native
 from stio.errors import FormatError
 from stio.runtime.memory import Region
-from stio.storage.checkpoint import changes as module
-from stio.storage.checkpoint.changes import Changes, Comparison, apply_changes, find_changes, find_changes_in
+from stio.storage.checkpoint.changes import Changes, Comparison, apply_changes
 
 WIDTHS = [1, 2, 4, 8, 16]
 DELTA_C = str(REPOSITORY / "stio" / "native" / "delta.c")
@@ -268,7 +269,7 @@ def test_a_piece_that_is_missing_is_an_error() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
 def test_threads_share_a_tensor(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE_BYTES", 5000)
+    monkeypatch.setattr(deltas, "_PIECE_BYTES", 5000)
     positions = sorted(random.Random(1).sample(range(100_000), 2000))
     old = random.Random(2).randbytes(200_000)
     new = changed(old, positions, 2)
@@ -439,10 +440,12 @@ def test_the_fuzz_finds_nothing(flags: tuple[str, ...], tmp_path: Path, implemen
 def test_the_switch_chooses(switch: str) -> None:
     script = """
 import ctypes, sys
-from stio.storage.checkpoint.changes import apply_changes, find_changes
+from stio.storage.checkpoint.changes import Comparison, apply_changes
 assert "numpy" not in sys.modules
 old, new = (ctypes.create_string_buffer(text, 8) for text in (b"abcdefgh", b"abCdefgh"))
-found = find_changes(ctypes.addressof(old), ctypes.addressof(new), 8, 1)
+comparison = Comparison(8, 1, 1)
+comparison.compare(0, ctypes.addressof(old), ctypes.addressof(new), 8)
+found = comparison.changes()
 target = ctypes.create_string_buffer(b"abcdefgh", 8)
 apply_changes([found], 8, [(0, 8, ctypes.addressof(target))])
 print(old.raw, target.raw, "numpy" in sys.modules)

@@ -32,7 +32,7 @@ MAX_LINKS = 64
 """Most deltas on one full checkpoint."""
 
 _VERSION = 1
-_ID = re.compile(r"[0-9a-f]{32}|(?:sha256|xxh3):[0-9a-f]{32,64}")
+_ID = re.compile(r"[0-9a-f]{32}|sha256:[0-9a-f]{64}")
 _CODE_BYTES = {"U8": 1, "U16": 2}
 
 
@@ -67,7 +67,7 @@ class Delta:
     base: str
     """Path of the base, relative to the directory that holds the delta; without `..`."""
     base_id: str
-    """Its id, or the digest of its files: `sha256:` or `xxh3:` and hexadecimal digits."""
+    """Its id, or the digest of its files: `sha256:` and hexadecimal digits."""
     depth: int
     """Number of deltas from here to the full checkpoint, this one included."""
     is_directory: bool

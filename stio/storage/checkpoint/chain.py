@@ -3,7 +3,7 @@
 `join` opens the base of a delta beside it, which may be a delta too, and makes one `OpenCheckpoint` of all: each tensor
 is in one header, that of the file that holds it whole, and `patches` has the elements that were changed since. Ids and
 paths are checked before any tensor is read. Whoever reads a tensor applies its patches to what was read
-(`Patches.apply`), before any selection or cast.
+(`apply_changes`), before any selection or cast.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ takes them as pieces, in any order and on any threads:
     comparison.compare(1, other_image, other_fresh, num_elements - 1000)
     changes = comparison.changes()                           # of the whole tensor; None: write it whole
 
-`find_changes_in` does that with pieces that are all there, on several threads if it may; `find_changes` with one piece.
 Every piece has whole elements. The image is up to date once all pieces are compared, whatever `changes` returns; a
 tensor that is written whole should be written from it, so that file and image agree even if somebody changes the tensor
 meanwhile.
@@ -28,11 +27,7 @@ from typing import Any
 
 from stio import native
 from stio.errors import FormatError
-from stio.runtime import WorkerPool
 from stio.runtime.memory import Region, allocate
-
-_PIECE_BYTES = 16 << 20
-"""Bytes that a thread compares at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,51 +92,6 @@ class Comparison:
         values, codes = memory.sub(0, values_nbytes), memory.sub(values_nbytes, codes_nbytes)
         self._pieces.write(codes.address, values.address)
         return Changes(codes, code_bytes, values, count, self._item_bytes)
-
-
-def find_changes(image: int, fresh: int, num_elements: int, item_bytes: int) -> Changes | None:
-    """Compare an image of a tensor with its new bytes, and bring the image up to date in the same pass.
-
-    Args:
-        image: Address of the old bytes, which become the new ones.
-        fresh: Address of the new bytes.
-        num_elements: Number of elements.
-        item_bytes: Bytes of an element: 1, 2, 4, 8 or 16.
-
-    Returns:
-        As `Comparison.changes`.
-    """
-    return find_changes_in([(image, fresh, num_elements)], item_bytes)
-
-
-def find_changes_in(pieces: Sequence[tuple[int, int, int]], item_bytes: int, *, num_threads: int = 1) -> Changes | None:
-    """Compare a tensor whose image lies in several pieces of memory; see `find_changes`.
-
-    Args:
-        pieces: In the order of the tensor: address of the image, address of the new bytes, number of elements.
-        item_bytes: Bytes of an element: 1, 2, 4, 8 or 16.
-        num_threads: Most threads that compare, the calling one among them.
-    """
-    step = max(sum(length for *_, length in pieces), 1) if num_threads == 1 else _PIECE_BYTES // item_bytes
-    parts = [
-        (image + start * item_bytes, fresh + start * item_bytes, min(step, length - start))
-        for image, fresh, length in pieces
-        for start in range(0, length, step)
-    ]
-    comparison = Comparison(sum(length for *_, length in parts), item_bytes, len(parts))
-    left = list(enumerate(parts))
-    if num_threads == 1 or len(parts) == 1:
-        for k, part in left:
-            comparison.compare(k, *part)
-        return comparison.changes()
-    pool = WorkerPool("compare")
-
-    def work() -> None:
-        for k, part in pool.items(left):
-            comparison.compare(k, *part)
-
-    pool.run(work, min(num_threads, len(parts)))
-    return comparison.changes()
 
 
 def apply_changes(changes: Sequence[Changes], num_elements: int, pieces: Sequence[tuple[int, int, int]]) -> None:
