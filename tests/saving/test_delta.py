@@ -634,11 +634,14 @@ async def test_two_saves_at_one_time(tmp_path):
 def test_the_save_before_fails_while_the_next_one_waits(tmp_path, monkeypatch):
     tensors = state()
     reached, opened = threading.Event(), threading.Event()
+    failures = [OSError(errno.EIO, "as asked")]  # one: the next save may begin before the hook is gone
 
     def fail():
-        reached.set()
-        assert opened.wait(20)
-        raise OSError(errno.EIO, "as asked")
+        if failures:
+            error = failures.pop()
+            reached.set()
+            assert opened.wait(20)
+            raise error
 
     with stio.sync.Saver(full_every=9, max_pending=2) as saver:
         saver.save(tensors, tmp_path / "step-0").result()
