@@ -34,7 +34,7 @@ ENGINES_STAMP := $(ENGINES)/.stio-engines
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help own-environment demo test check suites native-check frameworks engines nightly mutants faults fmt docs pages tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed bench-pool gpu rehearse-gpu fuzz crash durations package wheel release-check extras clean
+.PHONY: help own-environment demo test check suites native-check frameworks engines nightly mutants faults fmt docs pages tutorial readme captures floors bench bench-save bench-compat bench-frameworks bench-server bench-busy bench-remote bench-distributed bench-pool bench-training gpu rehearse-gpu fuzz crash durations package wheel release-check extras clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | expand -t 18 | cut -c1-150
@@ -87,6 +87,9 @@ bench: $(ENGINE) $(BENCH_STAMP)  ## benchmark of loads; benchmarks/README.md lis
 
 bench-save: $(ENGINE)  ## benchmark of saves
 	$(BIN)/python -m benchmarks.save
+
+bench-training: $(ENGINE)  ## what a save costs the next steps of a training; torch's asynchronous saves beside it: five minutes
+	$(BIN)/python -m benchmarks.training
 
 bench-compat: $(ENGINE)  ## the drop-in modules compared with the packages that they replace
 	$(BIN)/python -m benchmarks.compat
@@ -169,7 +172,7 @@ wheel: $(TOOLS_STAMP)  ## build the wheel of a release for this processor, give 
 release-check:  ## compare a release's tag with version, changelog and pages: make release-check TAG=v0.1.0
 	$(PYTHON) tests/release.py $(TAG)
 
-floors: $(ENGINE)  ## test the oldest and the newest versions in fresh environments: 20 minutes and 9 GB each; FLOORS="oldest" for some
+floors: $(ENGINE)  ## test the oldest and the newest versions in fresh environments: 20 minutes and 9 GB each; FLOORS="newest" for some
 	$(BIN)/python tests/floors.py $(FLOORS)
 
 extras: $(TOOLS_STAMP)  ## test each extra alone in a fresh environment: takes minutes each, installs torch; EXTRAS="cli hash" for some

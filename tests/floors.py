@@ -2,10 +2,12 @@
 
     python tests/floors.py            # all environments, then the table in docs/versions.md
     python tests/floors.py oldest     # one of them; the other rows of the table stay
+    python tests/floors.py newest     # those whose names begin so
 
-Each environment is made in build/floors, and removed after its tests unless `--keep` is given. The first one has the
-lowest version of each required dependency in pyproject.toml, on the lowest Python. The others have the newest torch that
-the package index has for their Python. All other packages are those of constraints.txt. Each takes 20
+Each environment is made in build/floors, and removed after its tests unless `--keep` is given. `oldest` has the
+lowest version of each required dependency in pyproject.toml, on the lowest Python. `newest-torch` has the newest torch
+and numpy on the newest Python but one, and `newest-python` the newest Python, with the minor version of torch before the
+newest. All other packages are those of constraints.txt. Each takes 20
 minutes on two cores, and 9 GB: builds of torch on the package index bring the libraries of CUDA.
 """
 
@@ -41,7 +43,9 @@ LEFT_OUT = {
 }
 """Tests that are not run, and why. Nor are those with the marks `gpu` and `slow`."""
 
-NOT_CONSTRAINED = "filelock fsspec jinja2 markupsafe mpmath networkx setuptools sympy torch typing-extensions"
+NOT_CONSTRAINED = (
+    "filelock fsspec jinja2 markupsafe mpmath networkx nvidia-cufile setuptools sympy torch typing-extensions"
+)
 """torch and what it requires itself."""
 
 
@@ -59,7 +63,7 @@ class Environment:
 def main() -> int:
     """Test the environments; return 1 if a test failed in one of them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="environments: oldest, newest-torch, newest-python; all by default")
+    parser.add_argument("names", nargs="*", help="environments, or how their names begin: oldest, newest; default: all")
     parser.add_argument("--keep", action="store_true", help="do not remove the environments")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="only these; the page is not written then")
     arguments = parser.parse_args()
@@ -80,16 +84,13 @@ def environments(names: list[str]) -> Iterator[Environment]:
     if minor not in pythons:
         sys.exit(f"there is no Python 3.{minor}, the oldest that stio works with")
     others = {name: version for name, version in lowest.items() if name != "torch"}
-    oldest, newest = pythons[minor], pythons[max(pythons)]
-    for name, python, pins in (
-        ("oldest", oldest, lowest),
-        ("newest-torch", oldest, {"torch": ""}),
-        ("newest-python", newest, {"torch": ""}),
-    ):
-        if names and name not in names:
+    oldest, (previous, newest) = pythons[minor], [pythons[number] for number in sorted(pythons)[-2:]]
+    for name, python, age in (("oldest", oldest, None), ("newest-torch", previous, 0), ("newest-python", newest, 1)):
+        if names and not name.startswith(tuple(names)):
             continue
-        if not pins["torch"]:
-            pins = {"torch": newest_torch(python)} | constrained(others)
+        pins = lowest
+        if age is not None:
+            pins = constrained(others) | {"numpy": releases(python, "numpy")[0], "torch": releases(python, "torch")[age]}
         yield Environment(name, python, pins)
 
 
@@ -128,17 +129,20 @@ def is_final(python: Path) -> bool:
     return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
 
 
-def newest_torch(python: str) -> str:
-    """Return the newest version of torch that the package index has for an interpreter."""
+def releases(python: str, package: str) -> list[str]:
+    """Return the last release of each minor version that the package index has for an interpreter, the newest first."""
     done = subprocess.run(
-        [python, "-m", "pip", "--disable-pip-version-check", "index", "versions", "torch"],
+        [python, "-m", "pip", "--disable-pip-version-check", "index", "versions", package],
         capture_output=True,
         text=True,
         check=True,
     )
-    found = re.search(r"^torch \((.+)\)$", done.stdout, re.MULTILINE)
-    assert found is not None, done.stdout
-    return found[1]
+    listed = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
+    assert listed is not None, done.stdout
+    last: dict[str, str] = {}
+    for version in listed[1].split(", "):
+        last.setdefault(version.rpartition(".")[0], version)
+    return list(last.values())
 
 
 def tested(environment: Environment, tests: list[str], *, keep: bool) -> dict[str, object]:
@@ -225,7 +229,8 @@ def row(
 ) -> dict[str, object]:
     """Return a row of the table, and what else is printed."""
     results, failed, reasons = counts
-    cells = [name, *versions.values(), *(f"{results[kind]:,}" for kind in ("passed", "failed", "skipped", "xfailed"))]
+    cells = [name, time.strftime("%Y-%m-%d"), *versions.values()]
+    cells += [f"{results[kind]:,}" for kind in ("passed", "failed", "skipped", "xfailed")]
     for test in failed:
         print(f"  failed: {test}")
     for reason, count in reasons.most_common(MAX_REASONS):
@@ -241,8 +246,8 @@ def write_page(row: Mapping[str, object]) -> None:
     assert begin, f"{PAGE} has no line {BEGIN}"
     assert end, f"{PAGE} has no line {END}"
     head = [
-        "| Environment | Python | torch | numpy | anyio | aiofiles | msgspec | passed | failed | skipped | known faults |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| Environment | Date | Python | torch | numpy | anyio | aiofiles | msgspec | passed | failed | skipped | known faults |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| ")}
     rows[str(row["name"])] = str(row["line"])
