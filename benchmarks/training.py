@@ -4,16 +4,16 @@
     python -m benchmarks.training --report FILE              # the table again, from the raw figures of --out
     python -m benchmarks.training --device cuda              # on a GPU
 
-A transformer with FP32 weights and AdamW trains, and saves weights and optimizer once, between two steps. Each contestant
-has a process of its own, and rounds are interleaved. The first save of the process is not measured: it starts threads and
-touches staging memory. *Blocked* is the time for which the training stood still because of the save, *under way* the
-median step that ended before the save did, through the median step without a save, and *cost* all seconds
-that the save added: what was blocked, and what the slower steps took longer. A save of `stio` is durable at its end, and so are
+A transformer with FP32 weights and AdamW trains, and saves weights and optimizer once, between two steps. Each
+contestant has a process of its own, and rounds are interleaved. The first save of the process is not measured: it
+starts threads and touches staging memory. *Blocked* is how long the training stood still for the save; *under way* the
+median step that began before the save ended, through the median step without a save; *cost* all seconds that the save
+added: those blocked, and those that the slower steps took longer. A save of `stio` is durable at its end, and so are
 DCP's files; `torch.save` is followed by fsync.
 
-`stio`: a `Saver`; `stio, 256 MB`: with `budget_bytes=`, so it snapshots while it writes. `dcp, thread`, `dcp, process`: torch's
-`async_save`. `dcp, staged`: its stager copies on a thread too; the optimizer waits for that copy. `torch.save`: of a copy, in a
-thread. `blocking`: `torch.save`, while the training waits.
+`stio`: a `Saver`; `stio, 256MB`: with `budget_bytes=`, so it takes the snapshot while it writes. `dcp, thread`,
+`dcp, process`: torch's `async_save`. `dcp, staged`: its stager copies on a thread too; the optimizer waits for that
+copy. `torch.save`: of a copy, in a thread. `blocking`: `torch.save`, while the training waits.
 """
 
 from __future__ import annotations
@@ -90,9 +90,7 @@ def _dcp(mode: str) -> Callable[[], Iterator[Save]]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
         def save(state: dict[str, Any], path: Path) -> Pending:
-            response: Any = dcp.async_save(
-                state, checkpoint_id=path, async_checkpointer_type=kind, async_stager=stager
-            )
+            response: Any = dcp.async_save(state, checkpoint_id=path, async_checkpointer_type=kind, async_stager=stager)
             if stager is None:
                 return Pending(lambda: None, response.done, response.result)
             upload = response.upload_completion

@@ -90,7 +90,10 @@ def environments(names: list[str]) -> Iterator[Environment]:
             continue
         pins = lowest
         if age is not None:
-            pins = constrained(others) | {"numpy": releases(python, "numpy")[0], "torch": releases(python, "torch")[age]}
+            pins = constrained(others) | {
+                "numpy": releases(python, "numpy")[0],
+                "torch": releases(python, "torch")[age],
+            }
         yield Environment(name, python, pins)
 
 

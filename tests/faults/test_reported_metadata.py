@@ -14,7 +14,6 @@ from faults.on_ranks import metadata_of_others
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import require_equal, save_sharded
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import stio
 from stio import sync
@@ -29,8 +28,9 @@ def tied() -> dict[str, torch.Tensor]:
 
 
 def by_transformers(where: Path) -> None:
-    config = GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2)
-    GPT2LMHeadModel(config).save_pretrained(where, max_shard_size="5KB")
+    hf = pytest.importorskip("transformers")
+    config = hf.GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2)
+    hf.GPT2LMHeadModel(config).save_pretrained(where, max_shard_size="5KB")
 
 
 def by_hub(where: Path) -> None:

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload
-from accelerate.utils.modeling import get_state_dict_offloaded_model
 from distributed.ranks import run_ranks
 from support import require_equal
 from torch import nn
@@ -222,16 +220,18 @@ def test_c303_meta_freed_and_uninitialized(tmp_path: Path, make: Callable[[], An
 
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 def test_c303_modules_that_accelerate_offloads(tmp_path: Path, offload: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    modeling = pytest.importorskip("accelerate.utils.modeling")
     made = module()
     expected = {name: tensor.clone() for name, tensor in made.state_dict().items()}
     if offload == "cpu":
-        cpu_offload(made, execution_device=torch.device("cpu"))
+        accelerate.cpu_offload(made, execution_device=torch.device("cpu"))
     else:
-        disk_offload(made, str(tmp_path / "offload"), execution_device=torch.device("cpu"))
+        accelerate.disk_offload(made, str(tmp_path / "offload"), execution_device=torch.device("cpu"))
     match = r"'0\.weight' is on meta.*get_state_dict_offloaded_model\(module\)"
     for given in (made, made.state_dict()):
         require_refused(lambda given=given: sync.save(given, tmp_path / "m"), tmp_path, match)
-    sync.save(made.state_dict() | get_state_dict_offloaded_model(made), tmp_path / "m")
+    sync.save(made.state_dict() | modeling.get_state_dict_offloaded_model(made), tmp_path / "m")
     require_equal(sync.load(tmp_path / "m"), expected)
 
 

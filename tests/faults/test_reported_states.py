@@ -29,7 +29,7 @@ STATES: dict[str, Any] = {
     },  # these are int64 by another name
     "values": [np.float64("nan"), np.float32(-0.0), np.uint64(2**64 - 1), np.bool_(True), np.complex128(1 - 2j)],
     "text": [np.str_("ä\ud800"), np.str_(""), np.bytes_(b"a\0b"), np.str_("x" * 1000)],
-    "dates": [np.datetime64("2026-11-26T01:02:03"), np.timedelta64(5, "D"), np.datetime64("NaT")],
+    "dates": [np.datetime64("2026-11-26T01:02:03"), np.timedelta64(5, "D"), np.datetime64("NaT", "s")],
     "arrays": {code: np.ones((2, 3), code) if code[-1] != "]" else np.ones(2, "i8").astype(code) for code in CODES},
     "shapes": [np.zeros(()), np.zeros((0, 2)), np.zeros((2, 0, 3), "i2"), np.arange(6.0).reshape(2, 3).T, LARGE[::-2]],
     "broadcast": np.broadcast_to(np.float32(2), (2, 2)),

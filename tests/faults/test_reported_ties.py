@@ -9,25 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from distributed.ranks import run_ranks
 from faults.on_ranks import Tied, ties
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import require_equal
 from torch import nn
-from transformers.utils import logging
 
 import stio
 from stio import sync
 from stio.compat.huggingface_hub import save_torch_model
 from stio.compat.safetensors.torch import save_model
-from stio.integrations.transformers import StioCallback
 
-from integrations.trainer_case import make_trainer  # isort: skip
-
-logging.set_verbosity_error()
-logging.disable_progress_bar()
+hf = pytest.importorskip("transformers")
+hf.utils.logging.set_verbosity_error()
+hf.utils.logging.disable_progress_bar()
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SEQ = {"vocab_size": 64, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
@@ -283,6 +279,10 @@ def test_c302_convert_keeps_the_first_name_of_a_dict_and_the_name_of_a_module(tm
 @pytest.mark.slow
 def test_c302_the_callback_of_the_trainer(tmp_path: Path) -> None:
     model = llama()
+    from integrations.trainer_case import make_trainer
+
+    from stio.integrations.transformers import StioCallback
+
     trainer = make_trainer(tmp_path, [StioCallback()], model, save_steps=10)
     trainer.train()
     require_read(trainer.model, tmp_path / "checkpoint-10", {hf.LlamaModel: ()})
