@@ -33,37 +33,13 @@ class _Held(threading.local):
 _held = _Held()
 
 
-class _CountedLock:
-    """A re-entrant lock that counts how many such locks its thread holds."""
-
-    def __init__(self) -> None:
-        self._lock: Any = threading.RLock()
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        taken: bool = self._lock.acquire(blocking, timeout)
-        _held.count += taken
-        return taken
-
-    def release(self) -> None:
-        _held.count -= 1
-        self._lock.release()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        _held.count += 1
-
-    def __exit__(self, *error: object) -> None:
-        _held.count -= 1
-        self._lock.release()
-
-
 def new_lock(*, of_callers: bool = False) -> Any:
     """Return a re-entrant lock: a finaliser may run on the thread that holds it, and use the same object.
 
     Args:
         of_callers: No thread of stio takes it. It is not counted: a signal handler may run under it.
     """
-    return threading.RLock() if of_callers else _CountedLock()
+    return threading.RLock() if of_callers else Condition()
 
 
 def require_unlocked() -> None:
@@ -85,13 +61,13 @@ def forget_held() -> None:
 
 
 class Condition:
-    """A lock, and threads of stio that sleep until the state behind it may have changed.
+    """A re-entrant lock, and threads of stio that sleep until the state behind it may have changed.
 
-    It differs from `threading.Condition` in `wake`, which needs no lock.
+    It differs from `threading.Condition` in `wake`, which needs no lock, and counts the locks that its thread holds.
     """
 
     def __init__(self) -> None:
-        self._lock: Any = threading.RLock()  # counted as `_CountedLock` does, without its calls
+        self._lock: Any = threading.RLock()
         self._waiting: list[Any] = []  # a lock for each thread that sleeps; its release wakes the thread
         self._last_wake = self._seen = object()
 
