@@ -90,9 +90,6 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
-_BEGIN_SECONDS = 1.0
-"""If the start of a thread is interrupted, and the thread takes no step within this time, it was not started."""
-
 EXIT_PATIENCE_SECONDS = 10.0
 """Seconds that the interpreter's exit waits for cancelled operations to release their buffers."""
 
@@ -206,8 +203,9 @@ class Operation(Generic[T]):
             counters.running.add(self)
             start_thread(self._run_once, name=self._name)
         except BaseException as error:
-            if not self._has_begun_after(error) and "thread" not in self._decided:
-                counters.running.discard(self)
+            if not isinstance(error, RuntimeError):
+                self.close()  # a KeyboardInterrupt may come after the start; a thread that has not begun ends at once
+            counters.running.discard(self)
             if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
                 raise StorageError(
                     f"the system starts no thread for the {self._name}: a limit of threads or of memory is reached",
@@ -217,15 +215,6 @@ class Operation(Generic[T]):
             raise
         self._started = True
         return self
-
-    def _has_begun_after(self, error: BaseException) -> bool:
-        """Return whether the thread begins in spite of an error; then it is cancelled, and has ended."""
-        if isinstance(error, RuntimeError):
-            return False
-        self.cancel()  # a KeyboardInterrupt may come just before the thread starts, or just after
-        if not self._notifier.block_until(lambda: self._done, _BEGIN_SECONDS) and "thread" not in self._decided:
-            return False
-        return self._notifier.block_until(lambda: self._done)
 
     def set_log_detail(self, make_text: Callable[[], str]) -> None:
         """Set the text that the log line at the end adds (for bodies). Not called if debug logging is off."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from stio.errors import HostMemoryError
 from stio.limits import DEFAULT_BUDGET_BYTES, HUGE_PAGE_BYTES
@@ -338,28 +338,22 @@ def memory_error(
     )
 
 
-def raise_shortage(error: MemoryError | RuntimeError, path: str | None) -> NoReturn:
-    """Raise a failed allocation, also of numpy or torch, as `HostMemoryError`; any other error as it is.
-
-    Args:
-        error: The error, which is handled.
-        path: The file whose bytes the memory is for.
-    """
-    if isinstance(error, HostMemoryError):
-        error.path = error.path or path
-        raise error
-    if isinstance(error, MemoryError):
-        raise memory_error(None, str(error) or "the host has too little memory", path=path) from error
-    shortage = _TORCH_SHORTAGE.search(str(error))
-    if shortage is None:
-        raise error
-    raise memory_error(int(shortage[1]), "torch cannot allocate host memory", path=path) from error
-
-
 @contextmanager
 def reporting_shortage(path: str | None = None) -> Iterator[None]:
-    """Return a context in which a failed allocation is raised as by `raise_shortage`."""
+    """Return a context in which a failed allocation, also of numpy or torch, is raised as `HostMemoryError`.
+
+    Args:
+        path: The file whose bytes the memory is for.
+    """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
-        raise_shortage(error, path)
+    except HostMemoryError as error:
+        error.path = error.path or path
+        raise
+    except MemoryError as error:
+        raise memory_error(None, str(error) or "the host has too little memory", path=path) from error
+    except RuntimeError as error:
+        shortage = _TORCH_SHORTAGE.search(str(error))
+        if shortage is None:
+            raise
+        raise memory_error(int(shortage[1]), "torch cannot allocate host memory", path=path) from error
