@@ -40,7 +40,7 @@ from stio.process import Condition
 from stio.remote import RemoteDestination, RemoteTransaction, Uploads
 from stio.runtime import Cancelled, Operation, calls, is_interrupted, run_blocking
 from stio.runtime.memory import Region
-from stio.runtime.reports import Trace, traced
+from stio.runtime.reports import traced
 from stio.saving import SaveOptions, SaveResult, WritePlan
 from stio.storage import FileWriter, Note, Published, Transaction
 from stio.storage.commit import Invitation, JoinedTransaction, LocalTransaction
@@ -254,16 +254,10 @@ class StoreTransaction(RankTransaction):
 
     def _create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
         """Begin the exchange; return what takes the stream of this rank."""
-        options = self._options
         self._exchange = Exchange(
-            self._send_plan,
-            self._ranks,
-            self._own.create(nbytes),
-            save=self._operation,
-            new_hasher=None if options.hash is None else partial(new_hasher, options.hash),
-            trace=options.trace,
+            self._send_plan, self._ranks, self._own.create(nbytes), save=self._operation, options=self._options
         )
-        self._exchange.start()
+        self._exchange.operation.start()
         return [self._exchange.stream]
 
     def _digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
@@ -287,7 +281,7 @@ class StoreTransaction(RankTransaction):
         if self.state != "published":
             self._own.stop()
             if self._exchange is not None:
-                self._exchange.close()
+                self._exchange.operation.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,15 +372,14 @@ class SendPlan:
 
 
 class Exchange(RankTransfer):
-    """The exchange on one rank. All ranks start one, and `wait` or `close` it.
+    """The exchange on one rank; all ranks make one.
 
     Args:
         plan: What is sent.
         ranks: The ranks.
         uploads: The writers of all files; this rank uses those that it owns.
         save: The operation of the save; its cancel ends the exchange.
-        new_hasher: Makes a hasher for each file; None: no digests.
-        trace: Records spans.
+        options: Options of the save.
     """
 
     def __init__(
@@ -396,28 +389,21 @@ class Exchange(RankTransfer):
         uploads: Sequence[FileWriter],
         *,
         save: Operation[Any],
-        new_hasher: Callable[[], Hasher] | None = None,
-        trace: Trace | None = None,
+        options: SaveOptions,
     ) -> None:
         new_operation = partial(Operation[None], about=plan.path, exit_patience=save.exit_patience)
-        super().__init__(ranks, new_operation(self._run, name="send"), "save", range(len(plan.windows)))
-        self._plan, self._trace = plan, trace
-        self._uploading = new_operation(self._upload, name="upload")
+        self.operation: Operation[None] = new_operation(self._exchange, name="send")
+        """Sends and receives on a thread of its own; the caller starts it, and calls `wait` or closes it."""
+        uploading = new_operation(self._upload, name="upload")
+        super().__init__(ranks, self.operation, uploading, "save", range(len(plan.windows)))
+        self._plan, self._trace = plan, options.trace
         self._changed = Condition()  # guards what follows
         self.stream = _Messages(plan, self._changed)
         """Takes the bytes of this rank; see `plan_stream`."""
         self._writers = {file: uploads[file] for file, owner in enumerate(plan.owners) if owner == ranks.rank}
-        self._hashers = {} if new_hasher is None else {file: new_hasher() for file in self._writers}
+        self._hashers = {} if options.hash is None else {file: new_hasher(options.hash) for file in self._writers}
         self._images: deque[tuple[Window, _Bytes]] = deque()  # the first one is being uploaded
-        save.on_cancel(self._operation.cancel)
-
-    def start(self) -> None:
-        """Begin; returns at once.
-
-        Raises:
-            StorageError: The system starts no more threads.
-        """
-        self._operation.start()
+        save.on_cancel(self.operation.cancel)
 
     def wait(self) -> None:
         """Wait until the bytes of this rank are sent, and its files are uploaded.
@@ -427,14 +413,10 @@ class Exchange(RankTransfer):
             RankError: A rank has failed.
             StioError: See `Upload`.
         """
-        self._operation.join()
-        if self._operation.cancelled and self._operation.failure is None:
+        self.operation.join()
+        if self.operation.cancelled and self.operation.failure is None:
             raise Cancelled
-        self._operation.outcome()
-
-    def close(self) -> None:
-        """End it on all ranks, and wait until no thread of it is left on this one."""
-        self._operation.close()
+        self.operation.outcome()
 
     def digests(self) -> dict[int, str]:
         """Return the digest of each file that this rank has uploaded, by its number."""
@@ -442,23 +424,13 @@ class Exchange(RankTransfer):
 
     # On the thread of the exchange.
 
-    def _run(self, operation: Operation[None]) -> None:
-        operation.on_cancel(self._uploading.cancel)
+    def _exchange(self, operation: Operation[None]) -> None:
         operation.on_cancel(self._ranks.interrupt)
         try:
-            self._uploading.start()
             self.run()
-            self._uploading.join()
-            operation.check()
-            self._uploading.outcome()
         except BaseException as error:
             self.stream.end(error)
             raise
-        finally:
-            self._uploading.close()
-
-    def _failure(self) -> BaseException | None:
-        return self._uploading.failure
 
     def _wait(self, seconds: float) -> None:
         with self._changed:

@@ -17,7 +17,7 @@ from stio.errors import MismatchError
 from stio.format.shared import TensorSource
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, Operation
-from stio.saving.plan import plan_writes
+from stio.saving import SaveOptions, plan_writes
 
 WINDOW_BYTES = 8192
 HEADER = 1000
@@ -90,8 +90,8 @@ class Case:
             packets=packets,
         )
         ranks = Ranks(about="save")
-        self.exchange = Exchange(send_plan, ranks, self.files, save=self.save, new_hasher=hashlib.sha256)
-        self.exchange.start()
+        self.exchange = Exchange(send_plan, ranks, self.files, save=self.save, options=SaveOptions(hash="sha256"))
+        self.exchange.operation.start()
 
     def blocks(self) -> Iterator[tuple[int, Region]]:
         for block in self.own.shards[0].blocks:
@@ -142,7 +142,7 @@ def test_a_failed_upload_is_raised_where_the_stream_is_written() -> None:
         case.write()
     with pytest.raises(OSError, match="a store that fails"):
         case.exchange.wait()
-    case.exchange.close()
+    case.exchange.operation.close()
 
 
 def test_a_cancel_ends_all_waits() -> None:
@@ -167,7 +167,7 @@ def test_a_cancel_ends_all_waits() -> None:
     assert [type(error) for error in raised] == [Cancelled]
     with pytest.raises(Cancelled):
         case.exchange.wait()
-    case.exchange.close()
+    case.exchange.operation.close()
     assert not all(file.finished for file in case.files)
 
 
@@ -177,4 +177,4 @@ def test_bytes_that_no_rank_has() -> None:
     with pytest.raises(MismatchError, match="do not make up a file"):
         case.write()
         case.exchange.wait()
-    case.exchange.close()
+    case.exchange.operation.close()
