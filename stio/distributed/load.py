@@ -37,7 +37,7 @@ from stio.distributed.placements import (
     ChunkRows,
     RowRange,
     Rows,
-    StoredTensor,
+    RowTensor,
     common_rows,
     cut_chunks,
     needed_rows,
@@ -238,7 +238,7 @@ class _Plan:
 
     opened: OpenCheckpoint
     """The checkpoint."""
-    tensors: Sequence[StoredTensor]
+    tensors: Sequence[RowTensor]
     """All tensors of the checkpoint."""
     chunks: Sequence[Chunk]
     """See `cut_chunks`."""
@@ -353,7 +353,7 @@ def _require_agreement(required: bool, rank: int) -> None:
 
 
 def _decide(
-    tensors: Sequence[StoredTensor], found: Sequence[_Need | None], *, required: bool, path: str
+    tensors: Sequence[RowTensor], found: Sequence[_Need | None], *, required: bool, path: str
 ) -> _Agreement | None:
     """Return the decision of the first rank."""
     needs = [need for need in found if need is not None]
@@ -381,7 +381,7 @@ def _decide(
     return _Agreement(chunk_bytes, rows)
 
 
-def _tensors(opened: OpenCheckpoint) -> list[StoredTensor]:
+def _tensors(opened: OpenCheckpoint) -> list[RowTensor]:
     found = []
     for file, header in enumerate(opened.headers):
         columns = zip(header.names, header.dtypes, header.shapes, header.begins, strict=True)
@@ -391,11 +391,11 @@ def _tensors(opened: OpenCheckpoint) -> list[StoredTensor]:
                 rows = rows_of(items, item_bytes)
             except FormatError:  # rows that do not end on a byte; a load of the tensor says so
                 items, rows = shape, Rows(0, 0, 0)
-            found.append(StoredTensor(name, file, begin, dtype, items, rows))
+            found.append(RowTensor(name, file, begin, dtype, items, rows))
     return found
 
 
-def _needs(tensors: Sequence[StoredTensor], target: ModuleTarget, names: Sequence[str], *, path: str) -> list[RowRange]:
+def _needs(tensors: Sequence[RowTensor], target: ModuleTarget, names: Sequence[str], *, path: str) -> list[RowRange]:
     """Return the rows of each tensor that this rank needs."""
     wanted, slices = set(names), target.slices
     TORCH_DTYPES.require([one.dtype for one in tensors if one.name in wanted], path=path)
@@ -410,7 +410,7 @@ def _needs(tensors: Sequence[StoredTensor], target: ModuleTarget, names: Sequenc
     return needs
 
 
-def _require_rows(rows: Sequence[RowRange], tensors: Sequence[StoredTensor]) -> None:
+def _require_rows(rows: Sequence[RowRange], tensors: Sequence[RowTensor]) -> None:
     """Require that another rank has sent rows that the tensors have.
 
     Raises:

@@ -144,7 +144,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class RowTensor:
     """One tensor of the checkpoint, with data."""
 
     name: str
@@ -225,7 +225,7 @@ def common_rows(needed: Sequence[RowRange]) -> RowRange:
 
 
 def cut_chunks(
-    tensors: Sequence[StoredTensor], shared: Sequence[RowRange], num_ranks: int, chunk_bytes: int
+    tensors: Sequence[RowTensor], shared: Sequence[RowRange], num_ranks: int, chunk_bytes: int
 ) -> list[Chunk]:
     """Cut rows into chunks. The ranks read and send them in turn: rank k the chunks k, `num_ranks + k` and so on.
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stio.distributed.placements import (
     NO_ROWS,
     Rows,
-    StoredTensor,
+    RowTensor,
     common_rows,
     cut_chunks,
     needed_rows,
@@ -65,14 +65,14 @@ def test_rows_that_ranks_need_in_common(needed: list[tuple[int, int]], common: t
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> tuple[list[StoredTensor], list[tuple[int, int]]]:
+def tensors(draw: st.DrawFn) -> tuple[list[RowTensor], list[tuple[int, int]]]:
     """Return tensors in the order of the checkpoint, and the rows of each that are sent."""
     found, shared, offset, file = [], [], 0, 0
     for tensor in range(draw(st.integers(0, 12))):
         if draw(st.booleans()) and found:
             file, offset = (file + 1, 0) if draw(st.booleans()) else (file, offset + draw(st.integers(1, 50)))
         row_bytes, num = draw(st.integers(1, 40)), draw(st.integers(1, 30))
-        found.append(StoredTensor(f"t{tensor}", file, offset, "U8", (num, row_bytes), Rows(0, num, row_bytes)))
+        found.append(RowTensor(f"t{tensor}", file, offset, "U8", (num, row_bytes), Rows(0, num, row_bytes)))
         first = draw(st.integers(0, num))
         shared.append(
             (first, draw(st.integers(first, num)))
@@ -86,7 +86,7 @@ def tensors(draw: st.DrawFn) -> tuple[list[StoredTensor], list[tuple[int, int]]]
 @pytest.mark.slow
 @given(tensors(), st.integers(1, 9), st.integers(1, 200))
 def test_chunks_cover_each_row_once(
-    case: tuple[list[StoredTensor], list[tuple[int, int]]], num_ranks: int, chunk_bytes: int
+    case: tuple[list[RowTensor], list[tuple[int, int]]], num_ranks: int, chunk_bytes: int
 ):
     stored, shared = case
     chunks = cut_chunks(stored, shared, num_ranks, chunk_bytes)
@@ -108,7 +108,7 @@ def test_chunks_cover_each_row_once(
 
 
 def test_shares_of_ranks_are_nearly_equal():
-    stored = [StoredTensor(f"t{k}", 0, 1000 * k, "U8", (1000,), Rows(0, 1000, 1)) for k in range(30)]
+    stored = [RowTensor(f"t{k}", 0, 1000 * k, "U8", (1000,), Rows(0, 1000, 1)) for k in range(30)]
     for num_ranks, chunk_bytes in [(2, 500), (7, 500), (7, 10_000)]:
         chunks = cut_chunks(stored, [(0, 1000)] * 30, num_ranks, chunk_bytes)
         shares = [sum(chunk.nbytes for chunk in chunks[rank::num_ranks]) for rank in range(num_ranks)]
@@ -116,8 +116,8 @@ def test_shares_of_ranks_are_nearly_equal():
 
 
 def test_a_large_row_goes_whole():
-    small = StoredTensor("small", 0, 0, "U8", (3, 10), Rows(0, 3, 10))
-    large = StoredTensor("large", 0, 30, "U8", (1, 1000), Rows(0, 1, 1000))
+    small = RowTensor("small", 0, 0, "U8", (3, 10), Rows(0, 3, 10))
+    large = RowTensor("large", 0, 30, "U8", (1, 1000), Rows(0, 1, 1000))
     chunks = cut_chunks([small, large], [(0, 3), (0, 1)], 2, 100)
     assert [(one.begin, one.nbytes) for one in chunks] == [(0, 30), (30, 1000)]
     assert [one.nbytes for one in cut_chunks([large], [(0, 1)], 4, 100)] == [1000]
