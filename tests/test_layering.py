@@ -291,7 +291,7 @@ def is_by_face(file: str, module: str, name: str) -> bool:
     target = _file_of(module) or "?"
     if part_of(target) == part_of(file) or "/" not in target:  # of its own package, or a module at the top
         return True
-    if (file, target) in PAST_FACES or target == "native/__init__.py":  # which is one module
+    if (file, target) in PAST_FACES or target in ONE_MODULE:
         return True
     return target in FACES and (name in names_of(target) or f"{module}.{name}" in PUBLIC_PACKAGES)
 
@@ -304,8 +304,11 @@ PAST_FACES = {
 }
 """Imports past a face that are meant, with the reason."""
 
-PUBLIC_PACKAGES = {"stio.process", "stio.runtime.memory"}
+PUBLIC_PACKAGES = {"stio.process"}
 """Packages that are imported as a whole."""
+
+ONE_MODULE = {"native/__init__.py", "runtime/memory.py"}
+"""Modules that are faces: what they define without an underscore is for others."""
 
 
 def test_an_import_past_a_face_is_found() -> None:
@@ -331,7 +334,7 @@ def test_a_name_in_a_face_is_used() -> None:
     assert listed - used == {"stio.remote.pull"}, "`stio pull` imports that one by name"
 
 
-NOT_USED_HERE = ("compat/", "distributed/", "integrations/", "testing/", "native/", "runtime/memory/", "process/")
+NOT_USED_HERE = ("compat/", "distributed/", "integrations/", "testing/", "native/", "process/")
 """Packages whose faces users import, or that are imported as a whole."""
 
 

@@ -426,7 +426,7 @@ def test_221_a_handler_at_any_line_of_a_save_closes_the_saver() -> None:
 
 def test_207_a_late_thread_unmaps_its_own_pages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large pages whose thread has not begun are unmapped by another allocation, at whose address others are mapped."""
-    from stio.runtime.memory import regions as memory
+    from stio.runtime import memory
 
     late: list[Any] = []
     monkeypatch.setattr(memory._thread, "start_new_thread", lambda run, arguments: late.append((run, arguments)))
