@@ -149,7 +149,7 @@ async def load_into(
             source,
             _filled(target, checked_casting(casting)),
             options,
-            on_begin=lambda load: ranks.on_failure(load.cancel),
+            on_begin=ranks.bind,
             fill_first=shared.fill,
         )
         require_same(await ranks.arrive("loaded", shared.opened_as), path=report.path)
@@ -299,7 +299,6 @@ class SharedFill:
             ChangedDuringReadError: Ranks have opened different checkpoints.
         """
         self.opened_as = describe_opened(opened, self._source)
-        operation.on_cancel(self._ranks.interrupt)
         with traced(self._options.trace, "agree"):
             plan = self._agree(opened, target, names)
         if plan is None or not isinstance(target, ModuleTarget):

@@ -190,7 +190,6 @@ class Ranks:
         key: A text that all ranks have, and that was never used before, where they do not make their objects in the
             same order. None: a number, in the order in which objects without a key are made.
         is_alone: Whether this rank does it without the others.
-        exit_patience: Seconds that the interpreter's exit waits for the end of what they do.
 
     Raises:
         TypeError: The timeout is no number.
@@ -205,7 +204,6 @@ class Ranks:
         timeout: float = RANK_TIMEOUT_SECONDS,
         key: str | None = None,
         is_alone: bool = False,
-        exit_patience: float = 0.0,
     ) -> None:
         if isinstance(timeout, bool) or not isinstance(timeout, int | float):
             raise TypeError(f"rank_timeout= takes a number of seconds, not {timeout!r}")
@@ -246,9 +244,7 @@ class Ranks:
         self._error: BaseException | None = None
         self._changed = Condition()
         self._notifier = Notifier()
-        self._watcher: Operation[None] = Operation(
-            self._watch, name="ranks", about=about, notifier=self._notifier, exit_patience=exit_patience
-        )
+        self._watcher: Operation[None] = Operation(self._watch, name="ranks", about=about, notifier=self._notifier)
         self._signs = {other: _Sign() for other in (range(1, self.num_ranks) if self.rank == 0 else (0,))}
         self.sign_seconds = min(0.5, self.timeout / 8) * max(1.0, self.num_ranks / 250)
         """Seconds between two signs of life of a rank, which are its values of the name "sign"."""
@@ -256,14 +252,16 @@ class Ranks:
         self._looked = clock.monotonic()  # when the store has answered last
         self._served = False  # whether the thread of the requests has ended
 
-    def on_failure(self, cancel: Callable[[], None]) -> None:
-        """Call a function when another rank has failed; at once if one has. It must take no lock.
+    def bind(self, operation: Operation[Any]) -> None:
+        """Cancel an operation when another rank has failed, at once if one has; its cancel ends all waits of this rank.
 
-        What it ends may raise `ClosedError` or `Cancelled`: on leaving the block `RankError` takes its place.
+        The operation may then raise `ClosedError` or `Cancelled`: on leaving the block `RankError` takes its place.
         """
-        self._cancels.append(cancel)
+        self._watcher.exit_patience = operation.exit_patience
+        operation.on_cancel(self.interrupt)
+        self._cancels.append(operation.cancel)
         if self.failure is not None:
-            cancel()
+            operation.cancel()
 
     def share(self, name: str, value: object = b"") -> None:
         """Give the other ranks a value of plain data, once for each name; returns at once."""

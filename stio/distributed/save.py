@@ -14,12 +14,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -44,7 +44,6 @@ from stio.runtime.memory import Region, allocate
 from stio.runtime.reports import Progress, Trace
 from stio.saving import (
     DEFAULT_PATTERN,
-    EXIT_PATIENCE_SECONDS,
     CommitStep,
     DestinationLike,
     Durability,
@@ -225,7 +224,7 @@ class Saver(LocalSaver):
 
 
 def _ranks(process_group: ProcessGroup | None, rank_timeout: float, key: str | None = None) -> Ranks:
-    return Ranks(process_group, about="save", timeout=rank_timeout, key=key, exit_patience=EXIT_PATIENCE_SECONDS)
+    return Ranks(process_group, about="save", timeout=rank_timeout, key=key)
 
 
 async def _sharded(
@@ -249,9 +248,10 @@ async def _sharded(
     """
     if nested is None:
         nested = not isinstance(state, nn.Module) and not _is_flat(state)
+    tied = None
     if nested:
         tensors, with_tree = await flatten(state, options.metadata)
-        options, tied = replace(options, metadata=with_tree), None
+        options = replace(options, metadata=with_tree)
     else:
         assert isinstance(state, Mapping | nn.Module)
         tensors, tied = tensors_of(state)
@@ -265,7 +265,8 @@ async def _sharded(
             # A rank that is not in the mesh has nothing, also of a scalar, which cannot be empty.
             tensors[name] = part.local if mesh.get_coordinate() is not None else part.local.new_empty(0)
             shares[name] = Share(part.shape, part.index, known, *replica_of(tensor))
-    return ShardedSave(tensors, shares, destination, options, ranks=ranks, tied=tied, **arguments)
+    held = HeldTensors(tensors, shares, tied or TiedNames())
+    return ShardedSave(held, destination, options, ranks, **arguments)
 
 
 def _is_flat(state: object) -> bool:
@@ -288,34 +289,35 @@ class _Compared(msgspec.Struct, array_like=True):
     ties: list[list[str]]
 
 
+class HeldTensors(NamedTuple):
+    """What a rank holds of the tensors of a save."""
+
+    tensors: Mapping[str, torch.Tensor | LazyTensor]
+    """What it holds of each."""
+    shares: Mapping[str, Share]
+    """Which part that is, see `RankState`."""
+    tied: TiedNames
+    """See `resolve_shared`; the same on all ranks."""
+
+
 class ShardedSave(PendingSave):
     """One save of many ranks, on one of them.
 
     See `PendingSave` for the other arguments.
 
     Args:
-        tensors: What this rank holds of each tensor.
-        shares: Which part that is, see `RankState`.
+        held: What this rank has.
         destination: The destination.
         options: The keywords.
         ranks: The ranks, not entered yet. The caller waits for the save in a block of `Ranks.reports`.
-        tied: See `resolve_shared`; the same on all ranks.
     """
 
     def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor | LazyTensor],
-        shares: Mapping[str, Share],
-        destination: DestinationLike,
-        options: SaveOptions,
-        *,
-        ranks: Ranks,
-        tied: TiedNames | None = None,
-        **arguments: Any,
+        self, held: HeldTensors, destination: DestinationLike, options: SaveOptions, ranks: Ranks, **arguments: Any
     ) -> None:
-        self._ranks, self._shares, self._tied = ranks, shares, tied or TiedNames()
-        self._undo: Callable[[], None] = _nothing
-        super().__init__(tensors, destination, options, **arguments)
+        self._ranks, self._shares, self._tied = ranks, held.shares, held.tied
+        self._undo = ExitStack()
+        super().__init__(held.tensors, destination, options, **arguments)
         where = self._absolute_destination
         if isinstance(where, RemoteDestination):
             self._absolute_destination = Store(where)
@@ -326,19 +328,15 @@ class ShardedSave(PendingSave):
             )
 
     def _run(self, operation: Operation[SaveResult]) -> SaveResult:
-        try:
+        # What was begun is undone after this rank has left the others: a failure is reported by then, and deletions may
+        # take long. On the first rank the others have left too and ended their writes: some filesystems keep the names
+        # of open files.
+        with self._undo:
             return run_blocking(self._run_on_ranks(operation))
-        finally:
-            # After this rank has left the others: a failure is reported by then, and deletions may take long. On the
-            # first rank the others have left too and ended their writes: some filesystems keep the names of open files.
-            undo, self._undo = self._undo, _nothing
-            undo()
 
     async def _run_on_ranks(self, operation: Operation[SaveResult]) -> SaveResult:
-        ranks = self._ranks
-        ranks.on_failure(operation.cancel)
-        operation.on_cancel(ranks.interrupt)
-        async with ranks:
+        self._ranks.bind(operation)
+        async with self._ranks:
             return super()._run(operation)
 
     # The plan.
@@ -494,7 +492,7 @@ class ShardedSave(PendingSave):
         transaction = self._transaction
         is_first = self._ranks.rank == 0
         own = super()._begin_transaction(operation, num_shards) if is_first else transaction.join(operation)
-        self._undo = own.roll_back
+        self._undo.callback(own.roll_back)
         transaction.begin(own, operation)
         if len(own.shard_names) != num_shards:
             raise RankError("rank 0 has sent the names of another number of files", ranks=(0,))
@@ -502,10 +500,6 @@ class ShardedSave(PendingSave):
 
     def _arrive(self, name: str, value: object, *, kind: Any) -> list[Any]:
         return run_blocking(self._ranks.arrive(name, value, kind=kind))
-
-
-def _nothing() -> None:
-    pass
 
 
 def _ranks_that_differ(found: Sequence[_Compared]) -> list[int]:

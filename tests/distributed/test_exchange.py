@@ -103,7 +103,7 @@ class Case:
 
     def write(self) -> None:
         for offset, region in self.blocks():
-            self.exchange.stream.write_from(offset, region)
+            self.exchange.write_from(offset, region)
 
 
 def test_files_are_uploaded_in_order() -> None:
@@ -123,10 +123,10 @@ def test_memory_is_bounded_while_the_store_is_slow() -> None:
         file.open.clear()
     writer = threading.Thread(target=case.write)
     writer.start()
-    stream, images = case.exchange.stream, case.exchange._images
+    stream, images = case.exchange, case.exchange._images
     assert eventually(lambda: len(images) == _NUM_IMAGES)
     assert not eventually(lambda: len(images) > _NUM_IMAGES, 0.2)
-    assert 0 < stream._end <= _NUM_IMAGES * WINDOW_BYTES and len(stream._blocks) == 1
+    assert 0 < stream._sent_bytes <= _NUM_IMAGES * WINDOW_BYTES and len(stream._blocks) == 1
     for file in case.files:
         file.open.set()
     writer.join()
