@@ -39,7 +39,7 @@ LEVELS: dict[str, int] = {
     "format": 3,
     "native": 2,
     "runtime": 2,
-    "process": 1,
+    "process.py": 1,
     "text.py": 1,
     "limits.py": 1,
     "schemes.py": 0,
@@ -293,7 +293,7 @@ def is_by_face(file: str, module: str, name: str) -> bool:
         return True
     if (file, target) in PAST_FACES or target in ONE_MODULE:
         return True
-    return target in FACES and (name in names_of(target) or f"{module}.{name}" in PUBLIC_PACKAGES)
+    return target in FACES and name in names_of(target)
 
 
 PAST_FACES = {
@@ -303,9 +303,6 @@ PAST_FACES = {
     ("integrations/_training.py", "distributed/parts.py"): "the face of `stio.distributed` is public",
 }
 """Imports past a face that are meant, with the reason."""
-
-PUBLIC_PACKAGES = {"stio.process"}
-"""Packages that are imported as a whole."""
 
 ONE_MODULE = {"native/__init__.py", "runtime/memory.py"}
 """Modules that are faces: what they define without an underscore is for others."""
@@ -334,7 +331,7 @@ def test_a_name_in_a_face_is_used() -> None:
     assert listed - used == {"stio.remote.pull"}, "`stio pull` imports that one by name"
 
 
-NOT_USED_HERE = ("compat/", "distributed/", "integrations/", "testing/", "native/", "process/")
+NOT_USED_HERE = ("compat/", "distributed/", "integrations/", "testing/", "native/")
 """Packages whose faces users import, or that are imported as a whole."""
 
 

@@ -1,6 +1,6 @@
 """Operations: each runs a blocking function, its body, on a thread of stio's own; callers wait in a loop or a thread.
 
-Callers' threads and the body share no lock (`stio.process.locks` says why). What is decided once, such as whether a
+Callers' threads and the body share no lock (`stio.process` says why). What is decided once, such as whether a
 cancel or the end came first, is decided by `dict.setdefault`: the first value stays.
 
 The public functions only wait. A body never runs on the caller's loop, so a load continues while that loop is blocked,
@@ -238,7 +238,7 @@ class Operation(Generic[T]):
     def on_cancel(self, stop: Callable[[], None]) -> None:
         """Call `stop` when the operation is cancelled; at once if it already is. It may be called more than once.
 
-        It must take no lock: see `stio.process.locks`.
+        It must take no lock: see `stio.process`.
         """
         self._stops.append(stop)
         if self.cancelled:
@@ -335,7 +335,7 @@ class Operation(Generic[T]):
 
     @staticmethod
     def result_of(work: Callable[[], T], *, name: str) -> T:
-        """Call a function that takes locks on a thread of stio's, and wait for it; see `stio.process.locks`."""
+        """Call a function that takes locks on a thread of stio's, and wait for it; see `stio.process`."""
         if not thread_name():
             with suppress(StorageError):  # no more threads
                 return Operation[T](lambda _: work(), name=name).result()

@@ -1,4 +1,4 @@
-"""Tests of stio.process.locks: conditions, and the check that user code is called under no lock."""
+"""Tests of stio.process: conditions, and the check that user code is called under no lock."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fakes import MemoryDestination
 from support import eventually
 
 import stio
+from stio import process as locks
 from stio import sync
-from stio.process import locks
-from stio.process.locks import Condition, new_lock, require_unlocked
+from stio.process import Condition, new_lock, require_unlocked
 from stio.runtime.notifier import Notifier
 
 
