@@ -23,7 +23,7 @@ LEVELS: dict[str, int] = {
     "cli": 9,
     "compat": 9,
     "integrations": 9,
-    "testing": 9,
+    "testing.py": 9,
     "__main__.py": 9,
     "__init__.py": 8,
     "sync.py": 8,
@@ -331,7 +331,7 @@ def test_a_name_in_a_face_is_used() -> None:
     assert listed - used == {"stio.remote.pull"}, "`stio pull` imports that one by name"
 
 
-NOT_USED_HERE = ("compat/", "distributed/", "integrations/", "testing/", "native/")
+NOT_USED_HERE = ("compat/", "distributed/", "integrations/", "native/")
 """Packages whose faces users import, or that are imported as a whole."""
 
 

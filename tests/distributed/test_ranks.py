@@ -9,6 +9,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ async def hostile(key: str) -> None:
     """Rank 1 sets what no rank of stio sends."""
     async with Ranks(about="load") as ranks:
         if ranks.rank == 1:
-            ranks._to_set.append((key, pickle.dumps(OSError("x"))))
+            ranks._posts.append(partial(ranks._set, key=key, value=pickle.dumps(OSError("x"))))
         await ranks.arrive("hostile" if ranks.rank != 1 else "nothing", b"x")
 
 
