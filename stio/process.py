@@ -29,7 +29,6 @@ import gc
 import os
 import sys
 import threading
-import time
 import traceback
 from _thread import allocate_lock
 from collections.abc import Callable, Generator, Iterator
@@ -113,30 +112,18 @@ class Condition:
                     self._lock._acquire_restore(state)
                     _held.count += state[0]
         finally:
-            if mine in self._waiting:
-                self._waiting.remove(mine)
+            self._waiting.remove(mine)
             self._seen = self._last_wake
         return woken
 
-    def wait_for(self, ready: Callable[[], object], timeout: float | None = None) -> bool:
-        """Sleep until `ready()` is true; False if the timeout (seconds) came first. The caller holds the lock."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def wait_for(self, ready: Callable[[], object]) -> None:
+        """Sleep until `ready()` is true. The caller holds the lock."""
         while not ready():
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return False
-            self.wait(left)
-        return True
-
-    def notify(self, count: int = 1) -> None:
-        """Wake some threads that sleep. The caller holds the lock, and has changed the state under it."""
-        chosen, self._waiting[:count] = self._waiting[:count], []
-        release_waiting(chosen)
+            self.wait()
 
     def notify_all(self) -> None:
         """Wake all threads that sleep. The caller holds the lock, and has changed the state under it."""
-        if self._waiting:
-            self.notify(len(self._waiting))
+        release_waiting(self._waiting)
 
     def wake(self) -> None:
         """Wake all threads that sleep, or are about to. Callable from any thread, with and without the lock."""

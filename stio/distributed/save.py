@@ -347,7 +347,7 @@ class ShardedSave(PendingSave):
         self._require_all_parts(plan, parts)
         where = self._absolute_destination
         kind = StoreTransaction if isinstance(where, Store) else FileTransaction
-        self._transaction: RankTransaction = kind(self._ranks, where, self._options)
+        self._transaction: RankTransaction = kind(self._ranks, where, self._options, self.operation)
         return plan, self._transaction.plan(plan, parts, block_bytes)
 
     def _plan_all(
@@ -489,11 +489,10 @@ class ShardedSave(PendingSave):
     # The transaction.
 
     def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
-        transaction = self._transaction
-        is_first = self._ranks.rank == 0
-        own = super()._begin_transaction(operation, num_shards) if is_first else transaction.join(operation)
+        transaction, is_first = self._transaction, self._ranks.rank == 0
+        own = super()._begin_transaction(operation, num_shards) if is_first else transaction.join()
         self._undo.callback(own.roll_back)
-        transaction.begin(own, operation)
+        transaction.begin(own)
         if len(own.shard_names) != num_shards:
             raise RankError("rank 0 has sent the names of another number of files", ranks=(0,))
         return transaction

@@ -79,23 +79,23 @@ class RankTransaction(Transaction):
         ranks: The ranks.
         destination: The destination of the save.
         options: Options of the save.
+        save: The operation of the save.
     """
 
     takes_index = False
 
-    def __init__(self, ranks: Ranks, destination: Any, options: SaveOptions) -> None:
-        self._ranks, self._destination, self._options = ranks, destination, options
+    def __init__(self, ranks: Ranks, destination: Any, options: SaveOptions, save: Operation[SaveResult]) -> None:
+        self._ranks, self._destination, self._options, self._save = ranks, destination, options, save
         self.path = str(destination)
         self._own: Any = None
         self._first: Transaction | None = None  # that of the first rank, on the first rank
 
-    def begin(self, own: Transaction, operation: Operation[SaveResult]) -> None:
+    def begin(self, own: Transaction) -> None:
         """Begin.
 
         Args:
             own: On the first rank the transaction of the save, on others the result of `join`. The caller rolls it
                 back when this rank has left the others.
-            operation: The operation of the save.
         """
         self._own, self.shard_names = own, own.shard_names
         if self._ranks.rank == 0:
@@ -144,7 +144,7 @@ class RankTransaction(Transaction):
         """Return the plan of what this rank stages and writes."""
         raise NotImplementedError
 
-    def join(self, operation: Operation[SaveResult]) -> Transaction:
+    def join(self) -> Transaction:
         """On other ranks, return the transaction to write in, once the first rank lets this one join."""
         raise NotImplementedError
 
@@ -173,14 +173,14 @@ class FileTransaction(RankTransaction):
         self._own_bytes = [sum(block.file_bytes for block in shard.blocks) for shard in own.shards]
         return own
 
-    def join(self, operation: Operation[SaveResult]) -> Transaction:
+    def join(self) -> Transaction:
         """See `RankTransaction`."""
         invitation = Invitation.from_json(run_blocking(self._ranks.fetch("staging")))
-        return JoinedTransaction(invitation, operation.check)
+        return JoinedTransaction(invitation, self._save.check)
 
-    def begin(self, own: Transaction, operation: Operation[SaveResult]) -> None:
+    def begin(self, own: Transaction) -> None:
         """See `RankTransaction`."""
-        super().begin(own, operation)
+        super().begin(own)
         self.path = own.path
 
     def _create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
@@ -238,16 +238,15 @@ class StoreTransaction(RankTransaction):
         )
         return own
 
-    def join(self, operation: Operation[SaveResult]) -> Transaction:
+    def join(self) -> Transaction:
         """See `RankTransaction`."""
         names = run_blocking(self._ranks.fetch("names", kind=tuple[str, ...]))
         uploads: Uploads = self._destination.inner.join(names)
         return uploads
 
-    def begin(self, own: Transaction, operation: Operation[SaveResult]) -> None:
+    def begin(self, own: Transaction) -> None:
         """See `RankTransaction`."""
-        super().begin(own, operation)
-        self._operation = operation
+        super().begin(own)
         if isinstance(own, RemoteTransaction):
             own.share()
             self._ranks.share("names", own.shard_names)
@@ -255,7 +254,7 @@ class StoreTransaction(RankTransaction):
     def _create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
         """Begin the exchange; return what takes the stream of this rank."""
         self._exchange = Exchange(
-            self._send_plan, self._ranks, self._own.create(nbytes), save=self._operation, options=self._options
+            self._send_plan, self._ranks, self._own.create(nbytes), save=self._save, options=self._options
         )
         self._exchange.operation.start()
         return [self._exchange]

@@ -183,7 +183,8 @@ class Operation(Generic[T]):
         self.exit_patience = exit_patience
         """See above."""
         self._started = False
-        self._done = False
+        self.done = False
+        """Whether the body has ended, and all its threads with it; its buffers are released."""
         self._value: T | None = None
         self._error: BaseException | None = None
         self._notifier = notifier or Notifier()
@@ -259,11 +260,6 @@ class Operation(Generic[T]):
             raise Cancelled
 
     @property
-    def done(self) -> bool:
-        """Whether the body has ended, and all its threads with it; its buffers are released."""
-        return self._done
-
-    @property
     def failure(self) -> BaseException | None:
         """The error that the body raised; None if it raised none, or `Cancelled`."""
         return None if isinstance(self._error, Cancelled) else self._error
@@ -271,7 +267,7 @@ class Operation(Generic[T]):
     @property
     def running(self) -> bool:
         """Whether the operation was started and its body has not ended."""
-        return self._started and not self._done
+        return self._started and not self.done
 
     async def wait_until(self, ready: Callable[[], bool] | None = None) -> None:
         """Wait until `ready()` or until the body has ended: in a task of any loop, or in a thread (`run_blocking`).
@@ -288,7 +284,7 @@ class Operation(Generic[T]):
         Raises:
             StioError: This is a thread of the operation itself.
         """
-        is_ready: Callable[[], bool] = (lambda: self._done) if ready is None else (lambda: self._done or ready())
+        is_ready: Callable[[], bool] = (lambda: self.done) if ready is None else (lambda: self.done or ready())
         if current_operation() is self and not is_ready():
             raise StioError(f"the {self._name} cannot wait for its own end on its own thread; wait in another thread")
         try:
@@ -323,7 +319,7 @@ class Operation(Generic[T]):
         with _shielded():
             while self.running and current_operation() is not self:  # a finaliser may run on its own thread
                 try:
-                    await self._notifier.wait_for(lambda: self._done)
+                    await self._notifier.wait_for(lambda: self.done)
                 except asyncio.CancelledError as error:
                     interrupted = [error]  # asyncio's own task.cancel() passes through anyio's shield
         if interrupted:
@@ -348,7 +344,7 @@ class Operation(Generic[T]):
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait in this thread until the body has ended; False if the timeout (seconds) came first."""
-        return not self._started or self._notifier.block_until(lambda: self._done, timeout)
+        return not self._started or self._notifier.block_until(lambda: self.done, timeout)
 
     def outcome(self) -> T:
         """Return the value of the body, or raise its error; only when `done`.
@@ -378,7 +374,7 @@ class Operation(Generic[T]):
     def _run_once(self) -> None:
         mine = object()
         if self._decided.setdefault("thread", mine) is not mine:  # another thread, or a signal handler, started it too
-            if self._done:
+            if self.done:
                 counters.running.discard(self)
             return
         self._started = True
@@ -402,7 +398,7 @@ class Operation(Generic[T]):
         if self._decided.setdefault("end", "over") == "cancelled":
             self._discard_value()
         self._count_end()
-        self._done = True
+        self.done = True
         self._notifier.notify()
         del self  # the traceback of the error refers to this frame
 
@@ -435,7 +431,7 @@ class Operation(Generic[T]):
     def _end_in_child(self) -> None:
         """Mark as ended in a forked child: its thread is not there."""
         self._stops = []
-        self.cancelled = self._done = True
+        self.cancelled = self.done = True
         self._error = Cancelled()
 
 
