@@ -328,7 +328,7 @@ class _DcpSave(ShardedSave):
     def _share_tree(self, parts: dict[str, WrittenPart]) -> int:
         """Make the tree, from the values of all ranks; it becomes a part of the first one. Return its length."""
         values: dict[str, object] = {}
-        for text in self._arrive("values", self._own_tree, kind=bytes):
+        for text in run_blocking(self._ranks.arrive("values", self._own_tree, kind=bytes)):
             tree = parse_tree(text, path=str(self.destination), limits=Limits(), foreign=torch_value)
             values |= tree.fill(lambda one: one)
         text = self._layout.tree(values | self._values, self.operation.check)

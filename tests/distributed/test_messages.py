@@ -16,8 +16,8 @@ import pytest
 
 from stio import errors
 from stio.distributed import load as broadcast
+from stio.distributed.agreement import _Compared
 from stio.distributed.ranks import _described, _RankFailure, decoded
-from stio.distributed.save import _Compared
 from stio.distributed.sharded_write import _unpack
 from stio.errors import MismatchError, RankError, StioError, StorageError
 from stio.runtime.operation import PanicError
