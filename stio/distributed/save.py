@@ -125,7 +125,7 @@ async def save(
         StioError: See `stio.save`.
     """
     given = locals()
-    ranks = _ranks(process_group, rank_timeout)
+    ranks = Ranks(process_group, about="save", timeout=rank_timeout)
     async with ranks.reports():
         options = SaveOptions(**keywords_for(SaveOptions, given))
         pending = await _sharded(module_or_state, destination, options, ranks, budget_bytes=budget_bytes)
@@ -198,7 +198,7 @@ class Saver(LocalSaver):
 
     def _next_ranks(self) -> Ranks:
         key = f"{self._first_key}.{next(self._numbers)}" if self._first_key else None
-        ranks = _ranks(self._process_group, self._rank_timeout, key)
+        ranks = Ranks(self._process_group, about="save", timeout=self._rank_timeout, key=key)
         self._first_key, self._last_key = self._first_key or ranks.key, ranks.key
         return ranks
 
@@ -220,10 +220,6 @@ class Saver(LocalSaver):
         except BaseException as error:
             vars(error)[_TOLD] = ranks.key  # not its `id`, which the next error may have when this one is freed
             raise
-
-
-def _ranks(process_group: ProcessGroup | None, rank_timeout: float, key: str | None = None) -> Ranks:
-    return Ranks(process_group, about="save", timeout=rank_timeout, key=key)
 
 
 async def _sharded(
