@@ -123,7 +123,8 @@ class Condition:
 
     def notify_all(self) -> None:
         """Wake all threads that sleep. The caller holds the lock, and has changed the state under it."""
-        release_waiting(self._waiting)
+        if self._waiting:
+            release_waiting(self._waiting)
 
     def wake(self) -> None:
         """Wake all threads that sleep, or are about to. Callable from any thread, with and without the lock."""
