@@ -11,7 +11,7 @@ from textwrap import wrap
 from typing import Literal
 
 from stio.errors import one_line
-from stio.runtime.reports.svg import LINE_HEIGHT, WIDTH, document, text
+from stio.runtime.reports.timeline import LINE_HEIGHT, WIDTH, document, escaped
 from stio.text import show_bytes
 
 _LEFT, _RIGHT = 280, 110
@@ -59,9 +59,9 @@ def draw_panels(panels: Sequence[Panel]) -> str:
     body, label, y = "", "", 0
     for panel in panels:
         lines = [line for sentence in panel.sentences for line in wrap(one_line(sentence), 112)]
-        body += f'<text class="title" x="12" y="{y + 26}">{text(panel.title)}</text>'
+        body += f'<text class="title" x="12" y="{y + 26}">{escaped(panel.title)}</text>'
         for k, line in enumerate(lines, 1):
-            body += f'<text x="12" y="{y + 26 + LINE_HEIGHT * k}">{text(line)}</text>'
+            body += f'<text x="12" y="{y + 26 + LINE_HEIGHT * k}">{escaped(line)}</text>'
         top = y + 26 + LINE_HEIGHT * len(lines) + 12
         y = top + _ROW * len(panel.rates) + 12
         body += _bars(panel.rates, top, y - 12)
@@ -81,7 +81,7 @@ def _row(rate: Rate, y: int, most: float) -> str:
     middle, end = y + _ROW // 2, _at(rate.median, most)
     low, high, wide = _at(rate.low, most), _at(rate.high, most), round(end - _LEFT, 1)
     return (
-        f'<text x="{_LEFT - 10}" y="{middle + 4}" text-anchor="end">{text(rate.label, 38)}</text>'
+        f'<text x="{_LEFT - 10}" y="{middle + 4}" text-anchor="end">{escaped(rate.label, 38)}</text>'
         f'<rect class="{rate.kind}" x="{_LEFT}" y="{middle - _BAR // 2}" width="{wide}" height="{_BAR}">'
         f"<title>{show_bytes(rate.low)}/s to {show_bytes(rate.high)}/s</title></rect>"
         f'<path class="spread" d="M{low} {middle}H{high}M{low} {middle - 4}v8M{high} {middle - 4}v8"/>'

@@ -33,7 +33,7 @@ from fakes import MemoryDestination
 import stio.sync
 from benchmarks.limits import huge_buffer
 from stio import native
-from stio.runtime.memory.control_groups import num_processors
+from stio.runtime.memory import num_processors
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -27,7 +27,7 @@ gc.disable()  # until the tests are collected: nothing of that is garbage, and t
 # Threads of OpenMP spin while they wait. Several processes with as many as there are processors take three times the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-locks = importlib.import_module("stio.process.locks")
+locks = importlib.import_module("stio.process")
 loops = importlib.import_module("loops")
 calls = importlib.import_module("stio.storage.commit.syscalls")
 clock = importlib.import_module("clocks").clock

@@ -23,7 +23,7 @@ LEVELS: dict[str, int] = {
     "cli": 9,
     "compat": 9,
     "integrations": 9,
-    "testing": 9,
+    "testing.py": 9,
     "__main__.py": 9,
     "__init__.py": 8,
     "sync.py": 8,
@@ -39,7 +39,7 @@ LEVELS: dict[str, int] = {
     "format": 3,
     "native": 2,
     "runtime": 2,
-    "process": 1,
+    "process.py": 1,
     "text.py": 1,
     "limits.py": 1,
     "schemes.py": 0,
@@ -291,9 +291,9 @@ def is_by_face(file: str, module: str, name: str) -> bool:
     target = _file_of(module) or "?"
     if part_of(target) == part_of(file) or "/" not in target:  # of its own package, or a module at the top
         return True
-    if (file, target) in PAST_FACES or target == "native/__init__.py":  # which is one module
+    if (file, target) in PAST_FACES or target in ONE_MODULE:
         return True
-    return target in FACES and (name in names_of(target) or f"{module}.{name}" in PUBLIC_PACKAGES)
+    return target in FACES and name in names_of(target)
 
 
 PAST_FACES = {
@@ -304,8 +304,8 @@ PAST_FACES = {
 }
 """Imports past a face that are meant, with the reason."""
 
-PUBLIC_PACKAGES = {"stio.process", "stio.runtime.memory"}
-"""Packages that are imported as a whole."""
+ONE_MODULE = {"native/__init__.py", "runtime/memory.py"}
+"""Modules that are faces: what they define without an underscore is for others."""
 
 
 def test_an_import_past_a_face_is_found() -> None:
@@ -331,7 +331,7 @@ def test_a_name_in_a_face_is_used() -> None:
     assert listed - used == {"stio.remote.pull"}, "`stio pull` imports that one by name"
 
 
-NOT_USED_HERE = ("compat/", "distributed/", "integrations/", "testing/", "native/", "runtime/memory/", "process/")
+NOT_USED_HERE = ("compat/", "distributed/", "integrations/", "native/")
 """Packages whose faces users import, or that are imported as a whole."""
 
 

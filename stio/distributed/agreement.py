@@ -12,17 +12,26 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, NoReturn
+
+import msgspec
+import torch
 
 from stio.distributed.placements import byte_ranges
-from stio.distributed.plan_parts import ByteRange, WrittenPart
-from stio.errors import printable
+from stio.distributed.plan_parts import ByteRange, WrittenPart, data_places
+from stio.distributed.ranks import Ranks
+from stio.errors import MismatchError, RankError, printable
 from stio.format import TensorSource, is_encodable, tensor_nbytes
+from stio.format.state import POINTER, STATE_KEY, TREE_TENSOR, sorted_tree, tree_entries
+from stio.runtime import run_blocking
+from stio.runtime.memory import Region
+from stio.saving import WritePlan
 
 _SHOWN_CHARACTERS = 30
 _VALUES_OF = "the values of tensor "
 
 TREE = "what is no tensor"
-"""Key among the settings: the tree of a nested state."""
+"""Describes the tree of a nested state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,10 @@ class RankState:
     """What the rank holds of each tensor, in the caller's order."""
     shares: Mapping[str, Share]
     """Which part that is; a tensor that has none here is whole, and all ranks have it."""
+    metadata: Mapping[str, str] | None
+    """Of the files."""
+    tree: bytes
+    """The tree of a nested state, see `tree_of`."""
     settings: Mapping[str, str]
     """What else must be equal on all ranks: texts by what they describe."""
     values: Mapping[str, str]
@@ -61,6 +74,8 @@ class RankState:
     def described(self) -> Mapping[str, str]:
         """Return what must be equal on all ranks: a text for each tensor and option, in order."""
         described, meshes = dict(self.settings), self.meshes()
+        if self.tree:
+            described[TREE] = hashlib.sha256(self.tree).hexdigest()
         for source in self.sources:
             share, text = self.shares.get(source.name), f"{source.dtype} {list(self._whole_shape(source))}"
             if share is not None:
@@ -70,17 +85,24 @@ class RankState:
                 described[f"{_VALUES_OF}{printable(source.name)!r}"] = self.values[source.name]
         return described
 
-    def in_order_of_names(self, tree: str) -> RankState:
-        """Return the same state, with the tensors in the order of their names.
-
-        Args:
-            tree: What the settings say about the tree, in the order of its keys.
-        """
+    def in_order_of_names(self) -> RankState:
+        """Return the same state with the tensors in the order of their names, and the tree in that of its keys."""
         sources = sorted(self.sources, key=lambda source: source.name)
         shares = {source.name: self.shares[source.name] for source in sources if source.name in self.shares}
-        return replace(
-            self, sources=sources, shares=shares, settings={**self.settings, **({TREE: tree} if tree else {})}
-        )
+        state = replace(self, sources=sources, shares=shares)
+        if not self.tree:
+            return state
+        tree, metadata = sorted_tree(self.tree), self.metadata or {}
+        if metadata[STATE_KEY] != POINTER:
+            return replace(state, tree=tree, metadata={**metadata, STATE_KEY: tree.decode()})
+        data, nbytes = torch.frombuffer(bytearray(tree), dtype=torch.uint8), len(tree)
+        sources = [
+            replace(one, data=data, shape=(nbytes,), nbytes=nbytes, span=(0, nbytes), storage_key=None)
+            if one.name == TREE_TENSOR
+            else one
+            for one in sources
+        ]
+        return replace(state, tree=tree, sources=sources)
 
     def meshes(self) -> list[str]:
         """Return the meshes of the tensors, in the order of their first tensors.
@@ -174,6 +196,117 @@ class RankState:
         share = self.shares.get(source.name)
         where = None if share is None else (share.shape, tuple((one.start, one.stop) for one in share.index))
         return source.storage_key, source.span, source.dtype, source.shape, source.layout, where
+
+
+def tree_of(metadata: Mapping[str, str] | None, sources: Sequence[TensorSource]) -> bytes:
+    """Return the tree of a nested state, from the metadata or from its tensor; empty if there is none."""
+    text = (metadata or {}).get(STATE_KEY, "")
+    if text != POINTER:
+        return text.encode()
+    data = next((source.data for source in sources if source.name == TREE_TENSOR), None)
+    return b"" if data is None else bytes(Region(data.data_ptr(), data.nbytes, data).view())
+
+
+class _Compared(msgspec.Struct, array_like=True):
+    """What a rank says of its state."""
+
+    digest: str
+    meshes: list[str]
+    ties: list[list[str]]
+
+
+class Agreed(NamedTuple):
+    """What all ranks save."""
+
+    state: RankState
+    """The state, in the order of all ranks."""
+    meshes: Sequence[Sequence[str]]
+    """The meshes of each rank."""
+    ties: Sequence[Sequence[str]]
+    """Groups of names that are one tensor on all of them."""
+
+
+def agree(state: RankState, ranks: Ranks, *, with_ties: bool, path: str) -> Agreed:
+    """Compare the states of all ranks.
+
+    Where only their orders differ, for example by the seed of Python's hashes, all ranks take that of the names.
+
+    Args:
+        state: The state of this rank.
+        ranks: The ranks.
+        with_ties: Whether tied tensors are looked for.
+        path: The destination, for messages.
+
+    Raises:
+        MismatchError: The states differ.
+        RankError: On another rank.
+    """
+    found = _compare("state", state, ranks, with_ties)
+    if _ranks_that_differ(found):
+        state = state.in_order_of_names()
+        found = _compare("state by names", state, ranks, with_ties)
+        if others := _ranks_that_differ(found):
+            _raise_difference(state, ranks, others[0], path)
+    meshes = [one.meshes for one in found]
+    if any(len(one) != len(state.meshes()) for one in meshes):
+        raise RankError("a rank has sent another number of meshes than its state has")
+    groups = merged(group for one in found for group in one.ties)
+    if not groups:
+        return Agreed(state, meshes, [])
+    mine = [k for k, group in enumerate(groups) if state.is_tied(group)]
+    tied = set(mine).intersection(*run_blocking(ranks.arrive("ties", mine, kind=list[int])))
+    return Agreed(state, meshes, [groups[k] for k in sorted(tied)])
+
+
+def require_all_parts(plan: WritePlan, parts: Mapping[str, WrittenPart], ranks: Ranks, *, path: str) -> None:
+    """Require that the parts of all ranks make up the tensors.
+
+    Args:
+        plan: The plan of the files.
+        parts: What this rank writes.
+        ranks: The ranks.
+        path: The destination, for messages.
+
+    Raises:
+        MismatchError: They do not.
+    """
+    places, own_bytes = data_places(plan), [0] * len(plan.shards)
+    for name, part in parts.items():
+        own_bytes[places[name][0]] += part.source.nbytes
+    all_bytes = run_blocking(ranks.arrive("parts", own_bytes, kind=list[int]))
+    for number, shard in enumerate(plan.shards):
+        of_ranks = [found[number] for found in all_bytes if len(found) == len(own_bytes)]
+        if sum(of_ranks) != shard.data_bytes:
+            raise MismatchError(
+                "the parts of all ranks do not make up the tensors; are these all the ranks that have a part of them "
+                "(process_group=)?",
+                path=path,
+                expected=f"{shard.data_bytes:,} bytes of one file",
+                found=f"{sum(of_ranks):,}",
+            )
+
+
+def _compare(name: str, state: RankState, ranks: Ranks, with_ties: bool) -> list[_Compared]:
+    mine = _Compared(state.digest(), state.meshes(), state.ties() if with_ties else [])
+    found: list[_Compared] = run_blocking(ranks.arrive(name, mine, kind=_Compared))
+    return found
+
+
+def _ranks_that_differ(found: Sequence[_Compared]) -> list[int]:
+    return [rank for rank, one in enumerate(found) if one.digest != found[0].digest]
+
+
+def _raise_difference(state: RankState, ranks: Ranks, other: int, path: str) -> NoReturn:
+    """Raise how the state of a rank differs from that of the first one, on that rank; on the others its error."""
+    described = {**state.settings, **(tree_entries(state.tree) if state.tree else {}), **state.described()}
+    described.pop(TREE, None)
+    mine = {what: text.encode(errors="backslashreplace").decode() for what, text in described.items()}
+    if ranks.rank == 0:
+        ranks.share("described", mine)
+    if ranks.rank != other:
+        run_blocking(ranks.fetch("difference", of=other))  # raises what that rank raises
+    theirs = run_blocking(ranks.fetch("described", kind=dict[str, str]))
+    raise MismatchError(f"the ranks do not save the same: {difference(mine, theirs, ranks.rank)}", path=path)
 
 
 def merged(groups: Iterable[Collection[str]]) -> list[list[str]]:

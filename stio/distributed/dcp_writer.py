@@ -47,9 +47,9 @@ from stio.distributed.parts import local_memory, part_of, with_local
 from stio.distributed.placements import byte_ranges
 from stio.distributed.plan_parts import ByteRange, WrittenPart
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
-from stio.distributed.save import ShardedSave
+from stio.distributed.save import HeldTensors, ShardedSave
 from stio.errors import MismatchError, SaveInProgressError, printable
-from stio.format import TensorSource
+from stio.format import TensorSource, TiedNames
 from stio.format.files import HashName
 from stio.format.state import POINTER, STATE_KEY, TREE_TENSOR, parse_tree, python_path
 from stio.limits import Limits, checked_size
@@ -60,7 +60,6 @@ from stio.runtime.memory import Region
 from stio.runtime.reports import Progress, Trace
 from stio.saving import (
     DEFAULT_PATTERN,
-    EXIT_PATIENCE_SECONDS,
     CommitStep,
     Durability,
     SaveOptions,
@@ -281,13 +280,12 @@ class StioStorageWriter(StorageWriter):
             timeout=self._rank_timeout,
             key=layout.key,
             is_alone=layout.num_ranks == 1,
-            exit_patience=EXIT_PATIENCE_SECONDS,
         )
         async with ranks.reports():
             require_right_parts(plan.items, planner)
             require_values(state if isinstance(state := getattr(planner, "state_dict", None), Mapping) else {})
             options = replace(self._options, **layout.options)
-            save = _DcpSave(plan, planner, path, options, ranks=ranks, budget_bytes=self._budget_bytes)
+            save = _DcpSave(plan, planner, path, options, ranks, budget_bytes=self._budget_bytes)
             return await save.complete()
 
 
@@ -301,14 +299,12 @@ class _DcpSave(ShardedSave):
         planner: Has the data.
     """
 
-    def __init__(
-        self, plan: SavePlan, planner: SavePlanner, path: str | os.PathLike[str], options: SaveOptions, **arguments: Any
-    ) -> None:
+    def __init__(self, plan: SavePlan, planner: SavePlanner, *arguments: Any, **keywords: Any) -> None:
         self._layout: SaveLayout = plan.storage_data
         self._values = values_of_items([item for item in plan.items if item.tensor_data is None], planner)
         self._own_tree = tree_text(self._values)  # raises for a value that is not saved
         tensors, self._ranges = parts_of_items([item for item in plan.items if item.tensor_data is not None], planner)
-        super().__init__(tensors, {}, path, options, **arguments)
+        super().__init__(HeldTensors(tensors, {}, TiedNames()), *arguments, **keywords)
 
     def _plan_all(
         self, sources: Sequence[TensorSource], block_bytes: int
@@ -332,7 +328,7 @@ class _DcpSave(ShardedSave):
     def _share_tree(self, parts: dict[str, WrittenPart]) -> int:
         """Make the tree, from the values of all ranks; it becomes a part of the first one. Return its length."""
         values: dict[str, object] = {}
-        for text in self._arrive("values", self._own_tree, kind=bytes):
+        for text in run_blocking(self._ranks.arrive("values", self._own_tree, kind=bytes)):
             tree = parse_tree(text, path=str(self.destination), limits=Limits(), foreign=torch_value)
             values |= tree.fill(lambda one: one)
         text = self._layout.tree(values | self._values, self.operation.check)
@@ -624,21 +620,19 @@ def require_right_parts(items: Sequence[WriteItem], planner: SavePlanner) -> Non
     if not isinstance(planner, DefaultSavePlanner) or not isinstance(state, Mapping):
         return
     for item in items:
-        name = item.index.fqn
-        tensor, data = state.get(name), item.tensor_data
+        name, data = item.index.fqn, item.tensor_data
+        tensor = state.get(name)
         if not isinstance(tensor, DTensor) or data is None or tuple(data.size) != tuple(tensor.shape):
             continue
-        part, chunk = part_of(name, tensor), data.chunk
+        part = part_of(name, tensor)
         assert part is not None  # it is a `DTensor`
-        expected = [(one.start, one.stop) for one in part.index]
-        found = [(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        # A part without elements may be anywhere.
-        if found != expected and any(all(begin < end for begin, end in one) for one in (expected, found)):
+        expected = byte_ranges(part.shape, part.index, data.properties.dtype.itemsize)
+        if _ranges_of(item) != expected:
             raise MismatchError(
                 f"torch's planner gives another part of {printable(name)!r} to this rank than its placements do; "
                 "stio.distributed.save saves it",
-                expected=expected,
-                found=found,
+                expected=part.index,
+                found=[data.chunk.offsets, data.chunk.sizes],
             )
 
 

@@ -7,7 +7,7 @@ one filesystem of one machine, or a URL: other hosts may have copies of their ow
 Tensors that several ranks need may be broadcast. Without that each rank reads all that it needs, so a slow store
 sends the same bytes once for each rank. Here the ranks first agree on what they need in common (`SharedFill`). Then
 each reads its share of that, chunk by chunk, and sends each chunk by a broadcast when it is read
-(`format/placements.py` makes the plan). What a rank needs alone it reads itself after that.
+(`placements.py` makes the plan). What a rank needs alone it reads itself after that.
 
 The chunks are sent in one order, a chunk of each rank in turn, in steps of a few (`transfer.py`).
 """
@@ -18,7 +18,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise, zip_longest
+from itertools import islice, pairwise
 from time import perf_counter
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -37,7 +37,7 @@ from stio.distributed.placements import (
     ChunkRows,
     RowRange,
     Rows,
-    SharedRows,
+    RowTensor,
     common_rows,
     cut_chunks,
     needed_rows,
@@ -61,7 +61,7 @@ from stio.loading import (
     stored_shape,
 )
 from stio.loading.targets import Casting, LoadReport, LoadTarget, ModuleTarget, StateTarget, checked_casting
-from stio.runtime import Cancelled, Notifier, Operation, run_blocking
+from stio.runtime import Notifier, Operation, run_blocking
 from stio.runtime.memory import default_budget_bytes
 from stio.runtime.reports import Progress, Trace, traced
 from stio.storage import RequestedSource
@@ -149,7 +149,7 @@ async def load_into(
             source,
             _filled(target, checked_casting(casting)),
             options,
-            on_begin=lambda load: ranks.on_failure(load.cancel),
+            on_begin=ranks.bind,
             fill_first=shared.fill,
         )
         require_same(await ranks.arrive("loaded", shared.opened_as), path=report.path)
@@ -233,26 +233,15 @@ _MAX_CHUNKS_IN_STEP = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
-    """One tensor of the checkpoint, with data."""
-
-    name: str
-    file: int
-    offset: int
-    dtype: str
-    shape: tuple[int, ...]
-    """In whole storage items; see `stored_shape`."""
-    rows: Rows
-
-
-@dataclass(frozen=True, slots=True)
 class _Plan:
     """What is sent, the same on all ranks."""
 
-    tensors: Sequence[_Tensor]
+    opened: OpenCheckpoint
+    """The checkpoint."""
+    tensors: Sequence[RowTensor]
     """All tensors of the checkpoint."""
     chunks: Sequence[Chunk]
-    """In the order of the checkpoint."""
+    """See `cut_chunks`."""
 
 
 class _Need(msgspec.Struct, array_like=True):
@@ -310,13 +299,12 @@ class SharedFill:
             ChangedDuringReadError: Ranks have opened different checkpoints.
         """
         self.opened_as = describe_opened(opened, self._source)
-        operation.on_cancel(self._ranks.interrupt)
         with traced(self._options.trace, "agree"):
             plan = self._agree(opened, target, names)
         if plan is None or not isinstance(target, ModuleTarget):
             return names
         sent = {plan.tensors[piece.tensor].name for chunk in plan.chunks for piece in chunk.pieces}
-        _Broadcast(operation, opened, plan, target, self._ranks, self._options).fill()
+        _Broadcast(operation, plan, target, self._ranks, self._options).fill()
         return [name for name in names if name not in sent]
 
     def _agree(self, opened: OpenCheckpoint, target: LoadTarget, names: Sequence[str]) -> _Plan | None:
@@ -345,12 +333,8 @@ class SharedFill:
             _require_agreement(required, 0)
             return None
         _require_rows(decision.rows, tensors)
-        shared = [
-            SharedRows(k, one.file, one.offset + rows[0] * one.rows.nbytes, one.rows.nbytes, rows)
-            for k, (one, rows) in enumerate(zip(tensors, decision.rows, strict=True))
-            if rows != NO_ROWS
-        ]
-        return _Plan(tensors, cut_chunks(shared, ranks.num_ranks, decision.chunk_bytes)) if shared else None
+        chunks = cut_chunks(tensors, decision.rows, ranks.num_ranks, decision.chunk_bytes)
+        return _Plan(opened, tensors, chunks) if chunks else None
 
 
 def _may_pay(opened: OpenCheckpoint, options: LoadOptions) -> bool:
@@ -368,20 +352,15 @@ def _require_agreement(required: bool, rank: int) -> None:
 
 
 def _decide(
-    tensors: Sequence[_Tensor], found: Sequence[_Need | None], *, required: bool, path: str
+    tensors: Sequence[RowTensor], found: Sequence[_Need | None], *, required: bool, path: str
 ) -> _Agreement | None:
     """Return the decision of the first rank."""
     needs = [need for need in found if need is not None]
     if len(needs) < len(found):
         _require_agreement(required, found.index(None))
         return None
-    for rank, need in enumerate(needs):
-        if need.checkpoint != needs[0].checkpoint:
-            raise ChangedDuringReadError(
-                f"ranks 0 and {rank} have opened different checkpoints: it was replaced between their opens; load it "
-                "again",
-                path=path,
-            )
+    require_same([_digest("") + need.checkpoint for need in needs], path=path)  # of one place
+    for need in needs:
         _require_rows(need.rows, tensors)
     of_ranks = [need.rows for need in needs]
     rows = [common_rows(one) for one in zip(*of_ranks, strict=True)]
@@ -401,7 +380,7 @@ def _decide(
     return _Agreement(chunk_bytes, rows)
 
 
-def _tensors(opened: OpenCheckpoint) -> list[_Tensor]:
+def _tensors(opened: OpenCheckpoint) -> list[RowTensor]:
     found = []
     for file, header in enumerate(opened.headers):
         columns = zip(header.names, header.dtypes, header.shapes, header.begins, strict=True)
@@ -411,11 +390,11 @@ def _tensors(opened: OpenCheckpoint) -> list[_Tensor]:
                 rows = rows_of(items, item_bytes)
             except FormatError:  # rows that do not end on a byte; a load of the tensor says so
                 items, rows = shape, Rows(0, 0, 0)
-            found.append(_Tensor(name, file, begin, dtype, items, rows))
+            found.append(RowTensor(name, file, begin, dtype, items, rows))
     return found
 
 
-def _needs(tensors: Sequence[_Tensor], target: ModuleTarget, names: Sequence[str], *, path: str) -> list[RowRange]:
+def _needs(tensors: Sequence[RowTensor], target: ModuleTarget, names: Sequence[str], *, path: str) -> list[RowRange]:
     """Return the rows of each tensor that this rank needs."""
     wanted, slices = set(names), target.slices
     TORCH_DTYPES.require([one.dtype for one in tensors if one.name in wanted], path=path)
@@ -430,7 +409,7 @@ def _needs(tensors: Sequence[_Tensor], target: ModuleTarget, names: Sequence[str
     return needs
 
 
-def _require_rows(rows: Sequence[RowRange], tensors: Sequence[_Tensor]) -> None:
+def _require_rows(rows: Sequence[RowRange], tensors: Sequence[RowTensor]) -> None:
     """Require that another rank has sent rows that the tensors have.
 
     Raises:
@@ -443,7 +422,7 @@ def _require_rows(rows: Sequence[RowRange], tensors: Sequence[_Tensor]) -> None:
 
 def _layout_digest(opened: OpenCheckpoint) -> bytes:
     """Return a digest of a checkpoint's layout, and of what names its content and is the same on all hosts."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for file, header in zip(opened.files, opened.headers, strict=True):
         digest.update(repr((header.shard, header.data_start, file.identity.nbytes, file.identity.etag)).encode())
         for rows in row_slices(len(header)):
@@ -459,7 +438,6 @@ class _Broadcast(RankTransfer):
 
     Args:
         operation: The operation of the load, on whose thread this runs.
-        opened: The checkpoint.
         plan: What is sent.
         target: Is filled.
         ranks: The ranks.
@@ -467,32 +445,12 @@ class _Broadcast(RankTransfer):
     """
 
     def __init__(
-        self,
-        operation: Operation[Any],
-        opened: OpenCheckpoint,
-        plan: _Plan,
-        target: ModuleTarget,
-        ranks: Ranks,
-        options: LoadOptions,
+        self, operation: Operation[Any], plan: _Plan, target: ModuleTarget, ranks: Ranks, options: LoadOptions
     ) -> None:
-        of_ranks: list[list[int]] = [[] for _ in range(ranks.num_ranks)]
-        for number, chunk in enumerate(plan.chunks):
-            of_ranks[chunk.owner].append(number)
-        in_turn = (number for turn in zip_longest(*of_ranks) for number in turn if number is not None)
-        super().__init__(ranks, operation, "broadcast", in_turn)
+        self._notifier = Notifier()
+        reading = Operation(self._read_own, name="share", about=plan.opened.path, notifier=self._notifier)
+        super().__init__(ranks, operation, reading, "broadcast", range(len(plan.chunks)))
         self._plan, self._target, self._trace = plan, target, options.trace
-        own = [(number, chunk) for number, chunk in enumerate(plan.chunks) if chunk.owner == ranks.rank]
-        self._own_names = [str(number) for number, _ in own]
-        self._in_chunks = replace(
-            opened,
-            headers=[
-                _in_chunks(header, [one for one in own if one[1].file == file])
-                for file, header in enumerate(opened.headers)
-            ],
-            aliases={},
-            manifest=None,
-            patches={},
-        )
         budget_bytes = options.budget or default_budget_bytes()
         received_bytes = max(chunk.nbytes for chunk in plan.chunks)
         self._received = torch.empty(received_bytes, dtype=torch.uint8, device="cpu")
@@ -506,29 +464,26 @@ class _Broadcast(RankTransfer):
         self._read: dict[int, tuple[Group, torch.Tensor]] = {}  # by chunk; bytes that were not sent yet
         self._num_unsent: dict[int, int] = {}  # by group
         self._scheduler: LoadScheduler | None = None
-        self._notifier = Notifier()
-        self._reading: Operation[None] = Operation(
-            self._read_own, name="share", about=opened.path, notifier=self._notifier
-        )
 
     def fill(self) -> None:
         """Send all, and fill the target. When this returns or raises, no thread reads."""
-        self._operation.on_cancel(self._reading.cancel)
-        try:
-            self._reading.start()
-            self._target.synchronize()
-            self.run()
-            self._reading.join()  # the files are known to be unchanged
-            if self._reading.cancelled:
-                raise Cancelled
-            self._reading.outcome()
-        finally:
-            self._reading.close()
+        self._target.synchronize()
+        self.run()  # the files are known to be unchanged then
+
+    def _is_own(self, number: int) -> bool:
+        return number % self._ranks.num_ranks == self._ranks.rank
 
     # On the thread that reads.
 
     def _read_own(self, operation: Operation[None]) -> None:
-        selected = select_tensors(self._in_chunks, self._own_names, self._options)
+        opened = self._plan.opened
+        own = [(number, chunk) for number, chunk in enumerate(self._plan.chunks) if self._is_own(number)]
+        headers = [
+            _in_chunks(header, [(number, chunk) for number, chunk in own if chunk.file == file])
+            for file, header in enumerate(opened.headers)
+        ]
+        in_chunks = replace(opened, headers=headers, aliases={}, manifest=None, patches={})
+        selected = select_tensors(in_chunks, [str(number) for number, _ in own], self._options)
         delivery = Delivery(deliver=self._deliver, hold=True, keeps=False)
         scheduler = scheduled(selected, delivery)
         self._scheduler = scheduler
@@ -544,16 +499,13 @@ class _Broadcast(RankTransfer):
 
     # On the thread of the load.
 
-    def _failure(self) -> BaseException | None:
-        return self._reading.failure
-
     def _wait(self, seconds: float) -> None:
-        self._notifier.block_until(lambda: self._num_ready() > 0 or self._failure() is not None, seconds)
+        self._notifier.block_until(lambda: self._num_ready() > 0 or self._beside.failure is not None, seconds)
 
     def _num_ready(self) -> int:
         num_ready = 0
         for number in islice(self._left, _MAX_CHUNKS_IN_STEP):
-            if self._plan.chunks[number].owner == self._ranks.rank and number not in self._read:
+            if self._is_own(number) and number not in self._read:
                 break
             num_ready += 1
         return num_ready
@@ -564,11 +516,10 @@ class _Broadcast(RankTransfer):
 
     def _send_chunk(self, number: int) -> None:
         """Send a chunk, or receive it; and copy what this rank needs of it."""
-        chunk = self._plan.chunks[number]
-        is_own = chunk.owner == self._ranks.rank
+        chunk, is_own = self._plan.chunks[number], self._is_own(number)
         data = self._read[number][1] if is_own else self._received[: chunk.nbytes]
         begin, how = perf_counter(), dist.BroadcastOptions()
-        how.rootRank = chunk.owner
+        how.rootRank = number % self._ranks.num_ranks
         sending = self._group.broadcast([data], how)
         if is_own:
             self._copy_all(chunk, data)

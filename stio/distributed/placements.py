@@ -10,16 +10,15 @@ In a file a tensor's elements are in row-major order. So a part that is cut alon
 bytes, and other parts are many.
 
 To read what ranks need in common, a tensor is a sequence of *rows*: its parts along the first dimension that has more
-than one. The rows that ranks need in common are put in the order of the checkpoint and cut into as many contiguous
-shares of nearly equal size as there are ranks. Each share is cut into *chunks*, contiguous bytes of one file, which are
-read and sent one by one. All cuts are at borders of rows, so a chunk consists of rows of one tensor or of several, and
-needs no other chunk to be used.
+than one. The rows that ranks need in common are put in the order of the checkpoint and cut into *chunks*, contiguous
+bytes of one file, which the ranks read and send in turn. All cuts are at borders of rows, so a chunk consists of rows
+of one tensor or of several, and needs no other chunk to be used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -145,19 +144,21 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedRows:
-    """Rows of one tensor that ranks need in common."""
+class RowTensor:
+    """One tensor of the checkpoint, with data."""
 
-    tensor: int
-    """Number of the tensor; the caller chooses it."""
+    name: str
+    """Its name."""
     file: int
     """Number of its file."""
     offset: int
-    """Where the first of these rows is in that file."""
-    row_bytes: int
-    """Bytes of one row."""
-    rows: RowRange
-    """Which rows."""
+    """Where its first row is in that file."""
+    dtype: str
+    """As in the format."""
+    shape: tuple[int, ...]
+    """In whole storage items."""
+    rows: Rows
+    """Its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,24 +173,22 @@ class ChunkRows:
     """Offset of the first of them in the chunk."""
 
 
-_LARGE_BYTES = 1 << 20
-"""Rows of this size do not share a chunk with others of this size: each can be received where it belongs."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """Bytes that one rank reads and sends at once."""
 
-    owner: int
-    """The rank."""
     file: int
     """Number of the file."""
     begin: int
     """First byte in the file."""
-    nbytes: int
+    nbytes: int = 0
     """Length."""
-    pieces: tuple[ChunkRows, ...]
+    pieces: list[ChunkRows] = field(default_factory=list)
     """What it consists of."""
+
+
+_MIN_CHUNKS_OF_RANK = 4
+"""Chunks of one rank, so that shares of ranks differ by a quarter at most; of few bytes a rank may have none."""
 
 
 def rows_of(shape: Sequence[int], item_bytes: int) -> Rows:
@@ -225,68 +224,33 @@ def common_rows(needed: Sequence[RowRange]) -> RowRange:
     return ranges[0][0], max(end for _, end in ranges)
 
 
-def cut_chunks(shared: Sequence[SharedRows], num_ranks: int, chunk_bytes: int) -> list[Chunk]:
-    """Divide rows among ranks, and each rank's share into chunks.
+def cut_chunks(
+    tensors: Sequence[RowTensor], shared: Sequence[RowRange], num_ranks: int, chunk_bytes: int
+) -> list[Chunk]:
+    """Cut rows into chunks. The ranks read and send them in turn: rank k the chunks k, `num_ranks + k` and so on.
 
     Args:
-        shared: The rows, in the order of the checkpoint: by file and offset.
-        num_ranks: Number of shares.
+        tensors: All tensors, in the order of the checkpoint: by file and offset.
+        shared: The rows of each that are sent.
+        num_ranks: Number of ranks.
         chunk_bytes: Largest chunk. A larger row is a chunk of its own.
 
     Returns:
-        The chunks in the order of the checkpoint. A share differs from the others by at most about a row; it may be
-        empty.
+        The chunks in the order of the checkpoint.
     """
-    total = sum((one.rows[1] - one.rows[0]) * one.row_bytes for one in shared)
-    chunks = _Chunks(chunk_bytes)
-    owner = done = 0
-    for one in shared:
-        row, end = one.rows
+    total = sum((end - begin) * one.rows.nbytes for one, (begin, end) in zip(tensors, shared, strict=True))
+    chunk_bytes = min(chunk_bytes, -(-total // (_MIN_CHUNKS_OF_RANK * num_ranks)))
+    chunks: list[Chunk] = []
+    for tensor, (one, (row, end)) in enumerate(zip(tensors, shared, strict=True)):
+        row_bytes = one.rows.nbytes
         while row < end:
-            num = end - row
-            if owner < num_ranks - 1:
-                left = total * (owner + 1) // num_ranks - done
-                num = min(num, (2 * left + one.row_bytes) // (2 * one.row_bytes))  # the nearest border of a row
-                if num <= 0:
-                    owner += 1
-                    continue
-            chunks.add(owner, one, row, row + num)
+            begin, last = one.offset + row * row_bytes, chunks[-1] if chunks else None
+            follows = last is not None and (last.file, last.begin + last.nbytes) == (one.file, begin)
+            if last is None or not follows or last.nbytes + row_bytes > chunk_bytes:
+                last = Chunk(one.file, begin)
+                chunks.append(last)
+            num = min(end - row, max(1, (chunk_bytes - last.nbytes) // row_bytes))
+            last.pieces.append(ChunkRows(tensor, (row, row + num), last.nbytes))
+            last.nbytes += num * row_bytes
             row += num
-            done += num * one.row_bytes
-    chunks.close()
-    return chunks.closed
-
-
-class _Chunks:
-    """Chunks, of which the last one is not full."""
-
-    def __init__(self, chunk_bytes: int) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._owner = self._file = self._begin = self._nbytes = 0
-        self._pieces: list[ChunkRows] = []
-        self.closed: list[Chunk] = []
-
-    def add(self, owner: int, shared: SharedRows, row: int, end: int) -> None:
-        """Add rows of one tensor."""
-        while row < end:
-            offset = shared.offset + (row - shared.rows[0]) * shared.row_bytes
-            if (owner, shared.file, offset) != (self._owner, self._file, self._begin + self._nbytes):
-                self.close()
-            if min(self._nbytes, (end - row) * shared.row_bytes) >= _LARGE_BYTES:
-                self.close()
-            num = (self._chunk_bytes - self._nbytes) // shared.row_bytes
-            if num <= 0 and self._pieces:
-                self.close()
-                continue
-            if not self._pieces:
-                self._owner, self._file, self._begin = owner, shared.file, offset
-            num = min(max(1, num), end - row)
-            self._pieces.append(ChunkRows(shared.tensor, (row, row + num), self._nbytes))
-            self._nbytes += num * shared.row_bytes
-            row += num
-
-    def close(self) -> None:
-        """End the chunk under way."""
-        if self._pieces:
-            self.closed.append(Chunk(self._owner, self._file, self._begin, self._nbytes, tuple(self._pieces)))
-        self._pieces, self._nbytes = [], 0
+    return chunks

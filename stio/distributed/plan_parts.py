@@ -6,6 +6,7 @@ bytes, each process sends its bytes to those that write the files (`plan_stream`
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -60,26 +61,14 @@ def plan_parts(
     Returns:
         The same files with other blocks. Its sources are those of the parts.
     """
-    placed = _placed(plan, parts)
-    sources = [part.source for of_shard in placed for _, part in of_shard]
-    shards, position = [], 0
-    for number, (shard, of_shard) in enumerate(zip(plan.shards, placed, strict=True)):
-        extents = _Extents(min(_STRIDED_BYTES, block_bytes))
-        if with_headers:
-            extents.add(ByteRange(0, len(shard.header)), None)
-        position = extents.add_parts(of_shard, position)
-        shards.append(replace(shard, blocks=_Packer(number, sources, block_bytes).pack(extents)))
+    longest = min(_STRIDED_BYTES, block_bytes)
+    headers = [shard.header if with_headers else b"" for shard in plan.shards]
+    files, sources = _extents_of(plan, parts, longest, headers)
+    shards = [
+        replace(shard, blocks=_Packer(number, block_bytes).pack(extents))
+        for number, (shard, extents) in enumerate(zip(plan.shards, files, strict=True))
+    ]
     return replace(plan, sources=tuple(sources), shards=tuple(shards))
-
-
-def _placed(plan: WritePlan, parts: Mapping[str, WrittenPart]) -> list[list[tuple[int, WrittenPart]]]:
-    """Return for each file the first byte of a tensor's data, and the part of it; in ascending order."""
-    places = data_places(plan)
-    placed: list[list[tuple[int, WrittenPart]]] = [[] for _ in plan.shards]
-    for name in sorted(parts, key=lambda name: places[name]):
-        number, begin = places[name]
-        placed[number].append((begin, parts[name]))
-    return placed
 
 
 def data_places(plan: WritePlan) -> dict[str, tuple[int, int]]:
@@ -134,17 +123,12 @@ def plan_stream(
         A block has whole packets, so its end may be empty. And the packets, for those windows of which the process has
         bytes.
     """
-    placed = _placed(plan, parts)
-    sources = [part.source for of_file in placed for _, part in of_file]
-    files, position = [], 0
-    for of_file in placed:
-        extents = _Extents(_STRIDED_BYTES)
-        position = extents.add_parts(of_file, position)
-        files.append(_Cutter(extents, sources))
+    files, sources = _extents_of(plan, parts, _STRIDED_BYTES, [b"" for _ in plan.shards])
+    cutters = [_Cutter(extents) for extents in files]
     blocks: list[tuple[int, list[Piece]]] = []  # the length of each, and what is in it
     packets = []
     for number, window in enumerate(windows):
-        ranges = list(files[window.file].take(window.end))
+        ranges = list(cutters[window.file].take(window.end))
         runs, nbytes = [], 0
         for one, _ in ranges:
             nbytes += (one.start - nbytes) % _LARGEST_ITEM_BYTES  # blocks are copied by elements
@@ -179,8 +163,8 @@ _ALIGNED_BYTES = 8 * PAGE_BYTES
 """A run of this length is placed in the block so that its whole pages can be written past the page cache. Before it up
 to one page of the block is left empty."""
 
-_Origin = tuple[int, int] | None
-"""Position of a tensor in the sources, and the first of its bytes; None: the header."""
+_Origin = tuple[TensorSource, int, int] | None
+"""A tensor, its position in the sources, and the first of its bytes; None: the header."""
 
 
 class _Extents:
@@ -192,51 +176,64 @@ class _Extents:
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self.found: list[tuple[ByteRange, list[tuple[int, _Origin]]]] = []
-        """Each extent, and what it consists of: the length and the origin of each part, without a gap."""
-
-    def add_parts(self, placed: Sequence[tuple[int, WrittenPart]], position: int) -> int:
-        """Add parts of tensors, each with the first byte of the tensor's data.
-
-        Args:
-            placed: They are in ascending order.
-            position: Of the first one in the sources.
-
-        Returns:
-            The position after the last one.
-        """
-        for k, (begin, part) in enumerate(placed, position):
-            start = 0
-            for found in part.ranges:
-                self.add(replace(found, start=begin + found.start), (k, start))
-                start += found.nbytes * found.num_ranges
-        return position + len(placed)
+        self.found: list[tuple[ByteRange, _Origins]] = []
+        """Each extent, and what it consists of."""
 
     def add(self, one: ByteRange, origin: _Origin) -> None:
         """Add a range; or ranges at even distances, which have one origin."""
         if one.num_ranges > 1 and one.nbytes >= self._longest:
             for k in range(one.num_ranges):
-                after = None if origin is None else (origin[0], origin[1] + k * one.nbytes)
-                self.add(ByteRange(one.start + k * one.stride, one.nbytes), after)
+                self.add(ByteRange(one.start + k * one.stride, one.nbytes), _after(origin, k * one.nbytes))
             return
-        part = one.nbytes * one.num_ranges, origin
+        nbytes = one.nbytes * one.num_ranges
         last = self.found[-1] if self.found else None
         if (
             last is not None
             and one.num_ranges == last[0].num_ranges == 1
             and last[0].start + last[0].nbytes == one.start
         ):
-            last[1].append(part)
             self.found[-1] = replace(last[0], nbytes=last[0].nbytes + one.nbytes), last[1]
         else:
-            self.found.append((one, [part]))
+            self.found.append((one, _Origins()))
+        self.found[-1][1].add(nbytes, origin)
+
+
+def _extents_of(
+    plan: WritePlan, parts: Mapping[str, WrittenPart], longest: int, headers: Sequence[bytes]
+) -> tuple[list[_Extents], list[TensorSource]]:
+    """Return the extents of each file, and the sources of the parts, in the order of their places.
+
+    Args:
+        plan: The plan of all of it.
+        parts: See `plan_parts`.
+        longest: See `_Extents`.
+        headers: What is written of the header of each file.
+    """
+    places, sources = data_places(plan), list[TensorSource]()
+    files = [_Extents(longest) for _ in headers]
+    for extents, header in zip(files, headers, strict=True):
+        if header:
+            extents.add(ByteRange(0, len(header)), None)
+    for name in sorted(parts, key=lambda name: places[name]):
+        number, begin = places[name]
+        source, start = parts[name].source, 0
+        for found in parts[name].ranges:
+            files[number].add(replace(found, start=begin + found.start), (source, len(sources), start))
+            start += found.nbytes * found.num_ranges
+        sources.append(source)
+    return files, sources
+
+
+def _after(origin: _Origin, nbytes: int) -> _Origin:
+    """Return what follows behind some bytes."""
+    return None if origin is None else (origin[0], origin[1], origin[2] + nbytes)
 
 
 class _Packer:
     """Puts extents of one file into blocks, one after the other; a long one is cut, between pages of the file."""
 
-    def __init__(self, number: int, sources: Sequence[TensorSource], block_bytes: int) -> None:
-        self._number, self._sources, self._block_bytes = number, sources, block_bytes
+    def __init__(self, number: int, block_bytes: int) -> None:
+        self._number, self._block_bytes = number, block_bytes
         self._blocks: list[WriteBlock] = []
         self._pieces: list[Piece] = []
         self._runs: list[Run] = []
@@ -244,8 +241,7 @@ class _Packer:
 
     def pack(self, extents: _Extents) -> tuple[WriteBlock, ...]:
         """Return the blocks."""
-        for extent, parts in extents.found:
-            origins = _Origins(parts, self._sources)
+        for extent, origins in extents.found:
             if extent.num_ranges == 1:
                 self._add_range(extent.start, extent.nbytes, origins)
             else:
@@ -290,8 +286,8 @@ class _Packer:
 class _Cutter:
     """Cuts the extents of one file at the ends of windows."""
 
-    def __init__(self, extents: _Extents, sources: Sequence[TensorSource]) -> None:
-        self._left = [(extent, _Origins(parts, sources)) for extent, parts in reversed(extents.found)]
+    def __init__(self, extents: _Extents) -> None:
+        self._left = extents.found[::-1]
 
     def take(self, end: int) -> Iterator[tuple[ByteRange, _Origins]]:
         """Yield what is left before a byte of the file: ranges, and whence the caller takes the bytes of each."""
@@ -322,21 +318,25 @@ def _cut(extent: ByteRange, end: int) -> tuple[list[ByteRange], list[ByteRange]]
 
 
 class _Origins:
-    """The parts of one extent, taken from its beginning."""
+    """The parts of one extent, without a gap, taken from its beginning."""
 
-    def __init__(self, parts: Sequence[tuple[int, _Origin]], sources: Sequence[TensorSource]) -> None:
-        self._parts, self._sources = list(reversed(parts)), sources
+    def __init__(self) -> None:
+        self._parts: deque[tuple[int, _Origin]] = deque()  # length and origin of each
+
+    def add(self, nbytes: int, origin: _Origin) -> None:
+        """Add a part at the end."""
+        self._parts.append((nbytes, origin))
 
     def take(self, nbytes: int, at: int) -> list[Piece]:
         """Return the pieces of the next bytes, which are at an offset of a block; the header has no piece."""
         pieces = []
         while nbytes:
-            length, origin = self._parts.pop()
+            length, origin = self._parts.popleft()
             step = min(length, nbytes)
             if origin is not None:
-                source, start = origin
-                pieces.append(Piece(source, start, at, step, start + step == self._sources[source].nbytes))
+                source, position, start = origin
+                pieces.append(Piece(position, start, at, step, start + step == source.nbytes))
             if step < length:
-                self._parts.append((length - step, None if origin is None else (origin[0], origin[1] + step)))
+                self._parts.appendleft((length - step, _after(origin, step)))
             nbytes, at = nbytes - step, at + step
         return pieces

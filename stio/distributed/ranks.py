@@ -190,7 +190,6 @@ class Ranks:
         key: A text that all ranks have, and that was never used before, where they do not make their objects in the
             same order. None: a number, in the order in which objects without a key are made.
         is_alone: Whether this rank does it without the others.
-        exit_patience: Seconds that the interpreter's exit waits for the end of what they do.
 
     Raises:
         TypeError: The timeout is no number.
@@ -205,7 +204,6 @@ class Ranks:
         timeout: float = RANK_TIMEOUT_SECONDS,
         key: str | None = None,
         is_alone: bool = False,
-        exit_patience: float = 0.0,
     ) -> None:
         if isinstance(timeout, bool) or not isinstance(timeout, int | float):
             raise TypeError(f"rank_timeout= takes a number of seconds, not {timeout!r}")
@@ -238,17 +236,14 @@ class Ranks:
         """Whether the block of this object was entered."""
         self._cancels: list[Callable[[], None]] = []
         self._requests: list[_Request] = []
-        self._to_set: deque[tuple[str, bytes]] = deque()
-        self._to_tell: deque[_RankFailure] = deque()
+        self._posts: deque[Callable[[Store], object]] = deque()  # what is to be set in the store
         self._keys: list[str] = []  # that this rank has set
         self._leaving = False
         self._interrupted = False
         self._error: BaseException | None = None
         self._changed = Condition()
         self._notifier = Notifier()
-        self._watcher: Operation[None] = Operation(
-            self._watch, name="ranks", about=about, notifier=self._notifier, exit_patience=exit_patience
-        )
+        self._watcher: Operation[None] = Operation(self._watch, name="ranks", about=about, notifier=self._notifier)
         self._signs = {other: _Sign() for other in (range(1, self.num_ranks) if self.rank == 0 else (0,))}
         self.sign_seconds = min(0.5, self.timeout / 8) * max(1.0, self.num_ranks / 250)
         """Seconds between two signs of life of a rank, which are its values of the name "sign"."""
@@ -256,14 +251,16 @@ class Ranks:
         self._looked = clock.monotonic()  # when the store has answered last
         self._served = False  # whether the thread of the requests has ended
 
-    def on_failure(self, cancel: Callable[[], None]) -> None:
-        """Call a function when another rank has failed; at once if one has. It must take no lock.
+    def bind(self, operation: Operation[Any]) -> None:
+        """Cancel an operation when another rank has failed, at once if one has; its cancel ends all waits of this rank.
 
-        What it ends may raise `ClosedError` or `Cancelled`: on leaving the block `RankError` takes its place.
+        The operation may then raise `ClosedError` or `Cancelled`: on leaving the block `RankError` takes its place.
         """
-        self._cancels.append(cancel)
+        self._watcher.exit_patience = operation.exit_patience
+        operation.on_cancel(self.interrupt)
+        self._cancels.append(operation.cancel)
         if self.failure is not None:
-            cancel()
+            operation.cancel()
 
     def share(self, name: str, value: object = b"") -> None:
         """Give the other ranks a value of plain data, once for each name; returns at once."""
@@ -271,8 +268,10 @@ class Ranks:
             data, key = msgspec.msgpack.encode(value), f"{name}/{self.rank}"
             parts = [data[at : at + _MAX_PART_BYTES] for at in range(0, len(data), _MAX_PART_BYTES)]
             # The first part comes last, with the number of all: a rank that has it finds the others.
-            self._to_set.extend((f"{key}/{k}", part) for k, part in enumerate(parts[1:], 1))
-            self._to_set.append((key, len(parts).to_bytes(_NUMBER_BYTES, "big") + parts[0]))
+            for k, part in enumerate(parts[1:], 1):
+                self._posts.append(partial(self._set, key=f"{key}/{k}", value=part))
+            first = len(parts).to_bytes(_NUMBER_BYTES, "big") + parts[0]
+            self._posts.append(partial(self._set, key=key, value=first))
             self._changed.wake()
 
     async def fetch(self, name: str, of: int = 0, *, kind: Any = bytes) -> Any:
@@ -358,7 +357,7 @@ class Ranks:
 
     def report_error(self, error: BaseException) -> None:
         """Report an error of this rank to all, before it leaves the block; returns at once."""
-        self._to_tell.append(_described(self.rank, self._about, error))
+        self._posts.append(partial(self._tell, failure=_described(self.rank, self._about, error)))
         self._changed.wake()
 
     @asynccontextmanager
@@ -402,10 +401,7 @@ class Ranks:
         operation.on_cancel(self._changed.wake)
         start_thread(partial(self._serve, operation), name="ranks")
         with self._changed:
-            while not self._served:
-                left = self._looked + self.timeout - clock.monotonic()
-                if left <= 0:
-                    break
+            while not self._served and (left := self._looked + self.timeout - clock.monotonic()) > 0:
                 self._changed.wait(left)
         if not self._served:  # its thread is left behind, in a call without a time limit; it has no buffers
             self._fail(
@@ -424,7 +420,7 @@ class Ranks:
                 self._looked = clock.monotonic()
                 pause = _MIN_PAUSE if found or not self._requests else min(2 * pause, _MAX_PAUSE)
                 with self._changed:
-                    if not (self._leaving or self._to_set or self._to_tell or operation.cancelled):
+                    if not (self._leaving or self._posts or operation.cancelled):
                         self._changed.wait(pause if self._requests else _MAX_PAUSE)
             self._leave(store)
             self._forget_old_keys(connection)
@@ -456,11 +452,7 @@ class Ranks:
         """Make the requests that are due; return whether a value was set or found."""
         if clock.monotonic() >= self._next_sign:  # first: it shows that this rank has begun
             self._give_sign(store)
-        found = bool(self._to_set)
-        while self._to_set:
-            self._set(store, *self._to_set.popleft())
-        while self._to_tell:
-            self._tell(store, self._to_tell.popleft())
+        found = self._post(store)
         if self.failure is None and store.check(["failed"]):
             self._read_failure(store.get("failed"))
         for request in self._requests.copy():
@@ -470,6 +462,13 @@ class Ranks:
                     self._requests.remove(request)
                 self._notifier.notify()
                 found = True
+        return found
+
+    def _post(self, store: Store) -> bool:
+        """Set what is to be set; return whether that was anything."""
+        found = bool(self._posts)
+        while self._posts:
+            self._posts.popleft()(store)
         return found
 
     def _give_sign(self, store: Store) -> None:
@@ -529,8 +528,7 @@ class Ranks:
 
     def _leave(self, store: Store) -> None:
         """Set what is left to set, report a failure of this rank, and let the others read it."""
-        while self._to_set:
-            self._set(store, *self._to_set.popleft())
+        self._post(store)
         error = self._error
         if error is None and not self._leaving:
             error = Cancelled()

@@ -14,14 +14,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import msgspec
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -29,22 +28,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from stio.device import LazyTensor, Readiness
-from stio.distributed.agreement import TREE, RankState, Share, difference, merged
+from stio.distributed.agreement import RankState, Share, agree, require_all_parts, tree_of
 from stio.distributed.parts import identify, part_of, replica_of
-from stio.distributed.plan_parts import WrittenPart, data_places
+from stio.distributed.plan_parts import WrittenPart
 from stio.distributed.ranks import RANK_TIMEOUT_SECONDS, Ranks
 from stio.distributed.sharded_write import FileTransaction, RankTransaction, Store, StoreTransaction
-from stio.errors import MismatchError, RankError, printable
+from stio.errors import RankError, printable
 from stio.format import SharedPolicy, TensorSource, TiedNames, resolve_shared
 from stio.format.files import HashName
-from stio.format.state import POINTER, STATE_KEY, TREE_TENSOR, sorted_tree, tree_entries
+from stio.format.state import STATE_KEY, TREE_TENSOR
 from stio.remote import RemoteDestination
 from stio.runtime import Operation, run_blocking
-from stio.runtime.memory import Region, allocate
+from stio.runtime.memory import allocate
 from stio.runtime.reports import Progress, Trace
 from stio.saving import (
     DEFAULT_PATTERN,
-    EXIT_PATIENCE_SECONDS,
     CommitStep,
     DestinationLike,
     Durability,
@@ -127,7 +125,7 @@ async def save(
         StioError: See `stio.save`.
     """
     given = locals()
-    ranks = _ranks(process_group, rank_timeout)
+    ranks = Ranks(process_group, about="save", timeout=rank_timeout)
     async with ranks.reports():
         options = SaveOptions(**keywords_for(SaveOptions, given))
         pending = await _sharded(module_or_state, destination, options, ranks, budget_bytes=budget_bytes)
@@ -200,7 +198,7 @@ class Saver(LocalSaver):
 
     def _next_ranks(self) -> Ranks:
         key = f"{self._first_key}.{next(self._numbers)}" if self._first_key else None
-        ranks = _ranks(self._process_group, self._rank_timeout, key)
+        ranks = Ranks(self._process_group, about="save", timeout=self._rank_timeout, key=key)
         self._first_key, self._last_key = self._first_key or ranks.key, ranks.key
         return ranks
 
@@ -224,10 +222,6 @@ class Saver(LocalSaver):
             raise
 
 
-def _ranks(process_group: ProcessGroup | None, rank_timeout: float, key: str | None = None) -> Ranks:
-    return Ranks(process_group, about="save", timeout=rank_timeout, key=key, exit_patience=EXIT_PATIENCE_SECONDS)
-
-
 async def _sharded(
     state: object,
     destination: DestinationLike,
@@ -249,9 +243,10 @@ async def _sharded(
     """
     if nested is None:
         nested = not isinstance(state, nn.Module) and not _is_flat(state)
+    tied = None
     if nested:
         tensors, with_tree = await flatten(state, options.metadata)
-        options, tied = replace(options, metadata=with_tree), None
+        options = replace(options, metadata=with_tree)
     else:
         assert isinstance(state, Mapping | nn.Module)
         tensors, tied = tensors_of(state)
@@ -265,7 +260,8 @@ async def _sharded(
             # A rank that is not in the mesh has nothing, also of a scalar, which cannot be empty.
             tensors[name] = part.local if mesh.get_coordinate() is not None else part.local.new_empty(0)
             shares[name] = Share(part.shape, part.index, known, *replica_of(tensor))
-    return ShardedSave(tensors, shares, destination, options, ranks=ranks, tied=tied, **arguments)
+    held = HeldTensors(tensors, shares, tied or TiedNames())
+    return ShardedSave(held, destination, options, ranks, **arguments)
 
 
 def _is_flat(state: object) -> bool:
@@ -280,12 +276,15 @@ _MAX_COMPARED_BYTES = 16 << 20
 """Longest tensor that is compared with those of other ranks: SHA-256 takes 10 ms of it."""
 
 
-class _Compared(msgspec.Struct, array_like=True):
-    """What a rank says of its state."""
+class HeldTensors(NamedTuple):
+    """What a rank holds of the tensors of a save."""
 
-    digest: str
-    meshes: list[str]
-    ties: list[list[str]]
+    tensors: Mapping[str, torch.Tensor | LazyTensor]
+    """What it holds of each."""
+    shares: Mapping[str, Share]
+    """Which part that is, see `RankState`."""
+    tied: TiedNames
+    """See `resolve_shared`; the same on all ranks."""
 
 
 class ShardedSave(PendingSave):
@@ -294,28 +293,18 @@ class ShardedSave(PendingSave):
     See `PendingSave` for the other arguments.
 
     Args:
-        tensors: What this rank holds of each tensor.
-        shares: Which part that is, see `RankState`.
+        held: What this rank has.
         destination: The destination.
         options: The keywords.
         ranks: The ranks, not entered yet. The caller waits for the save in a block of `Ranks.reports`.
-        tied: See `resolve_shared`; the same on all ranks.
     """
 
     def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor | LazyTensor],
-        shares: Mapping[str, Share],
-        destination: DestinationLike,
-        options: SaveOptions,
-        *,
-        ranks: Ranks,
-        tied: TiedNames | None = None,
-        **arguments: Any,
+        self, held: HeldTensors, destination: DestinationLike, options: SaveOptions, ranks: Ranks, **arguments: Any
     ) -> None:
-        self._ranks, self._shares, self._tied = ranks, shares, tied or TiedNames()
-        self._undo: Callable[[], None] = _nothing
-        super().__init__(tensors, destination, options, **arguments)
+        self._ranks, self._shares, self._tied = ranks, held.shares, held.tied
+        self._undo = ExitStack()
+        super().__init__(held.tensors, destination, options, **arguments)
         where = self._absolute_destination
         if isinstance(where, RemoteDestination):
             self._absolute_destination = Store(where)
@@ -326,19 +315,15 @@ class ShardedSave(PendingSave):
             )
 
     def _run(self, operation: Operation[SaveResult]) -> SaveResult:
-        try:
+        # What was begun is undone after this rank has left the others: a failure is reported by then, and deletions may
+        # take long. On the first rank the others have left too and ended their writes: some filesystems keep the names
+        # of open files.
+        with self._undo:
             return run_blocking(self._run_on_ranks(operation))
-        finally:
-            # After this rank has left the others: a failure is reported by then, and deletions may take long. On the
-            # first rank the others have left too and ended their writes: some filesystems keep the names of open files.
-            undo, self._undo = self._undo, _nothing
-            undo()
 
     async def _run_on_ranks(self, operation: Operation[SaveResult]) -> SaveResult:
-        ranks = self._ranks
-        ranks.on_failure(operation.cancel)
-        operation.on_cancel(ranks.interrupt)
-        async with ranks:
+        self._ranks.bind(operation)
+        async with self._ranks:
             return super()._run(operation)
 
     # The plan.
@@ -346,10 +331,10 @@ class ShardedSave(PendingSave):
     def _make_plans(self, sources: Sequence[TensorSource], block_bytes: int) -> tuple[WritePlan, WritePlan]:
         """Return the plan of the files and that of this rank's parts."""
         plan, parts = self._plan_all(sources, block_bytes)
-        self._require_all_parts(plan, parts)
+        require_all_parts(plan, parts, self._ranks, path=str(self.destination))
         where = self._absolute_destination
         kind = StoreTransaction if isinstance(where, Store) else FileTransaction
-        self._transaction: RankTransaction = kind(self._ranks, where, self._options)
+        self._transaction: RankTransaction = kind(self._ranks, where, self._options, self.operation)
         return plan, self._transaction.plan(plan, parts, block_bytes)
 
     def _plan_all(
@@ -359,44 +344,30 @@ class ShardedSave(PendingSave):
         options, ranks = self._options, self._ranks
         if options.shared == "error":
             resolve_shared(sources, "error")
-        tree = _tree_of(options.metadata, sources)
         state = RankState(
             sources=sources,
             shares=self._shares,
-            settings=self._settings(tree),
+            metadata=options.metadata,
+            tree=tree_of(options.metadata, sources),
+            settings=self._settings(),
             values=self._compared_values(sources),
             rank=ranks.rank,
             num_ranks=ranks.num_ranks,
         )
-        state, metadata, meshes, ties = self._agree(state, tree)
+        with_ties = options.shared == "dedupe"
+        state, meshes, ties = agree(state, ranks, with_ties=with_ties, path=str(self.destination))
         whole = state.whole(ties)
         plan = plan_writes(
             whole,
             block_bytes,
             max_shard_bytes=self._max_shard_bytes,
-            metadata=metadata,
+            metadata=state.metadata,
             shared="dedupe" if ties else "clone",
             tied=self._tied,
         )
         return plan, state.parts(plan.sources, meshes)
 
-    def _require_all_parts(self, plan: WritePlan, parts: Mapping[str, WrittenPart]) -> None:
-        places, own_bytes = data_places(plan), [0] * len(plan.shards)
-        for name, part in parts.items():
-            own_bytes[places[name][0]] += part.source.nbytes
-        all_bytes = self._arrive("parts", own_bytes, kind=list[int])
-        for number, shard in enumerate(plan.shards):
-            of_ranks = [found[number] for found in all_bytes if len(found) == len(own_bytes)]
-            if sum(of_ranks) != shard.data_bytes:
-                raise MismatchError(
-                    "the parts of all ranks do not make up the tensors; are these all the ranks that have a part of "
-                    "them (process_group=)?",
-                    path=str(self.destination),
-                    expected=f"{shard.data_bytes:,} bytes of one file",
-                    found=f"{sum(of_ranks):,}",
-                )
-
-    def _settings(self, tree: bytes) -> dict[str, str]:
+    def _settings(self) -> dict[str, str]:
         """Return the options that decide what is written and where; they must be equal on all ranks."""
         options = self._options
         found = {
@@ -411,8 +382,6 @@ class ShardedSave(PendingSave):
         for key, text in sorted((options.metadata or {}).items()):
             if key != STATE_KEY:
                 found[f"the metadata under {printable(key)!r}"] = text
-        if tree:
-            found[TREE] = hashlib.sha256(tree).hexdigest()
         return found
 
     def _compared_values(self, sources: Sequence[TensorSource]) -> dict[str, str]:
@@ -437,104 +406,13 @@ class ShardedSave(PendingSave):
             found[source.name] = hashlib.sha256(region.view()).hexdigest()
         return found
 
-    def _agree(
-        self, state: RankState, tree: bytes
-    ) -> tuple[RankState, Mapping[str, str] | None, list[list[str]], list[list[str]]]:
-        """Compare the states of all ranks.
-
-        Where only their orders differ, for example by the seed of Python's hashes, all ranks take that of the names.
-
-        Returns:
-            The state and the metadata to save, the meshes of each rank, and the groups of names that are one tensor on
-            all of them.
-
-        Raises:
-            MismatchError: The states differ.
-            RankError: On another rank.
-        """
-        metadata = self._options.metadata
-        found = self._compare("state", state)
-        if _ranks_that_differ(found):
-            in_order = sorted_tree(tree) if tree else b""
-            state = state.in_order_of_names(hashlib.sha256(in_order).hexdigest() if tree else "")
-            state, metadata = _with_tree(state, metadata, in_order)
-            found = self._compare("state by names", state)
-            if others := _ranks_that_differ(found):
-                self._raise_difference(state, in_order, others)
-        meshes = [one.meshes for one in found]
-        if any(len(one) != len(state.meshes()) for one in meshes):
-            raise RankError("a rank has sent another number of meshes than its state has")
-        groups = merged(group for one in found for group in one.ties)
-        if not groups:
-            return state, metadata, meshes, []
-        mine = [k for k, group in enumerate(groups) if state.is_tied(group)]
-        tied = set(mine).intersection(*self._arrive("ties", mine, kind=list[int]))
-        return state, metadata, meshes, [groups[k] for k in sorted(tied)]
-
-    def _compare(self, name: str, state: RankState) -> list[_Compared]:
-        ties = state.ties() if self._options.shared == "dedupe" else []
-        return self._arrive(name, _Compared(state.digest(), state.meshes(), ties), kind=_Compared)
-
-    def _raise_difference(self, state: RankState, tree: bytes, others: Sequence[int]) -> None:
-        rank = self._ranks.rank
-        described = {**state.settings, **(tree_entries(tree) if tree else {}), **state.described()}
-        described.pop(TREE, None)
-        mine = {what: text.encode(errors="backslashreplace").decode() for what, text in described.items()}
-        if rank == 0:
-            self._ranks.share("described", mine)
-        if rank != others[0]:
-            run_blocking(self._ranks.fetch("difference", of=others[0]))  # raises what that rank raises
-        theirs = run_blocking(self._ranks.fetch("described", kind=dict[str, str]))
-        text = difference(mine, theirs, rank)
-        raise MismatchError(f"the ranks do not save the same: {text}", path=str(self.destination))
-
     # The transaction.
 
     def _begin_transaction(self, operation: Operation[SaveResult], num_shards: int) -> Transaction:
-        transaction = self._transaction
-        is_first = self._ranks.rank == 0
-        own = super()._begin_transaction(operation, num_shards) if is_first else transaction.join(operation)
-        self._undo = own.roll_back
-        transaction.begin(own, operation)
+        transaction, is_first = self._transaction, self._ranks.rank == 0
+        own = super()._begin_transaction(operation, num_shards) if is_first else transaction.join()
+        self._undo.callback(own.roll_back)
+        transaction.begin(own)
         if len(own.shard_names) != num_shards:
             raise RankError("rank 0 has sent the names of another number of files", ranks=(0,))
         return transaction
-
-    def _arrive(self, name: str, value: object, *, kind: Any) -> list[Any]:
-        return run_blocking(self._ranks.arrive(name, value, kind=kind))
-
-
-def _nothing() -> None:
-    pass
-
-
-def _ranks_that_differ(found: Sequence[_Compared]) -> list[int]:
-    return [rank for rank, one in enumerate(found) if one.digest != found[0].digest]
-
-
-def _tree_of(metadata: Mapping[str, str] | None, sources: Sequence[TensorSource]) -> bytes:
-    """Return the tree of a nested state, from the metadata or from its tensor; empty if there is none."""
-    text = (metadata or {}).get(STATE_KEY, "")
-    if text != POINTER:
-        return text.encode()
-    data = next((source.data for source in sources if source.name == TREE_TENSOR), None)
-    return b"" if data is None else bytes(Region(data.data_ptr(), data.nbytes, data).view())
-
-
-def _with_tree(
-    state: RankState, metadata: Mapping[str, str] | None, tree: bytes
-) -> tuple[RankState, Mapping[str, str] | None]:
-    """Return a state and the metadata with another text of the tree, in the place where it is."""
-    text = (metadata or {}).get(STATE_KEY)
-    if text is None or not tree:  # none, or metadata of another checkpoint
-        return state, metadata
-    if text != POINTER:
-        return state, {**(metadata or {}), STATE_KEY: tree.decode()}
-    data, nbytes = torch.frombuffer(bytearray(tree), dtype=torch.uint8), len(tree)
-    sources = [
-        replace(one, data=data, shape=(nbytes,), nbytes=nbytes, span=(0, nbytes), storage_key=None)
-        if one.name == TREE_TENSOR
-        else one
-        for one in state.sources
-    ]
-    return replace(state, sources=sources), metadata

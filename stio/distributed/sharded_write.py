@@ -40,7 +40,7 @@ from stio.process import Condition
 from stio.remote import RemoteDestination, RemoteTransaction, Uploads
 from stio.runtime import Cancelled, Operation, calls, is_interrupted, run_blocking
 from stio.runtime.memory import Region
-from stio.runtime.reports import Trace, traced
+from stio.runtime.reports import traced
 from stio.saving import SaveOptions, SaveResult, WritePlan
 from stio.storage import FileWriter, Note, Published, Transaction
 from stio.storage.commit import Invitation, JoinedTransaction, LocalTransaction
@@ -79,23 +79,23 @@ class RankTransaction(Transaction):
         ranks: The ranks.
         destination: The destination of the save.
         options: Options of the save.
+        save: The operation of the save.
     """
 
     takes_index = False
 
-    def __init__(self, ranks: Ranks, destination: Any, options: SaveOptions) -> None:
-        self._ranks, self._destination, self._options = ranks, destination, options
+    def __init__(self, ranks: Ranks, destination: Any, options: SaveOptions, save: Operation[SaveResult]) -> None:
+        self._ranks, self._destination, self._options, self._save = ranks, destination, options, save
         self.path = str(destination)
         self._own: Any = None
         self._first: Transaction | None = None  # that of the first rank, on the first rank
 
-    def begin(self, own: Transaction, operation: Operation[SaveResult]) -> None:
+    def begin(self, own: Transaction) -> None:
         """Begin.
 
         Args:
             own: On the first rank the transaction of the save, on others the result of `join`. The caller rolls it
                 back when this rank has left the others.
-            operation: The operation of the save.
         """
         self._own, self.shard_names = own, own.shard_names
         if self._ranks.rank == 0:
@@ -144,7 +144,7 @@ class RankTransaction(Transaction):
         """Return the plan of what this rank stages and writes."""
         raise NotImplementedError
 
-    def join(self, operation: Operation[SaveResult]) -> Transaction:
+    def join(self) -> Transaction:
         """On other ranks, return the transaction to write in, once the first rank lets this one join."""
         raise NotImplementedError
 
@@ -173,14 +173,14 @@ class FileTransaction(RankTransaction):
         self._own_bytes = [sum(block.file_bytes for block in shard.blocks) for shard in own.shards]
         return own
 
-    def join(self, operation: Operation[SaveResult]) -> Transaction:
+    def join(self) -> Transaction:
         """See `RankTransaction`."""
         invitation = Invitation.from_json(run_blocking(self._ranks.fetch("staging")))
-        return JoinedTransaction(invitation, operation.check)
+        return JoinedTransaction(invitation, self._save.check)
 
-    def begin(self, own: Transaction, operation: Operation[SaveResult]) -> None:
+    def begin(self, own: Transaction) -> None:
         """See `RankTransaction`."""
-        super().begin(own, operation)
+        super().begin(own)
         self.path = own.path
 
     def _create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
@@ -238,33 +238,26 @@ class StoreTransaction(RankTransaction):
         )
         return own
 
-    def join(self, operation: Operation[SaveResult]) -> Transaction:
+    def join(self) -> Transaction:
         """See `RankTransaction`."""
         names = run_blocking(self._ranks.fetch("names", kind=tuple[str, ...]))
         uploads: Uploads = self._destination.inner.join(names)
         return uploads
 
-    def begin(self, own: Transaction, operation: Operation[SaveResult]) -> None:
+    def begin(self, own: Transaction) -> None:
         """See `RankTransaction`."""
-        super().begin(own, operation)
-        self._operation = operation
+        super().begin(own)
         if isinstance(own, RemoteTransaction):
             own.share()
             self._ranks.share("names", own.shard_names)
 
     def _create(self, nbytes: Sequence[int]) -> Sequence[FileWriter]:
         """Begin the exchange; return what takes the stream of this rank."""
-        options = self._options
         self._exchange = Exchange(
-            self._send_plan,
-            self._ranks,
-            self._own.create(nbytes),
-            save=self._operation,
-            new_hasher=None if options.hash is None else partial(new_hasher, options.hash),
-            trace=options.trace,
+            self._send_plan, self._ranks, self._own.create(nbytes), save=self._save, options=self._options
         )
-        self._exchange.start()
-        return [self._exchange.stream]
+        self._exchange.operation.start()
+        return [self._exchange]
 
     def _digests(self, new_hasher: Callable[[], Hasher], check: Callable[[], None]) -> dict[int, str]:
         assert self._exchange is not None
@@ -287,7 +280,7 @@ class StoreTransaction(RankTransaction):
         if self.state != "published":
             self._own.stop()
             if self._exchange is not None:
-                self._exchange.close()
+                self._exchange.operation.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,13 +340,9 @@ def cut_windows(sizes: Sequence[int], owners: Sequence[int], window_bytes: int) 
     """
     of_owner: dict[int, list[Window]] = {owner: [] for owner in sorted(set(owners))}
     for file, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
-        of_owner[owner] += _cut(Window(file, 0, size), window_bytes)
+        begins = range(0, size, window_bytes)
+        of_owner[owner] += [Window(file, begin, min(begin + window_bytes, size)) for begin in begins]
     return [window for turn in zip_longest(*of_owner.values()) for window in turn if window is not None]
-
-
-def _cut(window: Window, window_bytes: int) -> list[Window]:
-    file, begin, end = window
-    return [Window(file, at, min(at + window_bytes, end)) for at in range(begin, end, window_bytes)]
 
 
 # The exchange.
@@ -378,16 +367,18 @@ class SendPlan:
 
 
 class Exchange(RankTransfer):
-    """The exchange on one rank. All ranks start one, and `wait` or `close` it.
+    """The exchange on one rank; all ranks make one. It is a `FileWriter`, in order, of the stream of this rank.
 
     Args:
         plan: What is sent.
         ranks: The ranks.
         uploads: The writers of all files; this rank uses those that it owns.
         save: The operation of the save; its cancel ends the exchange.
-        new_hasher: Makes a hasher for each file; None: no digests.
-        trace: Records spans.
+        options: Options of the save.
     """
+
+    is_ordered = True
+    """See `FileWriter`."""
 
     def __init__(
         self,
@@ -396,28 +387,48 @@ class Exchange(RankTransfer):
         uploads: Sequence[FileWriter],
         *,
         save: Operation[Any],
-        new_hasher: Callable[[], Hasher] | None = None,
-        trace: Trace | None = None,
+        options: SaveOptions,
     ) -> None:
         new_operation = partial(Operation[None], about=plan.path, exit_patience=save.exit_patience)
-        super().__init__(ranks, new_operation(self._run, name="send"), "save", range(len(plan.windows)))
-        self._plan, self._trace = plan, trace
-        self._uploading = new_operation(self._upload, name="upload")
+        self.operation: Operation[None] = new_operation(self._exchange, name="send")
+        """Sends and receives on a thread of its own; the caller starts it, and calls `wait` or closes it."""
+        uploading = new_operation(self._upload, name="upload")
+        super().__init__(ranks, self.operation, uploading, "save", range(len(plan.windows)))
+        self.path = plan.path
+        """The destination, for messages."""
+        self._plan, self._trace = plan, options.trace
         self._changed = Condition()  # guards what follows
-        self.stream = _Messages(plan, self._changed)
-        """Takes the bytes of this rank; see `plan_stream`."""
+        self._packets = {packet.window: packet for packet in plan.packets}  # what is not sent yet, by window
+        self._blocks: dict[int, Region] = {}  # those with which a thread waits, by their offsets in the stream
+        self._sent_bytes = 0  # of the stream
+        self._failed: BaseException | None = None
         self._writers = {file: uploads[file] for file, owner in enumerate(plan.owners) if owner == ranks.rank}
-        self._hashers = {} if new_hasher is None else {file: new_hasher() for file in self._writers}
+        self._hashers = {} if options.hash is None else {file: new_hasher(options.hash) for file in self._writers}
         self._images: deque[tuple[Window, _Bytes]] = deque()  # the first one is being uploaded
-        save.on_cancel(self._operation.cancel)
+        save.on_cancel(self.operation.cancel)
 
-    def start(self) -> None:
-        """Begin; returns at once.
+    def write_from(self, offset: int, region: Region) -> None:
+        """Wait until all packets in a block are taken.
 
         Raises:
-            StorageError: The system starts no more threads.
+            Cancelled: The thread should end, or the exchange was cancelled.
+            BaseException: The exchange has failed.
         """
-        self._operation.start()
+        with self._changed:
+            self._blocks[offset] = region
+            self._changed.notify_all()
+            try:
+                while self._sent_bytes < offset + region.nbytes:
+                    if self._failed is not None:
+                        raise self._failed
+                    if is_interrupted():
+                        raise Cancelled
+                    self._changed.wait(calls.LOOK_SECONDS)
+            finally:
+                del self._blocks[offset]
+
+    def finish(self) -> None:
+        """Return at once; `wait` waits for the uploads."""
 
     def wait(self) -> None:
         """Wait until the bytes of this rank are sent, and its files are uploaded.
@@ -427,14 +438,10 @@ class Exchange(RankTransfer):
             RankError: A rank has failed.
             StioError: See `Upload`.
         """
-        self._operation.join()
-        if self._operation.cancelled and self._operation.failure is None:
+        self.operation.join()
+        if self.operation.cancelled and self.operation.failure is None:
             raise Cancelled
-        self._operation.outcome()
-
-    def close(self) -> None:
-        """End it on all ranks, and wait until no thread of it is left on this one."""
-        self._operation.close()
+        self.operation.outcome()
 
     def digests(self) -> dict[int, str]:
         """Return the digest of each file that this rank has uploaded, by its number."""
@@ -442,23 +449,14 @@ class Exchange(RankTransfer):
 
     # On the thread of the exchange.
 
-    def _run(self, operation: Operation[None]) -> None:
-        operation.on_cancel(self._uploading.cancel)
+    def _exchange(self, operation: Operation[None]) -> None:
         operation.on_cancel(self._ranks.interrupt)
         try:
-            self._uploading.start()
             self.run()
-            self._uploading.join()
-            operation.check()
-            self._uploading.outcome()
         except BaseException as error:
-            self.stream.end(error)
+            self._failed = error  # for threads that wait with their blocks
+            self._changed.wake()
             raise
-        finally:
-            self._uploading.close()
-
-    def _failure(self) -> BaseException | None:
-        return self._uploading.failure
 
     def _wait(self, seconds: float) -> None:
         with self._changed:
@@ -468,10 +466,10 @@ class Exchange(RankTransfer):
         """Return of how many windows, each of another owner, this rank has its bytes, and room for its own one."""
         owners, nbytes = set[int](), 0
         for number in self._left:
-            owner, packet = self._owner_of(number), self.stream.packets.get(number)
+            owner, packet = self._owner_of(number), self._packets.get(number)
             has_room = owner != self._ranks.rank or len(self._images) < _NUM_IMAGES
             nbytes += 0 if packet is None else packet.nbytes
-            if owner in owners or not has_room or (packet is not None and self.stream.find(packet) is None):
+            if owner in owners or not has_room or (packet is not None and self._find(packet) is None):
                 break
             if owners and nbytes > self._plan.window_bytes:
                 break
@@ -484,7 +482,7 @@ class Exchange(RankTransfer):
     def _send(self, items: Sequence[int]) -> None:
         begin, messages = perf_counter(), [np.empty(0, np.uint8)] * self._ranks.num_ranks
         for number in items:
-            messages[self._owner_of(number)] = self.stream.take(number)
+            messages[self._owner_of(number)] = self._take(number)
         num_bytes = sum(map(len, messages)) - len(messages[self._ranks.rank])
         received = messages if self._group is None else self._swap(messages)
         if self._trace is not None and self._group is not None:
@@ -495,6 +493,28 @@ class Exchange(RankTransfer):
                     self._assemble(self._plan.windows[number], received)
                 except BaseException as error:
                     self._error = error
+
+    def _find(self, packet: Packet) -> Region | None:
+        """Return the bytes of a packet; None if they are not there yet."""
+        with self._changed:
+            for begin, block in self._blocks.items():
+                if begin <= packet.begin < begin + block.nbytes:
+                    return block.sub(packet.begin - begin, packet.nbytes)
+        return None
+
+    def _take(self, window: int) -> _Bytes:
+        """Return the message of a window, whose bytes are there; it is empty if this rank has none."""
+        with self._changed:
+            packet = self._packets.pop(window, None)
+            if packet is None:
+                return np.empty(0, np.uint8)
+            data = self._find(packet)
+            if data is None:
+                raise Cancelled  # the thread that had them has ended
+            message = _message(packet, data)
+            self._sent_bytes = packet.begin + packet.nbytes
+            self._changed.notify_all()
+            return message
 
     def _swap(self, messages: list[_Bytes]) -> list[_Bytes]:
         """Send a message to each rank, and return those of all ranks; empties the list, to release the memory.
@@ -548,79 +568,6 @@ class Exchange(RankTransfer):
                 self._changed.notify_all()
         for writer in self._writers.values():
             writer.finish()
-
-
-class _Messages:
-    """Has the bytes of this rank until they are sent; a `FileWriter` in order.
-
-    Args:
-        plan: What is sent.
-        changed: Guards it.
-    """
-
-    is_ordered = True
-    """See `FileWriter`."""
-
-    def __init__(self, plan: SendPlan, changed: Condition) -> None:
-        self.path = plan.path
-        """The destination, for messages."""
-        self.packets = {packet.window: packet for packet in plan.packets}
-        """What is not sent yet, by window."""
-        self._changed = changed
-        self._blocks: dict[int, Region] = {}  # those with which a thread waits, by their offsets
-        self._end = 0  # of the last packet that was taken
-        self._error: BaseException | None = None
-
-    def write_from(self, offset: int, region: Region) -> None:
-        """Wait until all packets in a block are taken.
-
-        Raises:
-            Cancelled: The thread should end, or the exchange was cancelled.
-            BaseException: The exchange has failed.
-        """
-        with self._changed:
-            self._blocks[offset] = region
-            self._changed.notify_all()
-            try:
-                while self._end < offset + region.nbytes:
-                    if self._error is not None:
-                        raise self._error
-                    if is_interrupted():
-                        raise Cancelled
-                    self._changed.wait(calls.LOOK_SECONDS)
-            finally:
-                del self._blocks[offset]
-
-    def finish(self) -> None:
-        """Return at once; `Exchange.wait` waits for the uploads."""
-
-    def end(self, error: BaseException) -> None:
-        """Make writers raise an error of the exchange."""
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
-
-    def find(self, packet: Packet) -> Region | None:
-        """Return the bytes of a packet; None if they are not there yet."""
-        with self._changed:
-            for begin, block in self._blocks.items():
-                if begin <= packet.begin < begin + block.nbytes:
-                    return block.sub(packet.begin - begin, packet.nbytes)
-        return None
-
-    def take(self, window: int) -> _Bytes:
-        """Return the message of a window, whose bytes are there; it is empty if this rank has none."""
-        with self._changed:
-            packet = self.packets.pop(window, None)
-            if packet is None:
-                return np.empty(0, np.uint8)
-            data = self.find(packet)
-            if data is None:
-                raise Cancelled  # the thread that had them has ended
-            message = _message(packet, data)
-            self._end = packet.begin + packet.nbytes
-            self._changed.notify_all()
-            return message
 
 
 def _message(packet: Packet, data: Region) -> _Bytes:

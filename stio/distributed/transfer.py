@@ -35,22 +35,22 @@ class RankTransfer:
     Args:
         ranks: The ranks.
         operation: The operation on whose thread it runs. It is cancelled when another rank has failed.
+        beside: What this rank does meanwhile on a thread of its own: read what it sends, or upload what it receives.
         about: What they do, for messages.
         items: Numbers of what is sent, in order; the same on all ranks.
     """
 
-    def __init__(self, ranks: Ranks, operation: Operation[Any], about: str, items: Iterable[int]) -> None:
-        self._ranks, self._operation, self._about, self._left = ranks, operation, about, deque(items)
+    def __init__(
+        self, ranks: Ranks, operation: Operation[Any], beside: Operation[None], about: str, items: Iterable[int]
+    ) -> None:
+        self._ranks, self._operation, self._beside, self._about = ranks, operation, beside, about
+        self._left = deque(items)
         self._error: BaseException | None = None
         """Of this rank, in a step; the others learn of it before the next one."""
         self._group: Any = None
         """The `ProcessGroupGloo`, while the transfer runs. One rank alone needs none."""
 
     # What depends on the kind.
-
-    def _failure(self) -> BaseException | None:
-        """Return an error of another thread of this rank, on which the transfer depends."""
-        raise NotImplementedError
 
     def _wait(self, seconds: float) -> None:
         """Wait until this rank may be ready for the next item, at most for some seconds."""
@@ -70,13 +70,24 @@ class RankTransfer:
     # How.
 
     def run(self) -> None:
-        """Send all. No call in the group is under way when this returns or raises.
+        """Send all. When this returns or raises, no call in the group is under way, and `beside` has ended.
 
         Raises:
             Cancelled: The operation was cancelled.
             RankError: A rank has failed, or the connection to it broke.
             BaseException: The error of this rank.
         """
+        self._operation.on_cancel(self._beside.cancel)
+        try:
+            self._beside.start()
+            self._send_all()
+            self._beside.join()
+            self._operation.check()
+            self._beside.outcome()
+        finally:
+            self._beside.close()
+
+    def _send_all(self) -> None:
         ranks, broken = self._ranks, ""
         try:
             name = self._join()
@@ -92,7 +103,7 @@ class RankTransfer:
             raise
         finally:
             self._group = None  # closes the connections, unless the group is kept
-        for own in (self._failure(), self._error):
+        for own in (self._beside.failure, self._error):
             if own is not None:
                 raise own
         self._operation.check()
@@ -121,7 +132,7 @@ class RankTransfer:
     def _take_steps(self) -> bool:
         """Take steps until all is sent; return whether a rank had to stop before that."""
         while True:
-            must_stop = self._operation.cancelled or self._error is not None or self._failure() is not None
+            must_stop = self._operation.cancelled or self._error is not None or self._beside.failure is not None
             number = torch.tensor([_STOP if must_stop else self._num_ready()], dtype=torch.int64, device="cpu")
             if self._group is not None:
                 how = dist.AllreduceOptions()

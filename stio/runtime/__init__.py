@@ -6,8 +6,8 @@ coroutines without an event loop. A `WorkerPool` (`workers.py`) is a few threads
 makes calls that a cancel can leave, and runs coroutines of storages and producers.
 What belongs to the whole process (locks, forks, settings) is in `stio.process`.
 
-Two packages below have faces of their own. `memory/`: host memory by address (a `Region`), and how much of it this
-process may use. `reports/`: progress, traces, and the counters of the process.
+Two parts have faces of their own. `memory.py`: host memory by address (a `Region`), and how much of it this process may
+use. `reports/`: progress, traces, and the counters of the process.
 
 Invariants: a forked child has none of its parent's operations. No module here imports torch. Start with `operation.py`.
 

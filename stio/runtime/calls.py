@@ -163,8 +163,7 @@ class LoopTask(Generic[T]):
     def __init__(self, make: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self._make = make
         self._loop = _running_loop()
-        self._task: asyncio.Task[T | None] | None = None
-        self._exit: BaseException | None = None
+        self._task: asyncio.Task[None] | None = None
         self._ended: Future[T] = Future()
         self._loop.call_soon_threadsafe(self._start)
 
@@ -184,16 +183,12 @@ class LoopTask(Generic[T]):
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._end)
 
-    async def _run(self) -> T | None:
+    async def _run(self) -> None:
         try:
-            return await self._make()
-        except (KeyboardInterrupt, SystemExit) as error:  # raised by a task, they would end the loop for all tasks
-            self._exit = error
-            return None
-
-    def _end(self, task: asyncio.Task[T | None]) -> None:
-        error = asyncio.CancelledError() if task.cancelled() else task.exception() or self._exit
-        if error is None:
-            self._ended.set_result(task.result())  # type: ignore[arg-type]  # None only beside `_exit`
-        else:
+            self._ended.set_result(await self._make())
+        except BaseException as error:  # raised by a task, a KeyboardInterrupt would end the loop for all tasks
             self._ended.set_exception(error)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        if not self._ended.done():  # cancelled before its first step
+            self._ended.set_exception(asyncio.CancelledError())

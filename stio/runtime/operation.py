@@ -1,6 +1,6 @@
 """Operations: each runs a blocking function, its body, on a thread of stio's own; callers wait in a loop or a thread.
 
-Callers' threads and the body share no lock (`stio.process.locks` says why). What is decided once, such as whether a
+Callers' threads and the body share no lock (`stio.process` says why). What is decided once, such as whether a
 cancel or the end came first, is decided by `dict.setdefault`: the first value stays.
 
 The public functions only wait. A body never runs on the caller's loop, so a load continues while that loop is blocked,
@@ -89,9 +89,6 @@ logger = logging.getLogger("stio")
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-
-_BEGIN_SECONDS = 1.0
-"""If the start of a thread is interrupted, and the thread takes no step within this time, it was not started."""
 
 EXIT_PATIENCE_SECONDS = 10.0
 """Seconds that the interpreter's exit waits for cancelled operations to release their buffers."""
@@ -186,7 +183,8 @@ class Operation(Generic[T]):
         self.exit_patience = exit_patience
         """See above."""
         self._started = False
-        self._done = False
+        self.done = False
+        """Whether the body has ended, and all its threads with it; its buffers are released."""
         self._value: T | None = None
         self._error: BaseException | None = None
         self._notifier = notifier or Notifier()
@@ -206,8 +204,9 @@ class Operation(Generic[T]):
             counters.running.add(self)
             start_thread(self._run_once, name=self._name)
         except BaseException as error:
-            if not self._has_begun_after(error) and "thread" not in self._decided:
-                counters.running.discard(self)
+            if not isinstance(error, RuntimeError):
+                self.close()  # a KeyboardInterrupt may come after the start; a thread that has not begun ends at once
+            counters.running.discard(self)
             if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
                 raise StorageError(
                     f"the system starts no thread for the {self._name}: a limit of threads or of memory is reached",
@@ -217,15 +216,6 @@ class Operation(Generic[T]):
             raise
         self._started = True
         return self
-
-    def _has_begun_after(self, error: BaseException) -> bool:
-        """Return whether the thread begins in spite of an error; then it is cancelled, and has ended."""
-        if isinstance(error, RuntimeError):
-            return False
-        self.cancel()  # a KeyboardInterrupt may come just before the thread starts, or just after
-        if not self._notifier.block_until(lambda: self._done, _BEGIN_SECONDS) and "thread" not in self._decided:
-            return False
-        return self._notifier.block_until(lambda: self._done)
 
     def set_log_detail(self, make_text: Callable[[], str]) -> None:
         """Set the text that the log line at the end adds (for bodies). Not called if debug logging is off."""
@@ -249,7 +239,7 @@ class Operation(Generic[T]):
     def on_cancel(self, stop: Callable[[], None]) -> None:
         """Call `stop` when the operation is cancelled; at once if it already is. It may be called more than once.
 
-        It must take no lock: see `stio.process.locks`.
+        It must take no lock: see `stio.process`.
         """
         self._stops.append(stop)
         if self.cancelled:
@@ -270,11 +260,6 @@ class Operation(Generic[T]):
             raise Cancelled
 
     @property
-    def done(self) -> bool:
-        """Whether the body has ended, and all its threads with it; its buffers are released."""
-        return self._done
-
-    @property
     def failure(self) -> BaseException | None:
         """The error that the body raised; None if it raised none, or `Cancelled`."""
         return None if isinstance(self._error, Cancelled) else self._error
@@ -282,7 +267,7 @@ class Operation(Generic[T]):
     @property
     def running(self) -> bool:
         """Whether the operation was started and its body has not ended."""
-        return self._started and not self._done
+        return self._started and not self.done
 
     async def wait_until(self, ready: Callable[[], bool] | None = None) -> None:
         """Wait until `ready()` or until the body has ended: in a task of any loop, or in a thread (`run_blocking`).
@@ -299,7 +284,7 @@ class Operation(Generic[T]):
         Raises:
             StioError: This is a thread of the operation itself.
         """
-        is_ready: Callable[[], bool] = (lambda: self._done) if ready is None else (lambda: self._done or ready())
+        is_ready: Callable[[], bool] = (lambda: self.done) if ready is None else (lambda: self.done or ready())
         if current_operation() is self and not is_ready():
             raise StioError(f"the {self._name} cannot wait for its own end on its own thread; wait in another thread")
         try:
@@ -334,7 +319,7 @@ class Operation(Generic[T]):
         with _shielded():
             while self.running and current_operation() is not self:  # a finaliser may run on its own thread
                 try:
-                    await self._notifier.wait_for(lambda: self._done)
+                    await self._notifier.wait_for(lambda: self.done)
                 except asyncio.CancelledError as error:
                     interrupted = [error]  # asyncio's own task.cancel() passes through anyio's shield
         if interrupted:
@@ -346,7 +331,7 @@ class Operation(Generic[T]):
 
     @staticmethod
     def result_of(work: Callable[[], T], *, name: str) -> T:
-        """Call a function that takes locks on a thread of stio's, and wait for it; see `stio.process.locks`."""
+        """Call a function that takes locks on a thread of stio's, and wait for it; see `stio.process`."""
         if not thread_name():
             with suppress(StorageError):  # no more threads
                 return Operation[T](lambda _: work(), name=name).result()
@@ -359,7 +344,7 @@ class Operation(Generic[T]):
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait in this thread until the body has ended; False if the timeout (seconds) came first."""
-        return not self._started or self._notifier.block_until(lambda: self._done, timeout)
+        return not self._started or self._notifier.block_until(lambda: self.done, timeout)
 
     def outcome(self) -> T:
         """Return the value of the body, or raise its error; only when `done`.
@@ -389,7 +374,7 @@ class Operation(Generic[T]):
     def _run_once(self) -> None:
         mine = object()
         if self._decided.setdefault("thread", mine) is not mine:  # another thread, or a signal handler, started it too
-            if self._done:
+            if self.done:
                 counters.running.discard(self)
             return
         self._started = True
@@ -413,7 +398,7 @@ class Operation(Generic[T]):
         if self._decided.setdefault("end", "over") == "cancelled":
             self._discard_value()
         self._count_end()
-        self._done = True
+        self.done = True
         self._notifier.notify()
         del self  # the traceback of the error refers to this frame
 
@@ -446,7 +431,7 @@ class Operation(Generic[T]):
     def _end_in_child(self) -> None:
         """Mark as ended in a forked child: its thread is not there."""
         self._stops = []
-        self.cancelled = self._done = True
+        self.cancelled = self.done = True
         self._error = Cancelled()
 
 

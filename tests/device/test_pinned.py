@@ -118,12 +118,12 @@ def test_the_last_reference_releases_it(driver: FakeDriver) -> None:
 @needs_engine
 def test_nothing_is_left_of_a_thousand_regions(driver: FakeDriver) -> None:
     allocate = PinnedAllocator(DEVICE)
-    before = len(memory.regions._mappings)
+    before = len(memory._mappings)
     for _ in range(1000):
         allocate(4096).write(0, b"1")
     assert len(driver.pinned) == 1000
     assert eventually(lambda: driver.pinned_bytes == 0)
-    assert len(memory.regions._mappings) <= before + 2000  # those that are released are dropped now and then
+    assert len(memory._mappings) <= before + 2000  # those that are released are dropped now and then
 
 
 @needs_engine

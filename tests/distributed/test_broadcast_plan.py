@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stio.distributed.placements import (
     NO_ROWS,
     Rows,
-    SharedRows,
+    RowTensor,
     common_rows,
     cut_chunks,
     needed_rows,
@@ -65,48 +65,59 @@ def test_rows_that_ranks_need_in_common(needed: list[tuple[int, int]], common: t
 
 
 @st.composite
-def shared_rows(draw: st.DrawFn) -> list[SharedRows]:
-    found, offset, file = [], 0, 0
+def tensors(draw: st.DrawFn) -> tuple[list[RowTensor], list[tuple[int, int]]]:
+    """Return tensors in the order of the checkpoint, and the rows of each that are sent."""
+    found, shared, offset, file = [], [], 0, 0
     for tensor in range(draw(st.integers(0, 12))):
         if draw(st.booleans()) and found:
             file, offset = (file + 1, 0) if draw(st.booleans()) else (file, offset + draw(st.integers(1, 50)))
-        row_bytes, first, num = draw(st.integers(1, 40)), draw(st.integers(0, 5)), draw(st.integers(1, 30))
-        found.append(SharedRows(tensor, file, offset, row_bytes, (first, first + num)))
+        row_bytes, num = draw(st.integers(1, 40)), draw(st.integers(1, 30))
+        found.append(RowTensor(f"t{tensor}", file, offset, "U8", (num, row_bytes), Rows(0, num, row_bytes)))
+        first = draw(st.integers(0, num))
+        shared.append(
+            (first, draw(st.integers(first, num)))
+            if draw(st.booleans())
+            else draw(st.sampled_from([(0, num), NO_ROWS]))
+        )
         offset += num * row_bytes
-    return found
+    return found, shared
 
 
 @pytest.mark.slow
-@given(shared_rows(), st.integers(1, 9), st.integers(1, 200))
-def test_chunks_cover_each_row_once(shared: list[SharedRows], num_ranks: int, chunk_bytes: int):
-    chunks = cut_chunks(shared, num_ranks, chunk_bytes)
-    rows: dict[int, list[int]] = {one.tensor: [] for one in shared}
-    by_tensor = {one.tensor: one for one in shared}
+@given(tensors(), st.integers(1, 9), st.integers(1, 200))
+def test_chunks_cover_each_row_once(
+    case: tuple[list[RowTensor], list[tuple[int, int]]], num_ranks: int, chunk_bytes: int
+):
+    stored, shared = case
+    chunks = cut_chunks(stored, shared, num_ranks, chunk_bytes)
+    rows: list[list[int]] = [[] for _ in stored]
     for chunk in chunks:
         end = chunk.begin
         for piece in chunk.pieces:
-            one = by_tensor[piece.tensor]
+            one = stored[piece.tensor]
             assert one.file == chunk.file
-            assert chunk.begin + piece.offset == end == one.offset + (piece.rows[0] - one.rows[0]) * one.row_bytes
+            assert chunk.begin + piece.offset == end == one.offset + piece.rows[0] * one.rows.nbytes
             rows[piece.tensor] += range(*piece.rows)
-            end += (piece.rows[1] - piece.rows[0]) * one.row_bytes
+            end += (piece.rows[1] - piece.rows[0]) * one.rows.nbytes
         assert end == chunk.begin + chunk.nbytes
         is_one_row = len(chunk.pieces) == 1 and chunk.pieces[0].rows[1] - chunk.pieces[0].rows[0] == 1
         assert chunk.nbytes <= chunk_bytes or is_one_row
-    assert rows == {one.tensor: list(range(*one.rows)) for one in shared}
-
+    assert rows == [list(range(*one)) for one in shared]
     places = [(chunk.file, chunk.begin) for chunk in chunks]
-    assert places == sorted(places) and [chunk.owner for chunk in chunks] == sorted(chunk.owner for chunk in chunks)
-    shares = [sum(chunk.nbytes for chunk in chunks if chunk.owner == rank) for rank in range(num_ranks)]
-    longest = max((one.row_bytes for one in shared), default=0)
-    assert all(abs(share - sum(shares) / num_ranks) <= longest + 1 for share in shares)
+    assert places == sorted(places)
+
+
+def test_shares_of_ranks_are_nearly_equal():
+    stored = [RowTensor(f"t{k}", 0, 1000 * k, "U8", (1000,), Rows(0, 1000, 1)) for k in range(30)]
+    for num_ranks, chunk_bytes in [(2, 500), (7, 500), (7, 10_000)]:
+        chunks = cut_chunks(stored, [(0, 1000)] * 30, num_ranks, chunk_bytes)
+        shares = [sum(chunk.nbytes for chunk in chunks[rank::num_ranks]) for rank in range(num_ranks)]
+        assert sum(shares) == 30_000 and max(shares) - min(shares) <= 30_000 / num_ranks / 4 + 1
 
 
 def test_a_large_row_goes_whole():
-    small = SharedRows(0, 0, 0, 10, (0, 3))
-    large = SharedRows(1, 0, 30, 1000, (0, 1))
-    assert [(one.owner, one.begin, one.nbytes) for one in cut_chunks([small, large], 2, 100)] == [
-        (0, 0, 30),
-        (1, 30, 1000),
-    ]
-    assert [one.nbytes for one in cut_chunks([large], 4, 100)] == [1000]
+    small = RowTensor("small", 0, 0, "U8", (3, 10), Rows(0, 3, 10))
+    large = RowTensor("large", 0, 30, "U8", (1, 1000), Rows(0, 1, 1000))
+    chunks = cut_chunks([small, large], [(0, 3), (0, 1)], 2, 100)
+    assert [(one.begin, one.nbytes) for one in chunks] == [(0, 30), (30, 1000)]
+    assert [one.nbytes for one in cut_chunks([large], [(0, 1)], 4, 100)] == [1000]

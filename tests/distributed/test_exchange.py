@@ -17,7 +17,7 @@ from stio.errors import MismatchError
 from stio.format.shared import TensorSource
 from stio.runtime.memory import Region
 from stio.runtime.operation import Cancelled, Operation
-from stio.saving.plan import plan_writes
+from stio.saving import SaveOptions, plan_writes
 
 WINDOW_BYTES = 8192
 HEADER = 1000
@@ -90,8 +90,8 @@ class Case:
             packets=packets,
         )
         ranks = Ranks(about="save")
-        self.exchange = Exchange(send_plan, ranks, self.files, save=self.save, new_hasher=hashlib.sha256)
-        self.exchange.start()
+        self.exchange = Exchange(send_plan, ranks, self.files, save=self.save, options=SaveOptions(hash="sha256"))
+        self.exchange.operation.start()
 
     def blocks(self) -> Iterator[tuple[int, Region]]:
         for block in self.own.shards[0].blocks:
@@ -103,7 +103,7 @@ class Case:
 
     def write(self) -> None:
         for offset, region in self.blocks():
-            self.exchange.stream.write_from(offset, region)
+            self.exchange.write_from(offset, region)
 
 
 def test_files_are_uploaded_in_order() -> None:
@@ -123,10 +123,10 @@ def test_memory_is_bounded_while_the_store_is_slow() -> None:
         file.open.clear()
     writer = threading.Thread(target=case.write)
     writer.start()
-    stream, images = case.exchange.stream, case.exchange._images
+    stream, images = case.exchange, case.exchange._images
     assert eventually(lambda: len(images) == _NUM_IMAGES)
     assert not eventually(lambda: len(images) > _NUM_IMAGES, 0.2)
-    assert 0 < stream._end <= _NUM_IMAGES * WINDOW_BYTES and len(stream._blocks) == 1
+    assert 0 < stream._sent_bytes <= _NUM_IMAGES * WINDOW_BYTES and len(stream._blocks) == 1
     for file in case.files:
         file.open.set()
     writer.join()
@@ -142,7 +142,7 @@ def test_a_failed_upload_is_raised_where_the_stream_is_written() -> None:
         case.write()
     with pytest.raises(OSError, match="a store that fails"):
         case.exchange.wait()
-    case.exchange.close()
+    case.exchange.operation.close()
 
 
 def test_a_cancel_ends_all_waits() -> None:
@@ -167,7 +167,7 @@ def test_a_cancel_ends_all_waits() -> None:
     assert [type(error) for error in raised] == [Cancelled]
     with pytest.raises(Cancelled):
         case.exchange.wait()
-    case.exchange.close()
+    case.exchange.operation.close()
     assert not all(file.finished for file in case.files)
 
 
@@ -177,4 +177,4 @@ def test_bytes_that_no_rank_has() -> None:
     with pytest.raises(MismatchError, match="do not make up a file"):
         case.write()
         case.exchange.wait()
-    case.exchange.close()
+    case.exchange.operation.close()

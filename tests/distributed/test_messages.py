@@ -16,8 +16,8 @@ import pytest
 
 from stio import errors
 from stio.distributed import load as broadcast
+from stio.distributed.agreement import _Compared
 from stio.distributed.ranks import _described, _RankFailure, decoded
-from stio.distributed.save import _Compared
 from stio.distributed.sharded_write import _unpack
 from stio.errors import MismatchError, RankError, StioError, StorageError
 from stio.runtime.operation import PanicError
@@ -224,7 +224,7 @@ def test_a_decision_with_a_size_that_no_rank_chooses(chunk_bytes: int) -> None:
 
 @pytest.mark.parametrize("rows", [[], [(0, 3)], [(0, 3)] * 3, [(0, 11), (0, 0)], [(-1, 3), (0, 0)], [(3, 1), (0, 0)]])
 def test_rows_that_no_tensor_has(rows: list[tuple[int, int]]) -> None:
-    tensors = [broadcast._Tensor(name, 0, 0, "U8", (10,), broadcast.Rows(0, 10, 1)) for name in "ab"]
+    tensors = [broadcast.RowTensor(name, 0, 0, "U8", (10,), broadcast.Rows(0, 10, 1)) for name in "ab"]
     broadcast._require_rows([(0, 10), (2, 3)], tensors)
     with pytest.raises(RankError, match="no valid rows"):
         broadcast._require_rows(rows, tensors)

@@ -8,6 +8,8 @@ import os
 import pickle
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from stio import sync
 from stio.distributed.ranks import Ranks
 from stio.errors import CheckpointNotFoundError, ClosedError, MismatchError, RankError
 from stio.runtime.notifier import run_blocking
+from stio.runtime.operation import Operation
 
 
 def test_one_process_is_one_rank():
@@ -100,7 +103,7 @@ async def hostile(key: str) -> None:
     """Rank 1 sets what no rank of stio sends."""
     async with Ranks(about="load") as ranks:
         if ranks.rank == 1:
-            ranks._to_set.append((key, pickle.dumps(OSError("x"))))
+            ranks._posts.append(partial(ranks._set, key=key, value=pickle.dumps(OSError("x"))))
         await ranks.arrive("hostile" if ranks.rank != 1 else "nothing", b"x")
 
 
@@ -113,6 +116,13 @@ async def cancelled(rank: int) -> None:
         await ranks.fetch("never", of=rank)
 
 
+def on_failure(ranks: Ranks, call: Callable[[], object]) -> None:
+    """Call a function when another rank has failed."""
+    operation: Operation[None] = Operation(lambda _: None, name="test")
+    operation.on_cancel(call)
+    ranks.bind(operation)
+
+
 async def ended_by_failure(rank: int) -> None:
     """What a rank does is ended when another one fails; `ClosedError` becomes the failure."""
     async with Ranks(about="load") as ranks:
@@ -120,7 +130,7 @@ async def ended_by_failure(rank: int) -> None:
             raise CheckpointNotFoundError("nothing here", path="/x")
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
-        ranks.on_failure(lambda: loop.call_soon_threadsafe(ended.set))
+        on_failure(ranks, lambda: loop.call_soon_threadsafe(ended.set))
         await asyncio.wait_for(ended.wait(), 10)
         raise ClosedError("it was ended")
 
@@ -258,7 +268,7 @@ def silent_rank(victim: int, how: int, timeout: float) -> tuple[str, str, float,
 
     async def body() -> None:
         async with Ranks(about="save", timeout=timeout) as ranks:
-            ranks.on_failure(lambda: failed.append(clock.seconds))
+            on_failure(ranks, lambda: failed.append(clock.seconds))
             pids = await ranks.arrive("begun", os.getpid(), kind=int)
             begun.append(time.monotonic())
             ranks.share("begun too", b"")

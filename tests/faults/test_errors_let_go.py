@@ -28,7 +28,7 @@ from stio.cli.main import main
 from stio.compat.safetensors import safe_open
 from stio.compat.safetensors import torch as drop_in
 from stio.distributed import StioStorageReader
-from stio.process.settings import contextmanager as contextmanager_of_stio
+from stio.process import contextmanager as contextmanager_of_stio
 from stio.runtime.operation import Operation, copy_of
 from stio.saving.staging_pool import StagingPool
 

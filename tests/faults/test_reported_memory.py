@@ -46,8 +46,8 @@ from stio.device.base import resolve_device
 from stio.device.copy_out import Readiness
 from stio.loading.options import LoadOptions
 from stio.loading.targets.module import ModuleTarget
+from stio.runtime import memory
 from stio.runtime.memory import WritableMemory
-from stio.runtime.memory import regions as memory
 from stio.storage.checkpoint.open import open_checkpoint
 
 Tensors = dict[str, torch.Tensor]

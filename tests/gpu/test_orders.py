@@ -32,7 +32,7 @@ from stio.device.copy_out import Readiness
 from stio.errors import DeviceError
 from stio.loading import planned
 from stio.loading.read_paths import DevicePath
-from stio.runtime.memory.control_groups import num_processors
+from stio.runtime.memory import num_processors
 from stio.runtime.reports.trace import Trace
 from stio.serving.warm_start import api as load
 

@@ -23,7 +23,7 @@ from stio.loading.read_paths import CopiedPath, MappedPath, ReadPath
 from stio.native import CHUNK_BYTES
 from stio.runtime import memory
 from stio.runtime.memory import Region
-from stio.runtime.reports.spans import Span
+from stio.runtime.reports.timeline import Span
 from stio.runtime.reports.trace import Trace
 from stio.storage.checkpoint.caches import CachedFile, FileImage
 from stio.storage.local import LocalFile, MappedFile

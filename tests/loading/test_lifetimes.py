@@ -14,8 +14,8 @@ from support import ramp, save_file
 from torch import nn
 
 import stio
+from stio import process as process_module
 from stio import sync
-from stio.process import settings as process_module
 from stio.runtime.operation import Operation
 
 pytestmark = pytest.mark.anyio

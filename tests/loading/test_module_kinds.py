@@ -554,7 +554,7 @@ def test_an_error_of_a_hook_comes_out_as_it_is() -> None:
 
 
 def fitted(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stio.runtime.memory.regions.available_bytes", lambda enough=0: nbytes)
+    monkeypatch.setattr("stio.runtime.memory.available_bytes", lambda enough=0: nbytes)
 
 
 @pytest.mark.slow

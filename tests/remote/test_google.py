@@ -15,7 +15,7 @@ import stio
 from stio.errors import ChangedDuringReadError, CheckpointNotFoundError, ConcurrentSaveError
 from stio.remote.save import RemoteDestination
 from stio.remote.source import RemoteRoot
-from stio.testing.contract import read_guarded
+from stio.testing import read_guarded
 
 
 @pytest.fixture

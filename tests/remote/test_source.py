@@ -27,7 +27,7 @@ from stio.remote.source import RemoteRoot
 from stio.runtime import memory
 from stio.runtime.operation import Operation
 from stio.storage.base import Requests, Source
-from stio.testing.contract import SourceContract, read_guarded
+from stio.testing import SourceContract, read_guarded
 
 PATIENT = Patience(num_attempts=4, first_pause_seconds=0.01, longest_pause_seconds=0.02, stall_seconds=0.3)
 DATA = random.Random(3).randbytes(700_001)

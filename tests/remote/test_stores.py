@@ -25,7 +25,7 @@ from stio.remote.save import RemoteDestination
 from stio.remote.source import RemoteRoot, open_url
 from stio.remote.stores import locate, new_store
 from stio.storage.base import Source
-from stio.testing.contract import SourceContract, read_guarded
+from stio.testing import SourceContract, read_guarded
 from stio.text import is_url, without_secrets
 
 DATA = random.Random(5).randbytes(300_000)

@@ -136,7 +136,8 @@ def test_blocks_that_are_staged_late_are_written_first(s3: Any, monkeypatch: pyt
     def fill(self: Any, group: int, block: Any, *rest: Any) -> list[Any]:
         if block is self._blocks[0]:
             with self._changed:
-                self._changed.wait_for(lambda: self._num_writing == WRITE_DEPTH, 0.5)
+                while self._num_writing != WRITE_DEPTH and self._changed.wait(0.5):
+                    pass
         return plain(self, group, block, *rest)
 
     monkeypatch.setattr(SaveScheduler, "_fill", fill)

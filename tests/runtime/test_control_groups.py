@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stio.runtime.memory import control_groups
+from stio.runtime import memory as control_groups
 
 GIB = 1 << 30
 MEMINFO = "MemTotal: 64 kB\nMemFree: 10 kB\nMemAvailable: 30 kB\nSwapFree: {swap} kB\n"

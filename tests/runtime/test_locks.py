@@ -1,4 +1,4 @@
-"""Tests of stio.process.locks: conditions, and the check that user code is called under no lock."""
+"""Tests of stio.process: conditions, and the check that user code is called under no lock."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fakes import MemoryDestination
 from support import eventually
 
 import stio
+from stio import process as locks
 from stio import sync
-from stio.process import locks
-from stio.process.locks import Condition, new_lock, require_unlocked
+from stio.process import Condition, new_lock, require_unlocked
 from stio.runtime.notifier import Notifier
 
 
@@ -56,7 +56,7 @@ def test_a_wait_releases_the_lock_and_the_count() -> None:
 def _sleepers(changed: Condition, count: int, ready: Callable[[], bool]) -> list[threading.Thread]:
     def sleep() -> None:
         with changed:
-            changed.wait_for(ready, 20)
+            changed.wait_for(ready)
 
     threads = [threading.Thread(target=sleep) for _ in range(count)]
     for thread in threads:
@@ -95,7 +95,7 @@ def test_no_wake_is_missed() -> None:
         thread.start()
         for k in range(1, rounds + 1):
             with changed:
-                assert changed.wait_for(lambda k=k: counts[0] == k, 10), k  # type: ignore[misc]
+                changed.wait_for(lambda k=k: counts[0] == k)  # type: ignore[misc]
             counts[1] = k
         thread.join()
     finally:
@@ -114,10 +114,11 @@ def test_a_wake_during_the_look_at_the_state_is_not_missed() -> None:
         return found
 
     with changed:
-        assert changed.wait_for(ready, 20)
+        changed.wait_for(ready)
+    assert state
 
 
-def test_notify_wakes_as_many_as_said() -> None:
+def test_notify_wakes_all() -> None:
     changed, tokens = Condition(), list[int]()
 
     def take() -> None:
@@ -132,11 +133,11 @@ def test_notify_wakes_as_many_as_said() -> None:
     assert eventually(lambda: len(changed._waiting) == 3)
     with changed:
         tokens += [1, 2]
-        changed.notify(2)
+        changed.notify_all()
     assert eventually(lambda: sum(thread.is_alive() for thread in threads) == 1)
     with changed:
         tokens.append(3)
-        changed.notify()
+        changed.notify_all()
     for thread in threads:
         thread.join(5)
 
@@ -145,7 +146,7 @@ def test_a_wait_ends_at_its_timeout() -> None:
     changed = Condition()
     begin = time.monotonic()
     with changed:
-        assert not changed.wait_for(lambda: False, 0.05)
+        assert not changed.wait(0.05)
     assert time.monotonic() - begin < 5
     assert len(changed._waiting) == 0
 
@@ -426,7 +427,7 @@ def test_221_a_handler_at_any_line_of_a_save_closes_the_saver() -> None:
 
 def test_207_a_late_thread_unmaps_its_own_pages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large pages whose thread has not begun are unmapped by another allocation, at whose address others are mapped."""
-    from stio.runtime.memory import regions as memory
+    from stio.runtime import memory
 
     late: list[Any] = []
     monkeypatch.setattr(memory._thread, "start_new_thread", lambda run, arguments: late.append((run, arguments)))

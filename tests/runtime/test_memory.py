@@ -14,8 +14,8 @@ import torch
 
 from stio.errors import HostMemoryError
 from stio.limits import HUGE_PAGE_BYTES, PAGE_BYTES
+from stio.runtime import memory
 from stio.runtime.memory import Region, allocate, map_file, populate
-from stio.runtime.memory import regions as memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="page mappings are Linux's here")
 

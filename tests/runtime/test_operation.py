@@ -18,9 +18,9 @@ import anyio.lowlevel
 import pytest
 from support import PATIENCE_SECONDS, backend_name, eventually, eventually_async, nothing_left, run_python, spin
 
+from stio import process as switching
 from stio.errors import ClosedError, StorageError
-from stio.process import settings as switching
-from stio.process.settings import switch_interval
+from stio.process import switch_interval
 from stio.runtime import notifier as notifier_module
 from stio.runtime import operation as runtime
 from stio.runtime.calls import run_on_loop

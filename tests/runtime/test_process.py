@@ -6,8 +6,8 @@ import gc
 
 import pytest
 
-from stio.process import settings as process
-from stio.process.settings import collection_paused
+from stio import process as process
+from stio.process import collection_paused
 
 
 def test_an_interruption_at_the_begin_of_a_pause_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from stio.runtime.reports.spans import CALLER, Span, covered_seconds, summarize, usable
+from stio.runtime.reports.timeline import CALLER, Span, covered_seconds, summarize, usable
 
 
 def span(name: str, start: float, end: float, *, lane: str = "read-1", num_bytes: int = 0) -> Span:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import stio
-from stio.runtime.reports.spans import Span
-from stio.runtime.reports.timeline import MAX_BYTES, draw
+from stio.runtime.reports.timeline import MAX_BYTES, Span, draw
 from stio.runtime.reports.trace import Trace
 
 SVG = "{http://www.w3.org/2000/svg}"

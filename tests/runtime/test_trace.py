@@ -13,7 +13,7 @@ from support import Gate, HookedRoot, needs_engine, ramp, save_sharded
 
 import stio
 from stio import sync
-from stio.runtime.reports.spans import summarize
+from stio.runtime.reports.timeline import summarize
 
 pytestmark = pytest.mark.anyio
 

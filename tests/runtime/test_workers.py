@@ -12,8 +12,7 @@ from collections import deque
 import pytest
 from support import PATIENCE_SECONDS, eventually, nothing_left
 
-from stio.process.locks import Condition, require_unlocked
-from stio.process.settings import NICENESS
+from stio.process import NICENESS, Condition, require_unlocked
 from stio.runtime import workers
 from stio.runtime.operation import Cancelled, Operation, is_interrupted, start_thread
 from stio.runtime.workers import WorkerPool

@@ -1,7 +1,7 @@
 """Traces: an operation records what each of its threads did and when, and the trace is saved as a picture or as JSON.
 
-`Trace.add` may be called from any thread: it is one append to a list. `spans.py` defines a span and adds spans up;
-`timeline.py` draws them.
+`Trace.add` may be called from any thread: it is one append to a list. `timeline.py` defines a span, adds spans up and
+draws them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pathlib import Path
 from time import perf_counter
 
 from stio.process import contextmanager, thread_name
-from stio.runtime.reports.spans import CALLER, Span, usable
-from stio.runtime.reports.timeline import draw
+from stio.runtime.reports.timeline import CALLER, Span, draw, usable
 from stio.text import counted, without_secrets
 
 

@@ -1,4 +1,8 @@
-"""The tests that every storage must pass, as a class to inherit from. Needs pytest."""
+"""The contract of storages, as a class of tests to inherit from. Public; it needs pytest.
+
+A test class for a storage of your own inherits from `SourceContract`: reads at any offset and into many regions, files
+that shrink or change, reads on many threads at once. Nothing in stio imports this module.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ from stio.errors import ChangedDuringReadError, TruncatedError
 from stio.limits import PAGE_BYTES
 from stio.runtime import memory
 from stio.storage import Source
+
+__all__ = ["SourceContract"]
 
 _GUARD = b"\xcb" * 64
 _NUM_THREADS = 8

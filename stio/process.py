@@ -1,8 +1,26 @@
-"""Settings of the whole process: the interpreter's switch interval, its garbage collector, a thread's priority, fork.
+"""What belongs to the whole process: locks, forks, the interpreter's switch interval, its garbage collector.
 
-Operations that run beside each other share these settings. Each setting is counted: the first user changes it, the last
-one restores it. A module whose state must not outlive a fork registers a function with `after_fork_in_child`. All
-context managers of stio are made by `contextmanager`, which leaves no reference cycle behind.
+**No user code under a lock.** What users pass (tensors with methods, producers, predicates, callbacks, paths, log
+handlers) is called while the thread holds no lock of stio's, all of which are made here.
+
+**No lock of stio's threads on a caller's thread.** A signal handler or a finaliser can interrupt a caller's thread
+between any two steps, call stio again, and wait for a thread of stio. If the interrupted thread held a lock that the
+other one needs, both would wait for ever. So callers' threads (all code that runs before the first wait of a public
+function, a cancel, a finaliser, `stio.stats()`) change shared state by steps that the interpreter does not interrupt:
+one assignment, `append` and `pop` of a list, `setdefault` and `pop` of a dict (ARCHITECTURE.md, "Without the GIL", says
+which of these arguments hold there). They wake threads by `Condition.wake`,
+which needs no lock. Locks are for stio's own threads. A `Saver` has one for callers' threads, which no thread of stio
+takes; it is re-entrant.
+
+Each thread counts the locks that it holds. `require_unlocked` raises if there is one: before user code is called, and
+before a thread waits. So a finaliser that the collector runs on a thread of stio, in the middle of such a step, gets an
+error if it waits for stio, and no deadlock.
+
+Operations that run beside each other share settings: the switch interval (unchanged by default) and the garbage
+collector, which pauses while more than 1,000 tensors are made. Each setting is counted: the first user changes it, the
+last one restores it. A module whose state must not outlive a fork registers a function with `after_fork_in_child`. All
+context managers of stio are made by `contextmanager`, which leaves no reference cycle behind. Nothing here needs an
+event loop, so a program that imports `stio.compat` alone imports none.
 """
 
 from __future__ import annotations
@@ -12,6 +30,7 @@ import os
 import sys
 import threading
 import traceback
+from _thread import allocate_lock
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
@@ -19,7 +38,108 @@ from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from stio.errors import printable
-from stio.process.locks import forget_held, new_lock
+
+# Locks.
+
+
+class _Held(threading.local):
+    count = 0
+
+
+_held = _Held()
+
+
+def new_lock(*, of_callers: bool = False) -> Any:
+    """Return a re-entrant lock: a finaliser may run on the thread that holds it, and use the same object.
+
+    Args:
+        of_callers: No thread of stio takes it. It is not counted: a signal handler may run under it.
+    """
+    return threading.RLock() if of_callers else Condition()
+
+
+def require_unlocked() -> None:
+    """Require that this thread holds no lock of stio's.
+
+    Raises:
+        RuntimeError: It holds one. A finaliser runs in the middle of a step of stio, or stio has a bug.
+    """
+    if _held.count:
+        raise RuntimeError(
+            f"this thread is in the middle of a step of stio, under {_held.count} lock(s): a finaliser that runs there "
+            "must not use stio"
+        )
+
+
+class Condition:
+    """A re-entrant lock, and threads of stio that sleep until the state behind it may have changed.
+
+    It differs from `threading.Condition` in `wake`, which needs no lock, and counts the locks that its thread holds.
+    """
+
+    def __init__(self) -> None:
+        self._lock: Any = threading.RLock()
+        self._waiting: list[Any] = []  # a lock for each thread that sleeps; its release wakes the thread
+        self._last_wake = self._seen = object()
+
+    def __enter__(self) -> None:
+        is_nested = self._lock._is_owned()
+        self._lock.acquire()
+        _held.count += 1
+        if not is_nested:  # a finaliser may enter it between a check of the state and the sleep
+            self._seen = self._last_wake
+
+    def __exit__(self, *error: object) -> None:
+        _held.count -= 1
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Sleep until `notify_all` or `wake` is called, or for a time (seconds). The caller holds the lock.
+
+        May return earlier, so the caller checks the state again. Returns False if the time passed.
+        """
+        woken = True
+        mine = allocate_lock()
+        mine.acquire()
+        self._waiting.append(mine)
+        try:
+            if self._seen is self._last_wake:  # else `wake` was called since this thread checked the state
+                state = self._lock._release_save()
+                _held.count -= state[0]
+                try:
+                    woken = mine.acquire(True, -1 if timeout is None else max(0.0, timeout))
+                finally:
+                    self._lock._acquire_restore(state)
+                    _held.count += state[0]
+        finally:
+            self._waiting.remove(mine)
+            self._seen = self._last_wake
+        return woken
+
+    def wait_for(self, ready: Callable[[], object]) -> None:
+        """Sleep until `ready()` is true. The caller holds the lock."""
+        while not ready():
+            self.wait()
+
+    def notify_all(self) -> None:
+        """Wake all threads that sleep. The caller holds the lock, and has changed the state under it."""
+        if self._waiting:
+            release_waiting(self._waiting)
+
+    def wake(self) -> None:
+        """Wake all threads that sleep, or are about to. Callable from any thread, with and without the lock."""
+        self._last_wake = object()
+        release_waiting(self._waiting)
+
+
+def release_waiting(waiting: list[Any]) -> None:
+    """Release locks that threads wait for; one that was released before is no error."""
+    for lock in waiting.copy():
+        try:
+            lock.release()
+        except RuntimeError:
+            pass
+
 
 # Context managers.
 
@@ -203,7 +323,7 @@ def _paused() -> Iterator[None]:
 def _restore_settings() -> None:
     """Restore the settings that threads of the parent had changed: those threads are not in the child."""
     global _interval_lock, _intervals
-    forget_held()
+    _held.count = 0  # the locks of the parent are not its own
     _interval_lock = new_lock()
     if _intervals:
         sys.setswitchinterval(_original_interval)
