@@ -95,7 +95,7 @@ class PlainPickles:
             if not self.steps_left:
                 raise PickleRefused("the pickles of this file are longer than plain values need")
             self.steps_left -= 1
-            if instruction.name == "FRAME" and argument > len(data) - last - 9:  # the instruction itself has 9 bytes
+            if instruction.name == "FRAME" and (argument or 0) > len(data) - last - 9:  # 9: the instruction itself
                 raise PickleRefused("the pickle is cut off")
         if last + 1 != len(data):
             raise PickleRefused("something follows the pickle")
