@@ -179,15 +179,12 @@ def new_store(
         "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
         "read_timeout": timedelta(seconds=stall_seconds),
         "timeout": timedelta(seconds=max(_REQUEST_SECONDS, 2 * stall_seconds)),
-        "default_headers": headers,
         "allow_http": any(url.lower().startswith("http://") for url in _endpoints(location, values)),
     }
     if not client["allow_http"]:
         client |= _added_authorities(location.scheme)
-    own = dict(client_options or {})
-    if headers:
-        own["default_headers"] = headers | dict(own.get("default_headers") or {})
-    settings["client_options"] = client | own
+    own = client_options or {}
+    settings["client_options"] = client | {**own, "default_headers": headers | dict(own.get("default_headers") or {})}
     try:
         return (new or stores.HTTPStore.from_url)(target, **settings)
     except (exceptions.BaseError, ValueError, TypeError) as error:
