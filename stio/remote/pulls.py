@@ -119,26 +119,26 @@ def pull(
     target = _destination(url, directory)
     with ExitStack() as owned, refusals("writing", target, caught=(OSError,)):
         parent_fd = _locked(target, owned)
-        place, shown = url, without_secrets(url)
+        shown = without_secrets(url)
         if scheme_of(url) == "hf":  # a commit never changes, so a copy of it needs no further request
             root, name = hub.open_url(url)
             shown = root.resolve()
-            place = f"{shown}/{name}"
+            url = f"{shown}/{name}"
             record, sizes = _found(target)
-            is_complete = record["place"] == place and record["sizes"] == sizes and sizes.keys() >= {*also}
+            is_complete = record["place"] == url.rstrip("/") and record["sizes"] == sizes and sizes.keys() >= {*also}
             if is_complete and _has_bases(target):
                 progress(sum(sizes.values()), sum(sizes.values()))
                 return PullResult(shown, target, sizes, 0, record["verified"])
-        opened = open_checkpoint(place, _HOW)
+        opened = open_checkpoint(url, _HOW)
         owned.callback(opened.close)
         before = fetched_bytes = 0
         for base, directory_of_base in _bases(opened, target):
             with ExitStack() as locked:
                 fd = _locked(directory_of_base, locked)
-                found = _pulled(base, base.path, directory_of_base, fd, (), budget_bytes, _shifted(progress, before))
+                found = _pulled(base, directory_of_base, fd, (), budget_bytes, _shifted(progress, before))
                 before, fetched_bytes = before + found.total_bytes, fetched_bytes + found.fetched_bytes
         last = opened.apart()[-1]
-        found = _pulled(last, place, target, parent_fd, also, budget_bytes, _shifted(progress, before))
+        found = _pulled(last, target, parent_fd, also, budget_bytes, _shifted(progress, before))
         return replace(found, url=shown, fetched_bytes=found.fetched_bytes + fetched_bytes)
 
 
@@ -191,7 +191,6 @@ def _shifted(progress: Callable[[int, int], object], before: int) -> Callable[[i
 
 def _pulled(
     opened: OpenCheckpoint,
-    place: str,
     target: str,
     parent_fd: int,
     also: Sequence[str],
@@ -213,7 +212,7 @@ def _pulled(
                 "the destination holds something else, or an earlier state of the checkpoint; give a new directory"
             )
             raise StorageError(message, path=target, errno=errno.EEXIST)
-        record = {"place": without_secrets(place), "verified": "headers", "files": states, "sizes": files}
+        record = {"place": opened.path, "verified": "headers", "files": states, "sizes": files}
         parent, name = os.path.split(target)
         staging = f".{name}{_STAGING_SUFFIX}"
         path = os.path.join(parent, staging)
