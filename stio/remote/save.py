@@ -101,10 +101,7 @@ class RemoteDestination:
         """
         folder, name = Folder(self.root), self.name
         objects = folder.list()
-        used: set[str] = set()
-        for index in objects:
-            if index.endswith(INDEX_SUFFIX):
-                used |= _shards_of(folder, index)
+        used = {shard for key in objects if key.endswith(INDEX_SUFFIX) for shard in _shards_of(folder, key)}
         now = clock.now()
         ages = {
             key: now - meta["last_modified"].timestamp()
