@@ -580,14 +580,9 @@ class Download:
 
     def _read_marks(self) -> bool:
         """Read the marks of an earlier download; return whether there are any that hold."""
-        nbytes = self._num_blocks + len(self._seal)
-        if not boot_id() or os.fstat(self._fd).st_size != self._nbytes + nbytes:
-            return False
-        raw = os.pread(self._fd, nbytes, self._nbytes)
-        if len(raw) != nbytes or not raw.endswith(self._seal):
-            return False
-        marks = raw[: self._num_blocks]
-        if not set(marks) <= {0, 1}:
+        raw = os.pread(self._fd, self._num_blocks + len(self._seal) + 1, self._nbytes)
+        marks, seal = raw[: self._num_blocks], raw[self._num_blocks :]
+        if not boot_id() or seal != self._seal or not set(marks) <= {0, 1}:
             return False
         self._done[:] = marks
         return True

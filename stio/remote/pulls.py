@@ -125,10 +125,11 @@ def pull(
             shown = root.resolve()
             url = f"{shown}/{name}"
             record, sizes = _found(target)
-            is_complete = record["place"] == url.rstrip("/") and record["sizes"] == sizes and sizes.keys() >= {*also}
-            if is_complete and _has_bases(target):
-                progress(sum(sizes.values()), sum(sizes.values()))
-                return PullResult(shown, target, sizes, 0, record["verified"])
+            if record["place"] == url.rstrip("/") and record["sizes"] == sizes and sizes.keys() >= {*also}:
+                with suppress(StioError):  # what a delta is based on may be missing
+                    open_checkpoint(target, _HOW).close()
+                    progress(sum(sizes.values()), sum(sizes.values()))
+                    return PullResult(shown, target, sizes, 0, record["verified"])
         opened = open_checkpoint(url, _HOW)
         owned.callback(opened.close)
         before = fetched_bytes = 0
@@ -177,14 +178,6 @@ def _bases(opened: OpenCheckpoint, target: str) -> list[tuple[OpenCheckpoint, st
     return found[::-1]
 
 
-def _has_bases(directory: str) -> bool:
-    """Return whether nothing is missing beside a directory that is complete itself."""
-    with suppress(StioError):
-        open_checkpoint(directory, _HOW).close()
-        return True
-    return False
-
-
 def _shifted(progress: Callable[[int, int], object], before: int) -> Callable[[int, int], object]:
     return lambda nbytes, total_bytes: progress(nbytes, before + total_bytes)
 
@@ -212,6 +205,10 @@ def _pulled(
                 "the destination holds something else, or an earlier state of the checkpoint; give a new directory"
             )
             raise StorageError(message, path=target, errno=errno.EEXIST)
+
+        def report(nbytes: int) -> None:
+            progress(nbytes, result.total_bytes)
+
         record = {"place": opened.path, "verified": "headers", "files": states, "sizes": files}
         parent, name = os.path.split(target)
         staging = f".{name}{_STAGING_SUFFIX}"
@@ -222,9 +219,10 @@ def _pulled(
             fetched_bytes = 0
             ready = _prepare(record, path, fd)
             for one, source in sources.items():
-                fetched_bytes += _fetch(
-                    source, one, fd, budget_bytes, lambda nbytes: progress(nbytes, result.total_bytes), one in ready
-                )
+                if one in ready:
+                    report(source.identity.nbytes)
+                else:
+                    fetched_bytes += _fetch(source, one, fd, budget_bytes, report)
             for source in sources.values():
                 check_interrupted()
                 source.check_unchanged()
@@ -358,14 +356,9 @@ def _verify(opened: OpenCheckpoint, path: str, names: Sequence[str], budget_byte
     return verified
 
 
-def _fetch(
-    source: Source, name: str, fd: int, budget_bytes: int, report: Callable[[int], object], is_ready: bool
-) -> int:
+def _fetch(source: Source, name: str, fd: int, budget_bytes: int, report: Callable[[int], object]) -> int:
     """Give a file its name in a directory, when it is whole and durable; return how many bytes were fetched."""
     nbytes = source.identity.nbytes
-    if is_ready:
-        report(nbytes)
-        return 0
     if _linked(source, name, fd):
         report(nbytes)
         return nbytes

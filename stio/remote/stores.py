@@ -303,5 +303,10 @@ def s3_client(location: Location, config: Options) -> Any:
     boto3, botocore = import_module("boto3"), import_module("botocore.config")
     endpoint = next(iter(_endpoints(location, config)), None)
     style = {"addressing_style": "path" if endpoint else "auto"}
-    region = os.environ.get("AWS_REGION")  # botocore knows only AWS_DEFAULT_REGION
-    return boto3.client("s3", endpoint_url=endpoint, region_name=region, config=botocore.Config(s3=style))
+    return boto3.client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name=os.environ.get("AWS_REGION"),  # botocore knows only AWS_DEFAULT_REGION
+        verify=os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE"),
+        config=botocore.Config(s3=style),
+    )
