@@ -164,12 +164,10 @@ def _compared(
     """Yield a report of each file of a checkpoint with a manifest."""
     assert part.manifest is not None
     findings = judge_files(part, manifest, check=check, to_the_end=True, advance=advance)
-    problems = {finding.name: finding.error for finding in findings}
-    for shard, (header, name) in enumerate(zip(part.headers, part.manifest.names, strict=True)):
-        problem = problems.get(header.shard)
+    for shard, (finding, name) in enumerate(zip(findings, part.manifest.names, strict=True)):
         is_compared = any(state.digest for state in manifest.files.get(name, ()))
-        text = None if problem is None else without_path(problem)
-        yield replace(_report(part, shard), is_compared=is_compared, problem=text)
+        problem = None if finding.error is None else without_path(finding.error)
+        yield replace(_report(part, shard), is_compared=is_compared, problem=problem)
 
 
 def _report(part: OpenCheckpoint, shard: int) -> FileReport:
