@@ -91,7 +91,7 @@ DYNAMIC_IMPORTS = {
     "runtime/reports/progress.py": "tqdm is an extra, needed with progress=True only",
     "remote/hub.py": "huggingface_hub is an extra, needed with hf:// only",
     "schemes.py": "what reads URLs, and numpy with it, is needed with a URL only",
-    "remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with profiles of AWS only",
+    "remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with profiles of AWS and uploads of S3 only",
     "storage/checkpoint/changes.py": "numpy, without the engine only",
     "sync.py": "torch.distributed is needed with stio.distributed only",
 }
