@@ -76,7 +76,7 @@ TORCH_FREE = ("format/", "storage/base.py", "storage/local.py", "storage/commit/
 
 DYNAMIC_IMPORTS = {
     "__init__.py": "the table of public names: `import stio` must not import torch",
-    "cli/bench_child.py": "one process measures one contestant of `stio bench`, and imports that one only",
+    "cli/bench.py": "one process measures one contestant of `stio bench`, and imports that one only",
     "cli/load.py": "torch, when the command runs: all commands are imported to list them",
     "cli/pull.py": "stores, and numpy with them, when the command runs",
     "cli/diff.py": "torch, when values differ: a comparison of equal checkpoints needs none",
@@ -91,7 +91,7 @@ DYNAMIC_IMPORTS = {
     "runtime/reports/progress.py": "tqdm is an extra, needed with progress=True only",
     "remote/hub.py": "huggingface_hub is an extra, needed with hf:// only",
     "schemes.py": "what reads URLs, and numpy with it, is needed with a URL only",
-    "remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with profiles of AWS only",
+    "remote/stores.py": "obstore is an extra, needed with URLs only; boto3 with profiles of AWS and uploads of S3 only",
     "storage/checkpoint/changes.py": "numpy, without the engine only",
     "sync.py": "torch.distributed is needed with stio.distributed only",
 }
@@ -399,7 +399,7 @@ for name in stio.sync.__all__:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(count(1, 3)))
 def test_public_names_survive_the_import_of_all_submodules(torch_zygote: Zygote, seed: int) -> None:
-    skipped = ("__main__.py", "integrations/", "cli/bench_child.py")  # they run, or need a framework
+    skipped = ("__main__.py", "integrations/")  # they run, or need a framework
     names = [
         "stio." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for file in FILES

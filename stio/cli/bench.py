@@ -1,9 +1,13 @@
 """`stio bench [PATH]`: measures how fast this machine loads a checkpoint from its disk, by stio and by safetensors.
 
-Each run is a process of its own (`bench_child.py`). In each round every contestant runs once, in a random order. Before
-each run memory is written to and freed, and the files are evicted from the page cache, as in the project's benchmarks.
-The results are medians, and ratios within each round. The limit is a raw reader of the same bytes, without the page
-cache. The tensors of all contestants must have the same checksum.
+In each round every contestant runs once, in a random order. The results are medians, and ratios within each round. The
+limit is a raw reader of the same bytes, without the page cache. The tensors of all contestants must have the same
+checksum.
+
+Each run is a process of its own, `python -m stio.cli.bench SPEC`: SPEC is JSON, and so is its output (`measure`).
+Before the measured time the imports are done, the runtime of the device is started, memory is written to and freed, and
+the files are evicted from the page cache, as in the project's benchmarks. The measured time starts at the call of the
+loader. It ends when one byte of every page of every tensor was read through the tensor, on its device.
 """
 
 from __future__ import annotations
@@ -16,14 +20,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import click
 
+from stio import __version__
 from stio.cli.output import (
     ERROR,
     JSON_OPTION,
@@ -40,7 +48,8 @@ from stio.errors import one_line
 from stio.format import build_header
 from stio.limits import parse_size
 from stio.process import contextmanager
-from stio.runtime.memory import fits, room_in_memory
+from stio.runtime.memory import Region, allocate, fits, room_in_memory
+from stio.storage import LocalFile
 from stio.storage.checkpoint import OpenOptions, open_checkpoint
 from stio.text import counted, is_url, show_bytes, without_secrets
 
@@ -147,7 +156,7 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
     search_path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         done = subprocess.run(  # -P: import no modules from the working directory
-            [sys.executable, "-P", "-m", "stio.cli.bench_child", json.dumps(spec)],
+            [sys.executable, "-P", "-m", "stio.cli.bench", json.dumps(spec)],
             capture_output=True,
             text=True,
             errors="replace",
@@ -224,3 +233,108 @@ def _notes(runs: Runs) -> Iterator[str]:
         yield "The file could not be evicted, since something maps it: these are rates of memory, not of the disk."
     if not all(run["is_direct"] for run in records):
         yield "This filesystem has no direct reads: the limit was read through the page cache."
+
+
+# One run.
+
+
+_DEPTH, _BLOCK_BYTES = 16, 8 << 20
+"""Number of reads at once for the limit, and bytes of one read. More reads, or larger ones, have the same rate."""
+
+Loader = Callable[[], dict[str, Any]]
+
+
+def _stio(source: str, paths: list[str], device: str) -> Loader:
+    load = import_module("stio.sync").load
+    return lambda: dict(load(source, device=device))
+
+
+def _safetensors(source: str, paths: list[str], device: str) -> Loader:
+    load_file = import_module("safetensors.torch").load_file
+    return lambda: {name: tensor for path in paths for name, tensor in load_file(path, device=device).items()}
+
+
+_LOADERS = {"stio": _stio, PEER: _safetensors}
+
+
+def _limit(paths: list[str]) -> tuple[Callable[[], None], bool]:
+    """Return a function that reads all files into existing buffers, and whether it reads without the page cache."""
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        fds = [os.open(path, os.O_RDONLY | direct) for path in paths]
+    except OSError:  # this filesystem has no direct reads
+        direct, fds = 0, [os.open(path, os.O_RDONLY) for path in paths]
+    sizes = [os.fstat(fd).st_size for fd in fds]
+    blocks = [(k, start) for k, size in enumerate(sizes) for start in range(0, size, _BLOCK_BYTES)]
+    regions = [allocate(_BLOCK_BYTES) for _ in range(_DEPTH)]
+    for region in regions:
+        region.write(0, bytes(_BLOCK_BYTES))
+
+    def work(number: int, region: Region) -> None:
+        for k, start in blocks[number::_DEPTH]:
+            if os.preadv(fds[k], [region.owner], start) < min(_BLOCK_BYTES, sizes[k] - start):
+                raise OSError(f"{paths[k]} ends early: a read at byte {start:,} returned fewer bytes than the file had")
+
+    def read() -> None:
+        with ThreadPoolExecutor(_DEPTH) as pool:
+            list(pool.map(work, range(_DEPTH), regions))
+
+    return read, bool(direct)
+
+
+def _write_memory(nbytes: int) -> None:
+    """Write to every page of new memory, and free it.
+
+    Otherwise the first runs would include the time in which the host of a virtual machine provides it. It takes back
+    free memory, some hosts after seconds, so each run does this.
+    """
+    b"\1" * nbytes
+
+
+def _evict(path: str) -> float | None:
+    """Evict a file from the page cache; return the part still in it, None if the kernel cannot report it."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+    with closing(LocalFile.open(path)) as file:
+        return file.resident_fraction()
+
+
+def _touch(tensors: dict[str, Any]) -> int:
+    """Read a byte of every page, and the last byte of each tensor; return their sum, which waits for the device."""
+    torch, total = import_module("torch"), 0
+    for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():  # a tied weight counts once
+        if tensor.numel():
+            raw = tensor.reshape(-1).view(torch.uint8)
+            total += int(raw[::4096].sum(dtype=torch.int64)) + int(raw[-1])
+    return total
+
+
+def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Do one run in this process; return its record."""
+    paths, device, name = spec["paths"], spec["device"], spec["contestant"]
+    load: Callable[[], Any]
+    if name == LIMIT:
+        load, is_direct = _limit(paths)
+    else:
+        load, is_direct = _LOADERS[name](spec["source"], paths, device), True
+        import_module("torch").zeros(1, device=device)
+    _write_memory(spec["memory_bytes"])
+    resident = max((_evict(path) or 0.0 for path in paths), default=0.0)
+    began = perf_counter()
+    tensors = load()
+    checksum = None if tensors is None else _touch(tensors)
+    return {
+        "seconds": perf_counter() - began,
+        "checksum": checksum,
+        "resident_fraction": resident,
+        "is_direct": is_direct,
+        "version": __version__ if name == "stio" else getattr(sys.modules.get(name), "__version__", ""),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]))))

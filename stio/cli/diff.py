@@ -156,11 +156,11 @@ class Pair:
 
     name: str
     """The name."""
-    a: TensorInfo | None
+    a: _Side | None
     """The tensor in A; None: it has none."""
-    b: TensorInfo | None
+    b: _Side | None
     """The tensor in B; None: it has none."""
-    kind: str
+    kind: str = ""
     """How the sides differ: one of `_KINDS`; `tolerated`, if no value is beyond the tolerance; or nothing."""
     difference: Difference | None = None
     """Difference of the pieces with other bits; None: there are none, or values are not compared."""
@@ -172,13 +172,21 @@ class Pair:
             self.kind = "differs" if self.difference.num_differing else "tolerated"
 
     @property
+    def dtypes(self) -> tuple[str, str] | None:
+        """The dtypes, if values can be compared: of one shape, and of one dtype or two floating ones."""
+        if self.a is None or self.b is None or self.a.info.shape != self.b.info.shape:
+            return None
+        dtypes = self.a.info.dtype, self.b.info.dtype
+        return dtypes if dtypes[0] == dtypes[1] or {*dtypes} <= _FLOATS else None
+
+    @property
     def is_compared(self) -> bool:
         """Whether equal values make the sides equal."""
         return self.kind in ("", "differs", "tolerated")
 
     def as_json(self) -> dict[str, object]:
         """Return all facts; JSON has no infinity."""
-        sides = [one and {"dtype": one.dtype, "shape": list(one.shape)} for one in (self.a, self.b)]
+        sides = [one and {"dtype": one.info.dtype, "shape": list(one.info.shape)} for one in (self.a, self.b)]
         values = self.difference and self.difference._asdict() | {"max_abs": _plain(self.difference.max_abs)}
         return {"kind": self.kind, "name": self.name, "a": sides[0], "b": sides[1], "difference": values}
 
@@ -221,10 +229,14 @@ def compare(
                 opened.files = list(opened.open_files(range(len(opened.files)), owned))
             of_a, of_b = _tensors(opened_a), _tensors(opened_b)
             names = sorted(filter(is_selected, of_a.keys() | of_b.keys()), key=natural_key)
-            pairs = [_paired(name, of_a.get(name), of_b.get(name), tolerance is not None) for name in names]
+            pairs = [Pair(name, of_a.get(name), of_b.get(name)) for name in names]
+            for pair in pairs:
+                if pair.a is None or pair.b is None:
+                    pair.kind = "only in B" if pair.a is None else "only in A"
+                elif pair.dtypes is None or (pair.dtypes[0] != pair.dtypes[1] and tolerance is None):
+                    pair.kind = "changed"
             if not header_only:
-                wanted = [(pair, of_a[pair.name], of_b[pair.name]) for pair in pairs if _have_one_meaning(pair)]
-                _compare_values(wanted, tolerance, progress, check)
+                _compare_values(pairs, tolerance, progress, check)
                 for file in (*opened_a.files, *opened_b.files):
                     file.check_unchanged()
         return pairs
@@ -242,50 +254,28 @@ def _tensors(opened: OpenCheckpoint) -> dict[str, _Side]:
     return tensors | {alias: tensors[target] for alias, target in opened.aliases.items()}
 
 
-def _paired(name: str, a: _Side | None, b: _Side | None, has_tolerance: bool) -> Pair:
-    pair = Pair(name, a.info if a else None, b.info if b else None, "")
-    if pair.a is None or pair.b is None:
-        pair.kind = "only in B" if pair.a is None else "only in A"
-    elif not _have_one_meaning(pair) or (pair.a.dtype != pair.b.dtype and not has_tolerance):
-        pair.kind = "changed"
-    return pair
-
-
-def _have_one_meaning(pair: Pair) -> bool:
-    """Return whether values can be compared: both sides have one shape, and one dtype or two floating ones."""
-    a, b = pair.a, pair.b
-    if a is None or b is None or a.shape != b.shape:
-        return False
-    return a.dtype == b.dtype or {a.dtype, b.dtype} <= _FLOATS
-
-
 def _compare_values(
-    wanted: list[tuple[Pair, _Side, _Side]],
+    pairs: list[Pair],
     tolerance: float | None,
     progress: Callable[[int, int], object],
     check: Callable[[], None],
 ) -> None:
     """Add the differences of all values to the pairs; `check` is called between pieces, and may raise to end it."""
-    total_bytes = sum(a.info.nbytes for _, a, _ in wanted)
-    pieces = (
-        (pair, a, b, start, count)
-        for pair, a, b in wanted
-        for count in [PIECE_BYTES * 8 // max(BITS[a.info.dtype], BITS[b.info.dtype])]
-        for start in range(0, prod(a.info.shape), count)
-    )
+    wanted = [(pair, pair.dtypes, pair.a, pair.b) for pair in pairs if pair.dtypes and pair.a and pair.b]
+    total_bytes = sum(a.info.nbytes for _, _, a, _ in wanted)
+    pieces = [
+        (*one, start, count)
+        for one in wanted
+        for count in [PIECE_BYTES * 8 // max(BITS[dtype] for dtype in one[1])]
+        for start in range(0, prod(one[2].info.shape), count)
+    ][::-1]
     pool = WorkerPool("diff")
 
     def work() -> None:
         memory = allocate(PIECE_BYTES), allocate(PIECE_BYTES)
-        while not pool.stopped:
-            with pool.changed:
-                piece = next(pieces, None)
-            if piece is None:
-                return
+        for pair, dtypes, side_a, side_b, start, count in pool.items(pieces):
             check()
-            pair, side_a, side_b, start, count = piece
             a, b = _read_piece(side_a, start, count, memory[0]), _read_piece(side_b, start, count, memory[1])
-            dtypes = side_a.info.dtype, side_b.info.dtype
             if dtypes[0] != dtypes[1] or not _same(a, b):
                 difference = differences(dtypes[0], a.tobytes(), dtypes[1], b.tobytes(), tolerance)
                 with pool.changed:
@@ -383,7 +373,7 @@ def _table(pairs: list[Pair], max_rows: int | None) -> Iterator[str]:
 
 
 def _tensor_text(pair: Pair) -> str:
-    texts = [f"{side.dtype} {list(side.shape)}" for side in (pair.a, pair.b) if side is not None]
+    texts = [f"{side.info.dtype} {list(side.info.shape)}" for side in (pair.a, pair.b) if side is not None]
     return " -> ".join(dict.fromkeys(texts))
 
 
@@ -393,7 +383,7 @@ def _amount(pair: Pair) -> list[str]:
         return ["", ""]
     num_differing, max_abs = pair.difference
     largest = f"{max_abs:.6g}" if num_differing and max_abs is not None else ""
-    return [f"{num_differing:,} of {prod(pair.a.shape):,}", largest]
+    return [f"{num_differing:,} of {prod(pair.a.info.shape):,}", largest]
 
 
 def _verdict(pairs: list[Pair], header_only: bool, tolerance: float | None) -> str:

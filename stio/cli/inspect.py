@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
@@ -99,33 +98,36 @@ def _chain(opened: OpenCheckpoint) -> tuple[dict[str, Any], dict[str, dict[str, 
     """Return what a delta is based on, and of each tensor that it changes how many elements and bytes are in it."""
     if not opened.links:
         return {"kind": "full"}, {}
-    (*_, base, last), changed = opened.links, {}
-    first = len(opened.files) - len(last.files)
-    for header in opened.headers[first:]:
-        for info in map(header.info, header.names):
-            changed[info.name] = {"changed_elements": prod(info.shape), "changed_bytes": info.nbytes}
+    (*_, base, last), parts = opened.links, opened.apart()
+    changed = {
+        info.name: {"changed_elements": prod(info.shape), "changed_bytes": info.nbytes}
+        for header in parts[-1].headers
+        for info in map(header.info, header.names)
+    }
     for one in last.delta.changed if last.delta else ():
         patch = opened.patches[one.name][-1]
         nbytes = patch.codes_nbytes + patch.values_nbytes
         changed[one.name] = {"changed_elements": one.count, "changed_bytes": nbytes}
-    sizes = [sum(file.identity.nbytes for file in part.files) for part in opened.apart()]
     links = [
-        {"path": link.path, "id": link.id, "kind": "delta" if link.delta else "full", "file_bytes": nbytes}
-        for link, nbytes in zip(opened.links, sizes, strict=True)
+        {
+            "path": link.path,
+            "id": link.id,
+            "kind": "delta" if link.delta else "full",
+            "file_bytes": sum(file.identity.nbytes for file in part.files),
+        }
+        for link, part in zip(opened.links, parts, strict=True)
     ]
     return {"kind": "delta", "base": base.path, "links": links}, changed
 
 
 def _totals(tensors: list[TensorInfo]) -> dict[str, dict[str, int]]:
     """Return number and bytes of the tensors of each dtype, the largest share first."""
-    nbytes: Counter[str] = Counter()
+    totals: dict[str, dict[str, int]] = {}
     for tensor in tensors:
-        nbytes[tensor.dtype] += tensor.nbytes
-    counts = Counter(tensor.dtype for tensor in tensors)
-    return {
-        dtype: {"num_tensors": counts[dtype], "nbytes": nbytes[dtype]}
-        for dtype in sorted(nbytes, key=lambda dtype: (-nbytes[dtype], dtype))
-    }
+        total = totals.setdefault(tensor.dtype, {"num_tensors": 0, "nbytes": 0})
+        total["num_tensors"] += 1
+        total["nbytes"] += tensor.nbytes
+    return dict(sorted(totals.items(), key=lambda item: (-item[1]["nbytes"], item[0])))
 
 
 def _headline(result: dict[str, Any], num_tensors: int) -> str:

@@ -7,7 +7,7 @@ These functions read and write OLMo's own files: names hold pickled key paths, a
 pickle in a tensor.
 
 Reading runs no code of a file. Pickles of plain values (numbers, text, bytes, tuples, lists, dicts) are read by a
-machine that cannot call anything (`stio.conversion.safe_pickle`). Others are refused, or unpickled with
+reader that calls nothing (`stio.conversion.safe_pickle`). Others are refused, or unpickled with
 `trust_pickle=True`, which warns. `format="stio"` writes nested state without any pickle; the same functions read it.
 """
 

@@ -1,13 +1,11 @@
 """Reads pickles of plain values and runs nothing; and the names of OLMo's tensors, which are such pickles.
 
-The reader is a pickle machine without instructions to call or import.
-
-It reads protocols 2 to 5 and makes None, booleans, numbers, text, bytes, tuples, lists, and dicts with scalar keys. An
-instruction that refers to code is refused and named. `pickletools.genops` splits a pickle into its instructions; it
-checks each length before it reads so many bytes, and executes nothing. The input is untrusted. Steps are counted over
-all pickles of a file. The memo grows by one slot at a time (a jump to slot 2**31 would allocate as many). No container
-is a key, since its hash recurses in C. At the end the value is measured with its repetitions: by references, a short
-pickle can describe 2**60 values.
+It reads protocols 2 to 5 and makes None, booleans, numbers, text, bytes, tuples, lists, and dicts with scalar keys. The
+input is untrusted. First `pickletools.genops` splits a pickle into its instructions; it checks each length before it
+reads so many bytes, and executes nothing. They are counted over all pickles of a file. Then Python's own unpickler
+makes the value, without the instructions that plain values do not need; the one in C would allocate as many slots for
+its memo as a pickle says. No class is found, and no container is a key, since its hash recurses in C. At the end the
+value is measured with its repetitions: by references, a short pickle can describe 2**60 values.
 
 A name of a tensor in OLMo's nested state is URL-safe base64 of a pickle of (key path, whether the tensor is a pickle).
 A crafted name only causes an error.
@@ -17,11 +15,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
 import pickle
 import pickletools
 from collections.abc import Callable, Iterable
-from itertools import islice
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
 
 from stio.errors import printable
 
@@ -37,7 +36,15 @@ _MAX_FORGEABLE_KEYS = 10_000
 _DISTINCT_INTEGERS = range(-(2**61) + 2, 2**61 - 1)
 """Each of these is its own hash, so distinct integers have distinct hashes."""
 
-_MARK = object()
+_INSTRUCTIONS = {
+    "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET",
+    "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT",
+    "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8",
+    "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE",
+    "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS",
+    "GLOBAL", "STACK_GLOBAL",  # refused with the name of the code
+}  # fmt: skip
+"""The instructions of plain values, by their names in `pickletools`."""
 
 
 class PickleRefused(ValueError):
@@ -68,26 +75,30 @@ class PlainPickles:
         """
         if len(data) < 2 or data[0] != 0x80 or not 2 <= data[1] <= 5:
             raise PickleRefused("not a pickle of protocol 2 to 5")
-        machine = _Machine(data, self.require_key)
         try:
-            for instruction, argument, at in machine.instructions:
-                machine.at = at or 0
-                if not self.steps_left:
-                    raise PickleRefused("the pickles of this file are longer than plain values need")
-                self.steps_left -= 1
-                handler = _HANDLERS.get(instruction.name)
-                if handler is None:
-                    raise PickleRefused(machine.refusal(instruction.name, argument))
-                handler(machine, argument)
-            value = machine.result()
+            self._scan(data)
+            value = _Unpickler(data, self.require_key).load()
             _measure(value, max_nodes)
         except PickleRefused:
             raise
         except UnicodeDecodeError as error:
             raise PickleRefused("a text in the pickle is not UTF-8") from error
-        except (IndexError, ValueError, DeprecationWarning) as error:  # a warning about escapes may be an error
+        except _MALFORMED as error:
             raise PickleRefused("the pickle is cut off or malformed") from error
         return value
+
+    def _scan(self, data: bytes) -> None:
+        """Require that a pickle is whole, and that there are not too many instructions."""
+        last = 0
+        for instruction, argument, at in pickletools.genops(data):
+            last = at or 0
+            if not self.steps_left:
+                raise PickleRefused("the pickles of this file are longer than plain values need")
+            self.steps_left -= 1
+            if instruction.name == "FRAME" and (argument or 0) > len(data) - last - 9:  # 9: the instruction itself
+                raise PickleRefused("the pickle is cut off")
+        if last + 1 != len(data):
+            raise PickleRefused("something follows the pickle")
 
     def require_key(self, key: object) -> None:
         """Refuse keys that are containers, and keys that would make a dict slow by equal hashes.
@@ -136,8 +147,22 @@ def _children(node: object) -> list[object]:
     return list(node) if isinstance(node, tuple | list) else []
 
 
-class _Machine:
-    """The state of reading one pickle.
+_MALFORMED = (
+    ValueError, IndexError, AttributeError, TypeError, EOFError, pickle.UnpicklingError,
+    DeprecationWarning,  # about escapes in a text; it may be an error
+)  # fmt: skip
+"""What `pickletools` and the unpickler raise for malformed pickles."""
+
+_Python: Any = pickle._Unpickler
+"""Python's unpickler; typeshed knows only what the one in C has."""
+
+
+def _refuse(name: str, _: object) -> None:
+    raise PickleRefused(f"the instruction {name} is none that plain values need")
+
+
+class _Unpickler(_Python):  # type: ignore[misc]
+    """Makes the value of a pickle, and refuses all but `_INSTRUCTIONS`.
 
     Args:
         data: The pickle.
@@ -145,111 +170,36 @@ class _Machine:
     """
 
     def __init__(self, data: bytes, require_key: Callable[[object], None]) -> None:
-        self._num_bytes = len(data)
-        self.instructions = islice(pickletools.genops(data), 1, None)  # the first one is the protocol
-        self.at = 0
-        """Position of the instruction."""
-        self._stack: list[Any] = []
-        self._memo: list[Any] = []
+        super().__init__(io.BytesIO(data))
         self._require_key = require_key
 
-    def result(self) -> Any:
-        """Return the value, once the pickle has ended."""
-        if len(self._stack) != 1 or self.at + 1 != self._num_bytes or self._stack[0] is _MARK:
+    def load(self) -> Any:
+        value = super().load()
+        if self.stack or self.metastack:
             raise PickleRefused("the pickle does not end with exactly one value")
-        return self._stack[0]
-
-    def refusal(self, name: str, argument: Any) -> str:
-        """Return the message about an instruction that plain values do not need."""
-        texts = self._stack[-2:] if name == "STACK_GLOBAL" else argument.split(" ") if name == "GLOBAL" else []
-        if texts and all(isinstance(text, str) for text in texts):
-            return f"it refers to code ({printable('.'.join(texts))})"
-        return f"the instruction {name} at byte {self.at} is none that plain values need"
-
-    def pop(self) -> Any:
-        value = self._stack.pop()
-        if value is _MARK:
-            raise PickleRefused("the pickle takes a value that is not there")
         return value
 
-    def since_mark(self) -> list[Any]:
-        values = []
-        while (value := self._stack.pop()) is not _MARK:
-            values.append(value)
-        return values[::-1]
-
-    # The instructions.
-
-    def frame(self, nbytes: int) -> None:
-        if nbytes > self._num_bytes - self.at - 9:  # the instruction itself has 9 bytes
-            raise PickleRefused("the pickle is cut off")
-
-    def push(self, value: object) -> None:
-        self._stack.append(value)
-
-    def tuple_of(self, count: int) -> None:
-        self.push(tuple([self.pop() for _ in range(count)][::-1]))
-
-    def extend(self, values: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is not list:
-            raise PickleRefused("the pickle fills a list that is not there")
-        target.extend(values)
+    def find_class(self, module: str, name: str) -> Any:
+        raise PickleRefused(f"it refers to code ({printable(f'{module}.{name}')})")
 
     def fill(self, pairs: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if type(target) is not dict:
             raise PickleRefused("the pickle fills a dict that is not there")
-        for key, value in zip(pairs[::2], pairs[1::2], strict=False):
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             self._require_key(key)
             if key in target:
                 raise PickleRefused("a dict in the pickle has one key twice")
             target[key] = value
-        if len(pairs) % 2:
-            raise PickleRefused("a dict in the pickle has a key without a value")
 
-    def memoize(self) -> None:
-        self._memo.append(self._stack[-1])
+    dispatch: ClassVar = {
+        ord(one.code): _Python.dispatch[ord(one.code)] if one.name in _INSTRUCTIONS else partial(_refuse, one.name)
+        for one in pickletools.opcodes
+    } | {
+        pickle.SETITEM[0]: lambda self: self.fill([self.stack.pop(), self.stack.pop()][::-1]),
+        pickle.SETITEMS[0]: lambda self: self.fill(self.pop_mark()),
+    }
 
-    def put(self, slot: int) -> None:
-        if slot != len(self._memo):
-            raise PickleRefused("the pickle fills its memo out of order")
-        self.memoize()
-
-    def get(self, slot: int) -> None:
-        self._stack.append(self._memo[slot])
-
-
-_LITERALS = [
-    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
-    "SHORT_BINBYTES", "BINBYTES", "BINBYTES8",
-]  # fmt: skip
-"""Instructions with a value as their argument."""
-
-_HANDLERS: dict[str, Callable[[_Machine, Any], object]] = {
-    "STOP": lambda m, _: None,
-    "FRAME": _Machine.frame,
-    "MARK": lambda m, _: m.push(_MARK),
-    "NONE": lambda m, _: m.push(None),
-    "NEWTRUE": lambda m, _: m.push(True),
-    "NEWFALSE": lambda m, _: m.push(False),
-    **dict.fromkeys(_LITERALS, _Machine.push),
-    "EMPTY_TUPLE": lambda m, _: m.tuple_of(0),
-    "TUPLE1": lambda m, _: m.tuple_of(1),
-    "TUPLE2": lambda m, _: m.tuple_of(2),
-    "TUPLE3": lambda m, _: m.tuple_of(3),
-    "TUPLE": lambda m, _: m.push(tuple(m.since_mark())),
-    "EMPTY_LIST": lambda m, _: m.push([]),
-    "APPEND": lambda m, _: m.extend([m.pop()]),
-    "APPENDS": lambda m, _: m.extend(m.since_mark()),
-    "EMPTY_DICT": lambda m, _: m.push({}),
-    "SETITEM": lambda m, _: m.fill([m.pop(), m.pop()][::-1]),
-    "SETITEMS": lambda m, _: m.fill(m.since_mark()),
-    "MEMOIZE": lambda m, _: m.memoize(),
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
-}
-"""The instructions of plain values, by their names in `pickletools`."""
 
 # The names of OLMo's tensors.
 

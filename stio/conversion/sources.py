@@ -44,7 +44,7 @@ from stio.errors import (
     printable,
 )
 from stio.format import TensorInfo, TiedNames, may_be_copied, resolve_shared
-from stio.format.files import FILE_SUFFIX, PICKLE_SUFFIXES, FileName, NamedCheckpoint, ShardIndex, parse_index
+from stio.format.files import FILE_SUFFIX, PICKLE_SUFFIXES, FileName, NamedCheckpoint, parse_index
 from stio.limits import Limits
 from stio.loading import LoadOptions, collect, planned_casts, select_tensors
 from stio.runtime import Operation
@@ -118,9 +118,8 @@ class ReadAhead:
     def close(self) -> None:
         """Stop, wait for the read under way, and close the checkpoint. `take` must not be under way."""
         self.stop()
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.close()
+        if self._ahead is not None:
+            self._ahead.close()
         self._loaded = {}
         self._opened.close()
 
@@ -311,7 +310,7 @@ def pickle_files(path: str) -> _Pickles | None:
     if not os.path.lexists(path):  # opening it raises the clearest error
         return None
     if FileName(path).is_index:
-        return _named_pickles(path, _parsed(path))
+        return _indexed_pickles(path)
     kind = kind_of_file(path)
     if path.endswith(PICKLE_SUFFIXES) if kind is None else not kind.is_safetensors:
         return _Pickles([path])  # `read_pickle` refuses what torch.save did not write
@@ -326,7 +325,8 @@ def _pickles_in(directory: str) -> _Pickles | None:
     indices = [name for name in names if name.is_index and name.whole.endswith(PICKLE_SUFFIXES)]
     files = NamedCheckpoint.without_index((name for name in names if name.is_pickle), PICKLE_SUFFIXES)
     if len(indices) == 1:
-        return _indexed_pickles_in(directory, indices[0], names)
+        _require_inside(directory, indices)
+        return _indexed_pickles(os.path.join(directory, indices[0]), beside=names)
     if not indices and len(files) == 1:
         files[0].require_complete(path=directory)
         paths = _require_inside(directory, files[0].files)
@@ -338,26 +338,14 @@ def _pickles_in(directory: str) -> _Pickles | None:
     raise AmbiguousCheckpointError(message, path=directory, found=listed(indices or map(str, files)))
 
 
-def _indexed_pickles_in(directory: str, index: str, names: Sequence[str]) -> _Pickles | None:
-    """Return the files of the only index in a directory. Warns of others with its name."""
-    _require_inside(directory, [index])
-    path = os.path.join(directory, index)
-    named = _parsed(path)
-    others = NamedCheckpoint.of_index(index).beside(named.shards, names, PICKLE_SUFFIXES)[0]
-    if others:
-        log(logging.WARNING, "%s", NamedCheckpoint.of_index(index).warning_of_others(directory, others))
-    return _named_pickles(path, named)
-
-
-def _parsed(path: str) -> ShardIndex:
+def _indexed_pickles(path: str, *, beside: Sequence[str] = ()) -> _Pickles | None:
+    """Return the files that an index names, None if they are safetensors. Warns of others beside it with its name."""
     index = parse_index(read_start(path, Limits().header_bytes + 1), path=path, suffix="")
     if not index.shards:
         raise IndexFormatError("the weight_map names no files", path=path)
-    return index
-
-
-def _named_pickles(path: str, index: ShardIndex) -> _Pickles | None:
-    """Return the files that an index names, None if they are safetensors."""
+    named = NamedCheckpoint.of_index(os.path.basename(path))
+    if others := named.beside(index.shards, beside, PICKLE_SUFFIXES)[0]:
+        log(logging.WARNING, "%s", named.warning_of_others(os.path.dirname(path), others))
     if any(name.endswith(FILE_SUFFIX) for name in index.shards):
         return None
     try:
@@ -393,21 +381,14 @@ def _cast(
         return {"tensors": tensors}
     _, ties = resolve_shared(describe_tensors(tensors), "dedupe", tied)
     kinds = {name: TORCH_DTYPES.name(tensor.dtype) for name, tensor in tensors.items()}
-    casts = planned_casts(kinds, dtype, path=path, by_name=False)
-    lost = Lost()
-    lazy = {}
+    casts, lost = planned_casts(kinds, dtype, path=path, by_name=False), Lost()
+    lazy: dict[str, torch.Tensor | LazyTensor] = dict(tensors)
     for name, tensor in tensors.items():
         wanted = casts.dtype(name, tensor.dtype)
-        lazy[name] = (
-            tensor
-            if wanted == tensor.dtype
-            else LazyTensor(wanted, tensor.shape, partial(_rows, name, tensor.detach(), wanted, lost))
-        )
-    return {
-        "tensors": lazy,
-        "lost": lost,
-        "ties": {alias: name for alias, name in ties.items() if isinstance(lazy[name], LazyTensor)},
-    }
+        if wanted != tensor.dtype:
+            lazy[name] = LazyTensor(wanted, tensor.shape, partial(_rows, name, tensor.detach(), wanted, lost))
+    shown_ties = {alias: name for alias, name in ties.items() if isinstance(lazy[name], LazyTensor)}
+    return {"tensors": lazy, "lost": lost, "ties": shown_ties}
 
 
 def _rows(name: str, tensor: torch.Tensor, dtype: torch.dtype, lost: Lost) -> Any:
@@ -435,15 +416,16 @@ def _open_safetensors(path: str, dtype: torch.dtype | None, window_bytes: int, c
         infos = {name: opened.info(stored) for name, stored in names.items()}
         TORCH_DTYPES.require([info.dtype for info in infos.values()], path=opened.path)
         reader = ReadAhead(opened, names, dtype=dtype, window_bytes=window_bytes)
-        tensors: dict[str, torch.Tensor | LazyTensor] = {}
-        casts = planned_casts(
-            {name: kind for name, (kind, _) in opened.dtypes_and_shapes().items()}, dtype, path=path, by_name=False
-        )
-        for name, info in infos.items():
-            own = TORCH_DTYPES[info.dtype]
-            target = casts.dtype(names[name], own)
-            shape = TORCH_DTYPES.shape(info.dtype, info.shape)
-            tensors[name] = LazyTensor(target, shape, partial(reader.take, name))
+        kinds = {name: kind for name, (kind, _) in opened.dtypes_and_shapes().items()}
+        casts = planned_casts(kinds, dtype, path=path, by_name=False)
+        tensors = {
+            name: LazyTensor(
+                casts.dtype(names[name], TORCH_DTYPES[info.dtype]),
+                TORCH_DTYPES.shape(info.dtype, info.shape),
+                partial(reader.take, name),
+            )
+            for name, info in infos.items()
+        }
         return OpenSource(
             tensors=tensors,
             files=[file.path for file in opened.files],

@@ -151,12 +151,9 @@ def _load(path: str, *, mmap: bool, **options: Any) -> Any:
         except RuntimeError as error:  # before anything is unpickled
             if not mmap or not str(error).startswith("unable to mmap "):
                 raise
-            _log_unmapped(path, _reason(error))
+            text = "%s is read into memory, since it cannot be mapped: %s"
+            log(logging.WARNING, text, printable(path), _reason(error))
             return torch.load(source, mmap=False, **options)
-
-
-def _log_unmapped(path: str, reason: str) -> None:
-    log(logging.WARNING, "%s is read into memory, since it cannot be mapped: %s", printable(path), reason)
 
 
 _READERS: Any = torch.serialization
@@ -290,6 +287,7 @@ Key = str | Sequence[str | int]
 
 _MAX_DEPTH, _MAX_VALUES = 16, 20_000
 """Bounds on the search for tensors in a nested value."""
+_NESTED = (Mapping, list, tuple, nn.Module)
 
 _SAVE_STATE = "stio.save_state(torch.load(FILE), DESTINATION) stores nested values too, and stio.load_state loads them"
 
@@ -352,7 +350,7 @@ def part_beside_code(path: str, key: Key | None, value: Any, refusal: str) -> An
     with suppress(TensorNotFoundError):
         if _is_flat(value if key is None else value_at(path, value, key)):
             return value
-    paths = list(_paths_to_tensors(value))
+    paths = _paths_to_tensors(value)
     message = f"{refusal.partition('; ')[0]}; {_advice(value, paths)}, which needs no code" if paths else refusal
     raise FormatError(message, path=path)
 
@@ -361,7 +359,7 @@ def value_at(path: str, loaded: Any, key: Key) -> Any:
     """Return what a pickle holds under a key or path of keys; raise `TensorNotFoundError` if it has none."""
     steps = _steps(loaded, key)
     if steps is None:
-        message = f"the file has no such key; {_advice(loaded, list(_paths_to_tensors(loaded)))}"
+        message = f"the file has no such key; {_advice(loaded, _paths_to_tensors(loaded))}"
         raise TensorNotFoundError(
             message, path=path, requested=key if isinstance(key, str) else list(key), found=listed(_children(loaded))
         )
@@ -397,8 +395,8 @@ def _children(value: Any) -> Mapping[Any, Any]:
     return dict(enumerate(value)) if isinstance(value, list | tuple) else {}
 
 
-def _paths_to_tensors(value: Any) -> Iterator[tuple[Any, ...]]:
-    """Yield the keys that lead to tensors by name, those of the most tensors first."""
+def _paths_to_tensors(value: Any) -> list[tuple[Any, ...]]:
+    """Return the keys that lead to tensors by name, those of the most tensors first."""
     found: list[tuple[int, tuple[Any, ...]]] = []
     ahead: deque[tuple[tuple[Any, ...], Any]] = deque([((), value)])
     left = _MAX_VALUES
@@ -410,12 +408,9 @@ def _paths_to_tensors(value: Any) -> Iterator[tuple[Any, ...]]:
         if steps and one and _is_flat(one):
             found.append((len(one), steps))
         elif len(steps) < _MAX_DEPTH:
-            ahead += [
-                ((*steps, key), child)
-                for key, child in _children(one).items()
-                if isinstance(child, Mapping | list | tuple | nn.Module)
-            ]
-    yield from (steps for _, steps in sorted(found, key=lambda item: -item[0]))
+            nested = (pair for pair in _children(one).items() if isinstance(pair[1], _NESTED))
+            ahead += [((*steps, key), child) for key, child in nested]
+    return [steps for _, steps in sorted(found, key=lambda item: -item[0])]
 
 
 def _advice(loaded: Any, paths: Sequence[tuple[Any, ...]]) -> str:

@@ -16,8 +16,8 @@ Invariants: before any byte of an answer reaches the caller's memory, the answer
 which the object was opened (its ETag), and to have exactly the bytes that were requested. An error, a log line and a
 trace never show user, password or query of a URL.
 
-obstore reads every URL; lists of unfinished uploads, which it cannot ask for, are one request of `save.py`. It collects
-an answer in memory of its own, and its calls cannot be interrupted, so each runs on a thread. Uploads take its iterator
+obstore reads every URL; unfinished uploads, which it does not list, are listed by boto3 (`save.py`). It collects an
+answer in memory of its own, and its calls cannot be interrupted, so each runs on a thread. Uploads take its iterator
 form, which is aborted when the iterator raises; its writer objects would leave parts in the store. Conditional puts
 exist for one request only, so an object that is a whole checkpoint carries the id of its save, which settles the case
 of a lost answer. `Patience` and `Attempts` (`requests.py`) bound how long and how often a request is repeated.

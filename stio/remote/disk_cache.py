@@ -31,7 +31,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,8 +125,8 @@ class DiskCache:
         """
 
         def work() -> list[str]:
-            with suppress(OSError), opened_directory(self.path) as dir_fd, _abandoned(_scan(dir_fd), dir_fd) as parts:
-                return [os.path.join(self.path, part.name) for part in parts]
+            with suppress(OSError), opened_directory(self.path) as dir_fd, ExitStack() as locked:
+                return [os.path.join(self.path, part.name) for part in _abandoned(_scan(dir_fd), dir_fd, locked)]
             return []
 
         return Operation.result_of(work, name="evict")
@@ -137,8 +137,7 @@ class DiskCache:
         def work() -> int:
             with suppress(OSError), opened_directory(self.path) as dir_fd, ExitStack() as locked:
                 files = _scan(dir_fd)
-                chosen = [*locked.enter_context(_abandoned(files, dir_fd)), *_unused(files, dir_fd, locked)]
-                return self._remove(chosen, dir_fd)
+                return self._remove([*_abandoned(files, dir_fd, locked), *_unused(files, dir_fd, locked)], dir_fd)
             return 0
 
         return Operation.result_of(work, name="evict")
@@ -240,44 +239,35 @@ class DiskCache:
         Raises:
             OSError: It does not fit, or the file could not be written; nothing is left of it.
         """
-        part = self._begin(key, source.identity.nbytes, dir_fd)
-        try:
-            with memory.reporting_shortage(source.path):
-                part.fill(source, source.requests.within(max(1, budget_bytes // 2)))
-            source.check_unchanged()
-            part.publish(key + FILE_SUFFIX)
-        except BaseException as error:
-            # Of an error of the store or a cancel the part stays, for the next load.
-            is_of_disk = isinstance(error, OSError) and not isinstance(error, StioError)
-            if is_of_disk or isinstance(error, ChangedDuringReadError):
-                with suppress(OSError):
-                    calls.unlink(key + PART_SUFFIX, dir_fd=dir_fd)
-            raise
-        finally:
-            part.close()
-
-    def _begin(self, key: str, nbytes: int, dir_fd: int) -> Download:
-        """Make room for an object, and reserve it.
-
-        Raises:
-            OSError: ENOSPC: it does not fit into the cache, or onto the disk.
-        """
+        nbytes = source.identity.nbytes
         if nbytes > self.max_bytes:
             raise OSError(errno.ENOSPC, f"{show_bytes(nbytes)} are more than max_bytes")
         directory = FileLock(_DIRECTORY_LOCK, dir_fd)
         wait_until(directory.try_lock)
         try:
             self._make_room(key, nbytes, dir_fd)
-            return Download(key + PART_SUFFIX, nbytes, dir_fd)
+            part = Download(key + PART_SUFFIX, nbytes, dir_fd)
         finally:
             directory.release()
+        with closing(part):
+            try:
+                with memory.reporting_shortage(source.path):
+                    part.fill(source, source.requests.within(max(1, budget_bytes // 2)))
+                source.check_unchanged()
+                part.publish(key + FILE_SUFFIX)
+            except (OSError, ChangedDuringReadError) as error:
+                # Of another error of the store, or a cancel, the part stays, for the next load.
+                if isinstance(error, ChangedDuringReadError) or not isinstance(error, StioError):
+                    with suppress(OSError):
+                        calls.unlink(key + PART_SUFFIX, dir_fd=dir_fd)
+                raise
 
     def _make_room(self, key: str, nbytes: int, dir_fd: int) -> None:
         files = [file for file in _scan(dir_fd) if file.key != key]
         excess = sum(file.nbytes for file in files) + nbytes - self.max_bytes
         victims: list[_StoredFile] = []
         with ExitStack() as locked:
-            for part in locked.enter_context(_abandoned(files, dir_fd)):
+            for part in _abandoned(files, dir_fd, locked):
                 if excess > 0 or clock.now() - part.used_at > OLD_SECONDS:
                     victims.append(part)
                     excess -= part.nbytes
@@ -321,8 +311,7 @@ class DiskCache:
         except FileNotFoundError:
             return None
         try:
-            if not _share(fd):
-                return None  # it is being evicted
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             now, there = os.fstat(fd), status_at(dir_fd, name)
             if there is None or not os.path.samestat(now, there):
                 return None  # it was evicted
@@ -335,6 +324,8 @@ class DiskCache:
             log(logging.WARNING, "%s: the file is damaged; it is fetched again", file.path)
             calls.unlink(name, dir_fd=dir_fd)
             return None
+        except BlockingIOError:
+            return None  # it is being evicted
         except StorageError as error:  # of this machine: the first bytes of an object that was just opened are there
             raise OSError(error.errno or errno.EIO, error.message) from error
         finally:
@@ -396,19 +387,6 @@ def _differ(file: LocalFile, source: Source) -> bool:
     return bytes(halves[0].view()) != bytes(halves[1].view())  # views are compared item by item
 
 
-def _share(fd: int) -> bool:
-    """Take a shared lock on an open file; return False if another process is about to remove it.
-
-    Raises:
-        OSError: The filesystem has no locks.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 # The directory.
 
 
@@ -438,21 +416,19 @@ def _scan(dir_fd: int) -> list[_StoredFile]:
     return found
 
 
-@contextmanager
-def _abandoned(files: Sequence[_StoredFile], dir_fd: int) -> Iterator[list[_StoredFile]]:
-    """Yield the parts whose process is dead, locked until the block ends; remove free locks."""
+def _abandoned(files: Sequence[_StoredFile], dir_fd: int, locked: ExitStack) -> list[_StoredFile]:
+    """Return the parts whose process is dead, the oldest first; each stays locked. Remove free locks."""
     parts = {file.key: file for file in files if file.suffix == PART_SUFFIX}
-    with ExitStack() as locked:
-        abandoned = []
-        for key in sorted({file.key for file in files if file.suffix == LOCK_SUFFIX} | parts.keys()):
-            lock = FileLock(key + LOCK_SUFFIX, dir_fd)
-            with suppress(OSError):
-                if lock.try_lock():
-                    locked.callback(lock.release)
-                    # It may have been published since the directory was listed.
-                    if key in parts and calls.exists(parts[key].name, dir_fd=dir_fd):
-                        abandoned.append(parts[key])
-        yield sorted(abandoned, key=lambda file: file.used_at)
+    abandoned = []
+    for key in sorted({file.key for file in files if file.suffix == LOCK_SUFFIX} | parts.keys()):
+        lock = FileLock(key + LOCK_SUFFIX, dir_fd)
+        with suppress(OSError):
+            if lock.try_lock():
+                locked.callback(lock.release)
+                # It may have been published since the directory was listed.
+                if key in parts and calls.exists(parts[key].name, dir_fd=dir_fd):
+                    abandoned.append(parts[key])
+    return sorted(abandoned, key=lambda file: file.used_at)
 
 
 def _unused(files: Sequence[_StoredFile], dir_fd: int, locked: ExitStack) -> Iterator[_StoredFile]:
@@ -604,14 +580,9 @@ class Download:
 
     def _read_marks(self) -> bool:
         """Read the marks of an earlier download; return whether there are any that hold."""
-        nbytes = self._num_blocks + len(self._seal)
-        if not boot_id() or os.fstat(self._fd).st_size != self._nbytes + nbytes:
-            return False
-        raw = os.pread(self._fd, nbytes, self._nbytes)
-        if len(raw) != nbytes or not raw.endswith(self._seal):
-            return False
-        marks = raw[: self._num_blocks]
-        if not set(marks) <= {0, 1}:
+        raw = os.pread(self._fd, self._num_blocks + len(self._seal) + 1, self._nbytes)
+        marks, seal = raw[: self._num_blocks], raw[self._num_blocks :]
+        if not boot_id() or seal != self._seal or not set(marks) <= {0, 1}:
             return False
         self._done[:] = marks
         return True

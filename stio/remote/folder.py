@@ -292,10 +292,7 @@ class Upload:
         self._ready: deque[Any] = deque()
         self._ends = self._stopped = self._is_over = False
         self._call: calls.Call[None] | None = None
-        self._failure: RequestFailure | None = None
-        self._error: BaseException | None = None  # what is no failure of a request
-        self.may_complete_yet = False
-        """Whether the store may complete the upload, although it has failed: it was one put, or it was not aborted."""
+        self._error: BaseException | None = None
         self.etag = ""
         """Its ETag, once it is complete."""
 
@@ -353,9 +350,15 @@ class Upload:
         assert self._call is not None
         self._call.result()
         self._is_over = True
-        if self._error is not None:
-            raise self._error
-        return self._failure
+        return None if self._error is None else failure_of(self._error)
+
+    @property
+    def may_complete_yet(self) -> bool:
+        """Whether the store may complete the upload, although it has failed: it was one put, or it was not aborted."""
+        # obstore reports the failure of the abort, and not the one that led to it.
+        return self._error is not None and (
+            failure_of(self._error).may_have_worked and (self.is_one or "performing DELETE" in str(self._error))
+        )
 
     def stop(self) -> None:
         """Begin to end the upload; `abort` waits for it. Idempotent."""
@@ -386,9 +389,7 @@ class Upload:
         """
         while True:
             if self._error is not None:
-                raise self._error
-            if self._failure is not None:
-                raise self._error_of(self._failure)
+                raise self._error_of(failure_of(self._error))
             if self._stopped or is_interrupted():
                 raise Cancelled
             if ready():
@@ -409,14 +410,7 @@ class Upload:
         except _StoppedError:
             pass
         except BaseException as error:
-            try:
-                self._failure = failure_of(error)
-                # obstore reports the failure of the abort, and not the one that led to it.
-                self.may_complete_yet = self._failure.may_have_worked and (
-                    self.is_one or "performing DELETE" in str(error)
-                )
-            except BaseException as other:
-                self._error = other
+            self._error = error
         finally:
             with self._changed:
                 self._changed.notify_all()

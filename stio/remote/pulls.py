@@ -119,29 +119,28 @@ def pull(
     target = _destination(url, directory)
     with ExitStack() as owned, refusals("writing", target, caught=(OSError,)):
         parent_fd = _locked(target, owned)
-        place, commit = url, ""
-        if scheme_of(url) == "hf":
-            root, object_name = hub.open_url(url)
-            commit = root.resolve()
-            place = f"{commit}/{object_name}"
-        result = PullResult(without_secrets(commit or url), target, {}, 0, "headers")
-        record, sizes = _found(target)
-        is_complete = commit and record["place"] == place and record["sizes"] == sizes and sizes.keys() >= {*also}
-        if is_complete and _has_bases(target):
-            progress(sum(sizes.values()), sum(sizes.values()))
-            return replace(result, files=sizes, verified=record["verified"])
-        opened = open_checkpoint(place, _HOW)
+        shown = without_secrets(url)
+        if scheme_of(url) == "hf":  # a commit never changes, so a copy of it needs no further request
+            root, name = hub.open_url(url)
+            shown = root.resolve()
+            url = f"{shown}/{name}"
+            record, sizes = _found(target)
+            if record["place"] == url.rstrip("/") and record["sizes"] == sizes and sizes.keys() >= {*also}:
+                with suppress(StioError):  # what a delta is based on may be missing
+                    open_checkpoint(target, _HOW).close()
+                    progress(sum(sizes.values()), sum(sizes.values()))
+                    return PullResult(shown, target, sizes, 0, record["verified"])
+        opened = open_checkpoint(url, _HOW)
         owned.callback(opened.close)
         before = fetched_bytes = 0
         for base, directory_of_base in _bases(opened, target):
             with ExitStack() as locked:
                 fd = _locked(directory_of_base, locked)
-                found = PullResult(base.path, directory_of_base, {}, 0, "headers")
-                found = _pulled(base, base.path, found, fd, (), budget_bytes, _shifted(progress, before))
+                found = _pulled(base, directory_of_base, fd, (), budget_bytes, _shifted(progress, before))
                 before, fetched_bytes = before + found.total_bytes, fetched_bytes + found.fetched_bytes
         last = opened.apart()[-1]
-        result = _pulled(last, place, result, parent_fd, also, budget_bytes, _shifted(progress, before))
-        return replace(result, fetched_bytes=result.fetched_bytes + fetched_bytes)
+        found = _pulled(last, target, parent_fd, also, budget_bytes, _shifted(progress, before))
+        return replace(found, url=shown, fetched_bytes=found.fetched_bytes + fetched_bytes)
 
 
 def _locked(target: str, owned: ExitStack) -> int:
@@ -179,22 +178,13 @@ def _bases(opened: OpenCheckpoint, target: str) -> list[tuple[OpenCheckpoint, st
     return found[::-1]
 
 
-def _has_bases(directory: str) -> bool:
-    """Return whether nothing is missing beside a directory that is complete itself."""
-    with suppress(StioError):
-        open_checkpoint(directory, _HOW).close()
-        return True
-    return False
-
-
 def _shifted(progress: Callable[[int, int], object], before: int) -> Callable[[int, int], object]:
     return lambda nbytes, total_bytes: progress(nbytes, before + total_bytes)
 
 
 def _pulled(
     opened: OpenCheckpoint,
-    place: str,
-    result: PullResult,
+    target: str,
     parent_fd: int,
     also: Sequence[str],
     budget_bytes: int,
@@ -202,16 +192,51 @@ def _pulled(
 ) -> PullResult:
     """Copy one checkpoint: a full one, or the files of a delta alone."""
     with ExitStack() as owned:
-        record, sizes = _found(result.path)
         sources = _sources(opened, also, owned)
-        result = replace(result, files={name: file.identity.nbytes for name, file in sorted(sources.items())})
+        files = {name: file.identity.nbytes for name, file in sorted(sources.items())}
         states = {name: object_key(file.path, file.identity) for name, file in sources.items()}
-        if record["files"] == states and sizes == result.files:
+        result = PullResult(opened.path, target, files, 0, "headers")
+        record, sizes = _found(target)
+        if record["files"] == states and sizes == files:
             progress(result.total_bytes, result.total_bytes)
             return replace(result, verified=record["verified"])
-        record = {"place": without_secrets(place), "verified": "headers", "files": states, "sizes": result.files}
-        copy = _Copy(opened, sources, record, result, parent_fd)
-        return copy.run(budget_bytes, lambda nbytes: progress(nbytes, result.total_bytes))
+        if os.path.lexists(target) and (os.path.islink(target) or not os.path.isdir(target) or os.listdir(target)):
+            message = (
+                "the destination holds something else, or an earlier state of the checkpoint; give a new directory"
+            )
+            raise StorageError(message, path=target, errno=errno.EEXIST)
+
+        def report(nbytes: int) -> None:
+            progress(nbytes, result.total_bytes)
+
+        record = {"place": opened.path, "verified": "headers", "files": states, "sizes": files}
+        parent, name = os.path.split(target)
+        staging = f".{name}{_STAGING_SUFFIX}"
+        path = os.path.join(parent, staging)
+        with suppress(FileExistsError):
+            calls.make_directory(staging, dir_fd=parent_fd)
+        with opened_directory(staging, parent_fd=parent_fd) as fd:
+            fetched_bytes = 0
+            ready = _prepare(record, path, fd)
+            for one, source in sources.items():
+                if one in ready:
+                    report(source.identity.nbytes)
+                else:
+                    fetched_bytes += _fetch(source, one, fd, budget_bytes, report)
+            for source in sources.values():
+                check_interrupted()
+                source.check_unchanged()
+            try:
+                record["verified"] = _verify(opened, path, [*sources], budget_bytes)
+            except StioError as error:
+                if not isinstance(error, StorageError):  # the files are wrong: they are fetched again
+                    calls.remove_tree(staging, dir_fd=parent_fd)
+                raise
+            _sync_folders(path, files)
+            _write_record(record, fd)
+        calls.rename(staging, name, source_fd=parent_fd, target_fd=parent_fd)
+        calls.sync_directory(parent_fd)
+        return replace(result, fetched_bytes=fetched_bytes, verified=record["verified"])
 
 
 def _destination(url: str, directory: str | os.PathLike[str]) -> str:
@@ -268,21 +293,18 @@ def _loadable(name: str) -> str:
     return f"{stem if is_plain else 'model'}{FILE_SUFFIX}"
 
 
-def _found(directory: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the record in a directory, and the size of each of its files that is there."""
-    with suppress(OSError), opened_directory(directory) as fd:
-        record = _read_record(fd)
-        return record, _sizes(fd, record["files"])
-    return _read_record(-1), {}
+def _found(directory: str, *, parent_fd: int | None = None) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the record in a directory, and the size of each of its files that is there.
 
-
-def _read_record(fd: int) -> dict[str, Any]:
-    """Return the record in a directory; an empty one if there is none that can be read."""
-    with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
-        record = json.loads(read_small(fd, RECORD_NAME, _MAX_RECORD_BYTES) or b"")
-        if isinstance(record["files"], dict):
-            return {key: record[key] for key in ("place", "verified", "files", "sizes")}
-    return {"place": "", "verified": "", "files": {}, "sizes": {}}
+    The record is empty if there is none that can be read. A file's name came with a rename, when it was whole.
+    """
+    unreadable = (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError)
+    with suppress(*unreadable), opened_directory(directory, parent_fd=parent_fd) as fd:
+        raw = json.loads(read_small(fd, RECORD_NAME, _MAX_RECORD_BYTES) or b"")
+        record = {key: raw[key] for key in ("place", "verified", "files", "sizes")}
+        found = {name: status_at(fd, name) for name in sorted(record["files"].keys())}
+        return record, {name: status.st_size for name, status in found.items() if status is not None}
+    return {"place": "", "verified": "", "files": {}, "sizes": {}}, {}
 
 
 def _write_record(record: Mapping[str, Any], fd: int) -> None:
@@ -292,100 +314,46 @@ def _write_record(record: Mapping[str, Any], fd: int) -> None:
     calls.sync_directory(fd)
 
 
-def _sizes(fd: int, names: Iterable[str]) -> dict[str, int]:
-    """Return the size of each file that is there: its name came with a rename, when it was whole."""
-    found = {name: status_at(fd, name) for name in sorted(names)}
-    return {name: status.st_size for name, status in found.items() if status is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """The copy of one state of a checkpoint."""
-
-    opened: OpenCheckpoint
-    sources: Mapping[str, Source]
-    """All files by their names, those of the checkpoint first."""
-    record: dict[str, Any]
-    """What the record of the new directory says."""
-    result: PullResult
-    parent_fd: int
-
-    def run(self, budget_bytes: int, report: Callable[[int], object]) -> PullResult:
-        parent, name = os.path.split(self.result.path)
-        staging = f".{name}{_STAGING_SUFFIX}"
-        path = os.path.join(parent, staging)
-        self._require_free()
-        with suppress(FileExistsError):
-            calls.make_directory(staging, dir_fd=self.parent_fd)
-        with opened_directory(staging, parent_fd=self.parent_fd) as fd:
-            ready = self._prepare(path, fd)
-            fetched_bytes = 0
-            for name, source in self.sources.items():
-                if name in ready:
-                    report(source.identity.nbytes)
-                else:
-                    fetched_bytes += _fetch(source, name, fd, budget_bytes, report)
-            for source in self.sources.values():
-                check_interrupted()
-                source.check_unchanged()
-            try:
-                verified = self._verify(path, budget_bytes)
-            except StioError as error:
-                if not isinstance(error, StorageError):  # the files are wrong: they are fetched again
-                    calls.remove_tree(staging, dir_fd=self.parent_fd)
-                raise
-            self._sync_folders(path)
-            _write_record(self.record | {"verified": verified}, fd)
-        calls.rename(staging, os.path.basename(self.result.path), source_fd=self.parent_fd, target_fd=self.parent_fd)
-        calls.sync_directory(self.parent_fd)
-        return replace(self.result, fetched_bytes=fetched_bytes, verified=verified)
-
-    def _require_free(self) -> None:
-        path = self.result.path
-        if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or os.listdir(path)):
-            raise StorageError(
-                "the destination holds something else, or an earlier state of the checkpoint; give a new directory",
-                path=path,
-                errno=errno.EEXIST,
-            )
-
-    def _prepare(self, path: str, fd: int) -> Collection[str]:
-        """Remove what is not of these states, and write the record; return the names of the files that are there."""
-        states = self.record["files"]
-        before = _read_record(fd)["files"]
-        sizes = _sizes(fd, [name for name, state in states.items() if state and before.get(name) == state])
-        ready = {name for name, nbytes in sizes.items() if nbytes == self.result.files[name]}
-        for name in states.keys() - ready:
+def _prepare(record: Mapping[str, Any], path: str, fd: int) -> Collection[str]:
+    """Remove what is not of the states in a record, and write it; return the names of the files that are there."""
+    states = record["files"]
+    before, sizes = _found(".", parent_fd=fd)
+    ready = {
+        name
+        for name, state in states.items()
+        if state and before["files"].get(name) == state and sizes.get(name) == record["sizes"][name]
+    }
+    for name in states.keys() - ready:
+        calls.unlink(name, dir_fd=fd)
+    kept = {name.partition("/")[0] for name in ready} | {state + PART_SUFFIX for state in states.values() if state}
+    for name in {*os.listdir(fd)} - kept - {RECORD_NAME}:
+        calls.remove_tree(name, dir_fd=fd)
+        with suppress(OSError):
             calls.unlink(name, dir_fd=fd)
-        kept = {name.partition("/")[0] for name in ready} | {state + PART_SUFFIX for state in states.values() if state}
-        for name in {*os.listdir(fd)} - kept - {RECORD_NAME}:
-            calls.remove_tree(name, dir_fd=fd)
-            with suppress(OSError):
-                calls.unlink(name, dir_fd=fd)
-        self._sync_folders(path)
-        _write_record(self.record, fd)  # after the removals: what it names is of the state that it names
-        return ready
+    _sync_folders(path, states)
+    _write_record(record, fd)  # after the removals: what it names is of the state that it names
+    return ready
 
-    def _sync_folders(self, path: str) -> None:
-        """Make the folders of shards, and make durable what was done there."""
-        for folder in {os.path.dirname(name) for name in self.sources} - {""}:
-            os.makedirs(os.path.join(path, folder), exist_ok=True)
-            with opened_directory(os.path.join(path, folder)) as fd:
-                calls.sync_directory(fd)
 
-    def _verify(self, path: str, budget_bytes: int) -> str:
-        """Check the files on this machine; return what they were compared by."""
-        verified = "headers"
-        shards = [*self.sources][: len(self.opened.files)]
-        main = self.opened.index or (shards[0] if len(shards) == 1 else "")
-        where = os.path.join(path, main)
-        with closing(open_checkpoint(where, _HOW)) as copy:  # a delta finds its bases: they are there by now
-            for one in (self.opened, copy.apart()[-1]):
-                manifest = read_manifest(one)
-                if manifest is not None and (one is not self.opened or manifest.in_names):
-                    judge_files(one, manifest, check=check_interrupted, budget_bytes=budget_bytes, to_the_end=False)
-                    verified = manifest.algorithm
-        return verified
+def _sync_folders(path: str, names: Iterable[str]) -> None:
+    """Make the folders of shards, and make durable what was done there."""
+    for folder in {os.path.dirname(name) for name in names} - {""}:
+        os.makedirs(os.path.join(path, folder), exist_ok=True)
+        with opened_directory(os.path.join(path, folder)) as fd:
+            calls.sync_directory(fd)
+
+
+def _verify(opened: OpenCheckpoint, path: str, names: Sequence[str], budget_bytes: int) -> str:
+    """Check the files on this machine, those of the checkpoint first; return what they were compared by."""
+    verified = "headers"
+    main = opened.index or (names[0] if len(opened.files) == 1 else "")
+    with closing(open_checkpoint(os.path.join(path, main), _HOW)) as copy:  # the bases of a delta are there by now
+        for one in (opened, copy.apart()[-1]):
+            manifest = read_manifest(one)
+            if manifest is not None and (one is not opened or manifest.in_names):
+                judge_files(one, manifest, check=check_interrupted, budget_bytes=budget_bytes, to_the_end=False)
+                verified = manifest.algorithm
+    return verified
 
 
 def _fetch(source: Source, name: str, fd: int, budget_bytes: int, report: Callable[[int], object]) -> int:

@@ -417,16 +417,12 @@ class Attempts:
         is_last = is_last or self._num_slow >= patience.num_stalls or (failure.kind == "expired" and self._renewed)
         if is_last or not failure.may_succeed:
             raise failure.error(self._path, self.number, expected=self._expected, work=self._work)
-        max_attempts = patience.num_stalls if failure.is_slow else patience.num_attempts
-        log(
-            requester.warnings.level(),
-            "%s: attempt %d%s failed (%s%s); trying again",
-            self._path,
-            self.number,
-            "" if failure.is_throttled and patience.busy_seconds else f" of {max_attempts}",
-            failure.kind,
-            f": {failure.cause}" if failure.cause else "",
-        )
+        of_all = f" of {patience.num_stalls if failure.is_slow else patience.num_attempts}"
+        if failure.is_throttled and patience.busy_seconds:
+            of_all = ""
+        why = f"{failure.kind}: {failure.cause}" if failure.cause else failure.kind
+        message = "%s: attempt %d%s failed (%s); trying again"
+        log(requester.warnings.level(), message, self._path, self.number, of_all, why)
         if failure.kind == "expired":
             self._renewed = True
             requester.connect_again()

@@ -7,7 +7,7 @@ the commit, readers have the old checkpoint, and what was uploaded by then is un
 
 The answer to a commit may be lost. Then the object in the store is read; as long as that fails, nothing is removed.
 
-obstore lists no uploads. Those of S3 are listed and aborted by requests of this module's own, which obstore signs.
+obstore lists no uploads. Those of S3 are listed and aborted by boto3, if that is installed.
 Azure deletes the blocks of uploads itself after a week; other stores need a rule (`AbortIncompleteMultipartUpload`).
 """
 
@@ -15,22 +15,14 @@ from __future__ import annotations
 
 import logging
 import os
-import ssl
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import partial
-from http.client import HTTPException
 from typing import Any, Literal
-from urllib.error import HTTPError
-from urllib.parse import quote
-from urllib.request import HTTPRedirectHandler, HTTPSHandler, Request, build_opener
-from xml.etree import ElementTree
 
 from stio import clock
 from stio.errors import (
-    CheckpointNotFoundError,
     CommitUncertainError,
     ConcurrentSaveError,
     IndexFormatError,
@@ -40,9 +32,9 @@ from stio.errors import (
 )
 from stio.format.files import FILE_SUFFIX, INDEX_SUFFIX, FileName, FilePattern, parse_index
 from stio.remote.folder import DEFAULT_BYTES, MIN_PART_BYTES, Folder, PartMemory, State, Upload
-from stio.remote.requests import Attempts, RateWatch, RequestError, RequestFailure, failure_of, summary_of
+from stio.remote.requests import Attempts, RequestFailure, failure_of, short_line
 from stio.remote.source import RemoteRoot
-from stio.remote.stores import Query, added_authorities, locate, signed_url
+from stio.remote.stores import locate, s3_client
 from stio.runtime import Cancelled, calls
 from stio.storage import Note, Root, Transaction
 from stio.storage.commit import MAX_AGE_SECONDS, GarbageReport
@@ -109,10 +101,7 @@ class RemoteDestination:
         """
         folder, name = Folder(self.root), self.name
         objects = folder.list()
-        used: set[str] = set()
-        for index in objects:
-            if index.endswith(INDEX_SUFFIX):
-                used |= _shards_of(folder, index)
+        used = {shard for key in objects if key.endswith(INDEX_SUFFIX) for shard in _shards_of(folder, key)}
         now = clock.now()
         ages = {
             key: now - meta["last_modified"].timestamp()
@@ -127,7 +116,7 @@ class RemoteDestination:
         if not dry_run:
             folder.delete(old)
             for upload in ended:
-                _send(folder, "DELETE", upload.name, {"uploadId": upload.id})
+                upload.abort()
         kept = {*ages} - {*old} | {upload.name for upload in uploads if upload not in ended}
         return GarbageReport(
             unused=tuple(f"{folder.path}/{key}" for key in old),
@@ -464,10 +453,6 @@ class RemoteFiles:
         return f"{self.folder.path}/{name}"
 
 
-_MAX_ANSWER_BYTES = 16 << 20
-"""Longest answer that is read; a page of the list has at most 1,000 uploads."""
-
-
 def _shards_of(folder: Folder, index: str) -> set[str]:
     content, _ = folder.read(index) or (None, {})
     try:
@@ -483,89 +468,44 @@ class _Unfinished:
     """An upload that was neither completed nor aborted."""
 
     name: str
-    id: str
     began: float
+    abort: Callable[[], object]
 
 
 def _uploads(folder: Folder) -> list[_Unfinished]:
-    """Return the uploads to objects of a directory that were neither completed nor aborted; [] if S3 does not say."""
+    """Return the uploads to objects of a directory that were neither completed nor aborted; [] if nothing says which.
+
+    They are listed by boto3, which finds credentials where obstore does: obstore knows only uploads of its own.
+    """
     if folder.root.location.scheme != "s3":
         return []
     try:
         return sorted(_listed_uploads(folder), key=lambda upload: (upload.name, upload.began))
-    except StorageError as error:
+    except Exception as error:  # botocore's own classes, or there is no boto3
         log(
             logging.WARNING,
-            "the uploads that interrupted saves have left cannot be listed; a rule of the bucket ends them "
-            "(AbortIncompleteMultipartUpload): %s",
-            error,
+            "the uploads that interrupted saves have left cannot be listed (with boto3); a rule of the bucket ends "
+            "them (AbortIncompleteMultipartUpload): %s",
+            short_line(str(error)),
         )
         return []
 
 
 def _listed_uploads(folder: Folder) -> Iterator[_Unfinished]:
-    prefix = folder.key("")
-    query = {"uploads": "", "prefix": prefix}
-    while True:
-        before = dict(query)
-        try:
-            page = ElementTree.fromstring(_send(folder, "GET", "", query))
-            for upload in page.iterfind("{*}Upload"):
-                name = upload.findtext("{*}Key", "").removeprefix(prefix)
-                if "/" not in name:
-                    began = datetime.fromisoformat(upload.findtext("{*}Initiated", ""))
-                    yield _Unfinished(name, upload.findtext("{*}UploadId", ""), began.timestamp())
-        except (ElementTree.ParseError, ValueError) as error:  # ValueError: no time
-            raise StorageError(f"the store did not send a list of uploads: {error}", path=folder.path) from None
-        if page.findtext("{*}IsTruncated") != "true":
-            return
-        query["key-marker"] = page.findtext("{*}NextKeyMarker", "")
-        query["upload-id-marker"] = page.findtext("{*}NextUploadIdMarker", "")
-        if query == before:
-            raise StorageError("the store sends the same page of its list of uploads again", path=folder.path)
+    bucket, prefix = folder.root.location.store, folder.key("")
+    client = s3_client(folder.root.location, folder.root.config)
+    for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
+        for upload in page.get("Uploads", ()):
+            key, upload_id = upload["Key"], upload["UploadId"]
+            if "/" not in key.removeprefix(prefix):
+                abort = partial(_abort, client, folder, Bucket=bucket, Key=key, UploadId=upload_id)
+                yield _Unfinished(key.removeprefix(prefix), upload["Initiated"].timestamp(), abort)
 
 
-class _NoRedirect(HTTPRedirectHandler):
-    """Follows no redirect: the request is signed for one host."""
-
-    def redirect_request(self, *args: object, **keywords: object) -> None:
-        """Return no request."""
-
-
-def _content(answer: Any, stall_seconds: float) -> bytes:
-    """Return the body of an answer.
-
-    Raises:
-        RequestError: It comes too slowly.
-    """
-    watch, content = RateWatch(stall_seconds), b""
-    watch.begin()
-    while len(content) < _MAX_ANSWER_BYTES and (piece := answer.read1(1 << 16)):
-        content += piece
-        watch.add(len(piece))
-        watch.check()
-    return content
-
-
-def _send(folder: Folder, method: str, name: str, query: Query) -> bytes:
-    """Send a request of S3 for an object, "": for the bucket, that obstore has no function for; return the answer."""
-    root, key = folder.root, f"/{quote(folder.key(name))}" if name else ""
-
-    def send(store: Any) -> bytes:
-        request = Request(signed_url(root.new_store, root.config, method, key, query), method=method)
-        context = ssl.create_default_context()
-        if added := added_authorities("s3"):
-            context.load_verify_locations(cadata=added["root_certificate"].decode())
-        try:
-            opener = build_opener(_NoRedirect, HTTPSHandler(context=context))
-            with opener.open(request, timeout=folder.patience.stall_seconds) as answer:
-                return _content(answer, folder.patience.stall_seconds)
-        except HTTPError as error:
-            body = error.read(_MAX_ANSWER_BYTES).decode(errors="replace")
-            raise OSError(f"Server returned non-2xx status code: {error.code}: {body}") from None
-        except (OSError, HTTPException) as error:
-            raise RequestError("unreachable", summary_of(str(getattr(error, "reason", error)))) from None
-
-    with suppress(CheckpointNotFoundError):  # it was completed or aborted by now
-        return root.requester.run(send, f"{folder.path}/{name}" if name else folder.path, work="save")
-    return b""
+def _abort(client: Any, folder: Folder, **upload: str) -> None:
+    try:
+        client.abort_multipart_upload(**upload)
+    except client.exceptions.NoSuchUpload:  # it was completed or aborted by now
+        pass
+    except Exception as error:  # botocore's own classes
+        raise StorageError(f"an upload cannot be aborted: {short_line(str(error))}", path=folder.path) from None

@@ -113,14 +113,12 @@ class RemoteRoot:
         """The URL without its secrets."""
         self._requests = requests
         patience = patience_of(patience)
-        self.new_store = partial(
-            new_store,
-            self.location,
-            stall_seconds=patience.stall_seconds,
-            config=config,
-            client_options=client_options,
-            credential_provider=credential_provider,
-        )
+        self._settings: dict[str, Any] = {
+            "config": config,
+            "client_options": client_options,
+            "credential_provider": credential_provider,
+        }
+        self.new_store = partial(new_store, self.location, stall_seconds=patience.stall_seconds, **self._settings)
         """Connects once more; see `stio.remote.stores.new_store`."""
         self.requester = Requester(self.new_store, patience, path=self.path)
         """Makes the requests."""
@@ -208,9 +206,9 @@ class RemoteRoot:
 
     def _open(self, name: str) -> RemoteSource:
         place = self.location.below(name)
-        source = self._ranged(place.key, place.shown)
+        source = self._ranged(place)
         if source is None:
-            source = WholeObject(self.requester, place.key, place.shown, self._requests)
+            source = WholeObject(self.requester, place, self._requests)
             log(
                 self.requester.warnings.level(),
                 "%s: the server sends no parts of files (it ignores Range), so the whole file is read in order, by one "
@@ -221,26 +219,25 @@ class RemoteRoot:
             raise RequestFailure("page", WEB_PAGE).error(source.path)
         return source
 
-    def _ranged(self, key: str, path: str) -> RemoteSource | None:
+    def _ranged(self, place: Location) -> RemoteSource | None:
         """Open an object; None: the server sends no parts of files."""
         try:
-            pieces, identity = self.requester.run(partial(_get, key=key, path=path, end=_HEAD_BYTES), path)
+            pieces, identity = self.requester.run(partial(_get, place=place, end=_HEAD_BYTES), place.shown)
         except StorageError as error:
             if error.errno == errno.EOPNOTSUPP:
                 return None
             if error.errno != errno.EINVAL:  # no such range, not even the first bytes: the object is empty
                 raise
-            pieces, identity = [], self.requester.run(partial(_head, key=key, path=path), path)
+            pieces, identity = [], self.requester.run(partial(_head, place=place), place.shown)
             if identity.nbytes:
                 raise
-        return RemoteSource(self.requester, key, path, identity, b"".join(map(bytes, pieces)), self._requests)
+        return RemoteSource(self.requester, place, identity, b"".join(map(bytes, pieces)), self._requests)
 
     def at(self, path: str, *, up: int) -> RemoteRoot:
         """Return another directory of the same store, with the same settings; see `RootInTree`."""
         key = key_at(self.location.key, path, up, shown=self.path)
-        given = {name: self.new_store.keywords[name] for name in ("config", "client_options", "credential_provider")}
-        patience = self.requester.patience
-        return RemoteRoot(replace(self.location, key=key), **given, requests=self._requests, patience=patience)
+        location, patience = replace(self.location, key=key), self.requester.patience
+        return RemoteRoot(location, **self._settings, requests=self._requests, patience=patience)
 
     def close(self) -> None:
         """Drop what was opened ahead; objects opened from it can still be read. Idempotent."""
@@ -252,18 +249,17 @@ class RemoteSource:
 
     Args:
         requester: Makes its requests.
-        key: Its name in the store.
-        path: Its URL without secrets.
+        place: Its place in the store.
         identity: Its state.
         head: Its first bytes, which came with its state.
         requests: Size and number of the reads of a load.
     """
 
     def __init__(
-        self, requester: Requester, key: str, path: str, identity: Identity, head: bytes, requests: Requests
+        self, requester: Requester, place: Location, identity: Identity, head: bytes, requests: Requests
     ) -> None:
-        self.path = path
-        """See above."""
+        self.path = place.shown
+        """Its URL without secrets."""
         self.identity = identity
         """See above."""
         self.head = head
@@ -271,7 +267,7 @@ class RemoteSource:
         self.requests = requests
         """See above."""
         self._requester = requester
-        self._key = key
+        self._place = place
 
     def read_into(self, offset: int, regions: Sequence[Region]) -> None:
         """Fill the regions, one after the other, with the bytes from `offset` on. Blocks.
@@ -309,7 +305,7 @@ class RemoteSource:
                 target.fill(data, 0, len(data))
 
     def _get(self, begin: int, end: int) -> Sequence[Any]:
-        request = partial(_get, key=self._key, path=self.path, begin=begin, end=end, expected=self.identity)
+        request = partial(_get, place=self._place, begin=begin, end=end, expected=self.identity)
         pieces, identity = self._requester.run(request, self.path, expected=self.identity)
         self.identity.require_same(identity, self.path)
         return pieces
@@ -322,7 +318,7 @@ class RemoteSource:
         if self.identity.nbytes:
             self._get(0, 1)
             return
-        request = partial(_head, key=self._key, path=self.path)
+        request = partial(_head, place=self._place)
         self.identity.require_same(self._requester.run(request, self.path, expected=self.identity), self.path)
 
     def close(self) -> None:
@@ -339,22 +335,21 @@ class WholeObject(RemoteSource):
 
     Args:
         requester: Makes its requests.
-        key: Its name in the store.
-        path: Its URL without secrets.
+        place: Its place in the store.
         requests: Size of the reads of a load.
 
     Raises:
         StioError: It cannot be read.
     """
 
-    def __init__(self, requester: Requester, key: str, path: str, requests: Requests) -> None:
-        self._requester, self._key, self.path = requester, key, path
+    def __init__(self, requester: Requester, place: Location, requests: Requests) -> None:
+        self._requester, self._place = requester, place
         self._lock = new_lock()
         self._stream: Any = None
         self._piece: Any = b""  # the bytes that the stream gave last
         self._begin = 0  # their offset
-        identity, head = requester.repeat(self._open, path)
-        super().__init__(requester, key, path, identity, head, replace(requests, num_in_flight=1))
+        identity, head = requester.repeat(self._open, place.shown)
+        super().__init__(requester, place, identity, head, replace(requests, num_in_flight=1))
 
     def check_unchanged(self) -> None:
         """Raise `ChangedDuringReadError` if the server has another state of the object by now, or none."""
@@ -374,9 +369,9 @@ class WholeObject(RemoteSource):
 
     def _request(self) -> tuple[Identity, Any]:
         """Return the state of the object, and its bytes, in pieces that come within the time of a stall."""
-        result = self._requester.begin(lambda store: require_obstore().get(store, self._key)).result()
+        result = self._requester.begin(lambda store: require_obstore().get(store, self._place.key)).result()
         piece_bytes = RateWatch(self._requester.patience.stall_seconds).piece_bytes
-        return _identity(result.meta, self.path), iter(result.stream(min_chunk_size=piece_bytes))
+        return _identity(result.meta, self._place), iter(result.stream(min_chunk_size=piece_bytes))
 
     def _new_stream(self) -> Any:
         identity, stream = self._request()
@@ -442,7 +437,7 @@ class _Target:
 
 
 def _get(
-    store: Any, *, key: str, path: str, begin: int = 0, end: int, expected: Identity | None = None
+    store: Any, *, place: Location, begin: int = 0, end: int, expected: Identity | None = None
 ) -> tuple[Sequence[Any], Identity]:
     """Return the bytes of a range, and the state of the object; the end of the object may shorten the range.
 
@@ -454,8 +449,8 @@ def _get(
     options: dict[str, Any] = {"range": (begin, end)}
     if expected is not None and expected.etag and not expected.etag.startswith("W/"):
         options["if_match"] = expected.etag  # a server may ignore it
-    result = require_obstore().get(store, key, options=options)
-    identity = _identity(result.meta, path)
+    result = require_obstore().get(store, place.key, options=options)
+    identity = _identity(result.meta, place)
     if expected is not None and identity != expected:
         return (), identity
     end = min(end, identity.nbytes)
@@ -474,15 +469,15 @@ def _get(
     return pieces, identity
 
 
-def _head(store: Any, *, key: str, path: str) -> Identity:
-    return _identity(require_obstore().head(store, key), path)
+def _head(store: Any, *, place: Location) -> Identity:
+    return _identity(require_obstore().head(store, place.key), place)
 
 
-def _identity(meta: Any, path: str) -> Identity:
+def _identity(meta: Any, place: Location) -> Identity:
     etag, changed = meta["e_tag"] or meta["version"] or "", meta["last_modified"]
     return Identity(
         device=_REMOTE_DEVICE,
-        inode=int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "big") or 1,
+        inode=int.from_bytes(hashlib.blake2b(place.shown.encode(), digest_size=8).digest(), "big") or 1,
         nbytes=meta["size"],
         # Without an ETag the time has to do. With one it is not compared: servers behind one address may differ in it.
         mtime_ns=0 if etag or changed is None else int(changed.timestamp()) * 10**9,

@@ -17,7 +17,7 @@ from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from stio.errors import CheckpointNotFoundError, StorageError, install_command, listed, one_line
 from stio.runtime import without_panic
@@ -29,10 +29,8 @@ STALL_SECONDS = 30.0
 
 _CONNECT_SECONDS = 10
 _REQUEST_SECONDS = 600  # a bound for a server that sends a byte now and then
-_SIGNED_SECONDS = 900  # used at once; clocks differ, and S3 allows as much
 
 Options = Mapping[str, Any]
-Query = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +179,12 @@ def new_store(
         "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
         "read_timeout": timedelta(seconds=stall_seconds),
         "timeout": timedelta(seconds=max(_REQUEST_SECONDS, 2 * stall_seconds)),
-        "default_headers": headers,
         "allow_http": any(url.lower().startswith("http://") for url in _endpoints(location, values)),
     }
     if not client["allow_http"]:
-        client |= added_authorities(location.scheme)
-    own = dict(client_options or {})
-    if headers:
-        own["default_headers"] = headers | dict(own.get("default_headers") or {})
-    settings["client_options"] = client | own
+        client |= _added_authorities(location.scheme)
+    own = client_options or {}
+    settings["client_options"] = client | {**own, "default_headers": headers | dict(own.get("default_headers") or {})}
     try:
         return (new or stores.HTTPStore.from_url)(target, **settings)
     except (exceptions.BaseError, ValueError, TypeError) as error:
@@ -283,7 +278,7 @@ def _add_profile(location: Location, config: dict[str, Any]) -> Callable[[], Any
     return provider
 
 
-def added_authorities(scheme: str) -> dict[str, Any]:
+def _added_authorities(scheme: str) -> dict[str, Any]:
     """Return the authorities that the environment adds, under the names that curl, requests and the AWS tools use.
 
     Raises:
@@ -299,23 +294,19 @@ def added_authorities(scheme: str) -> dict[str, Any]:
     return {}
 
 
-def signed_url(connect: Callable[..., Any], config: Options, method: str, path: str, query: Query) -> str:
-    """Return a signed URL of S3 for a request that has a query, which obstore does not sign.
+def s3_client(location: Location, config: Options) -> Any:
+    """Return a client of boto3 for the store of a location, for requests that obstore does not make.
 
-    The bucket's own URL, the path and the query become the endpoint of a store, to which obstore adds the name of an
-    object. That name is the value of a parameter here that S3 ignores, as all that begin with `x-`.
-
-    Args:
-        connect: Makes a store; see `new_store`.
-        config: Its settings.
-        method: Method of the request.
-        path: Path of an object in the bucket, percent-encoded, with a slash before it; "": the bucket.
-        query: Parameters of the request.
+    Raises:
+        Exception: boto3 is not installed, or botocore refuses the environment.
     """
-    sign, valid = require_obstore().sign, timedelta(seconds=_SIGNED_SECONDS)
-    bucket = sign(connect(), method, "-", valid).partition("?")[0].removesuffix("/-")
-    endpoint = f"{bucket}{path}?{urlencode({**query, 'x-stio': ''}, quote_via=quote)}"
-    others = {key: value for key, value in config.items() if not _ENDPOINT.fullmatch(key) and "virtual" not in key}
-    here = {_S3_ENDPOINT: endpoint, "virtual_hosted_style_request": "true"}
-    url: str = sign(connect(config=others | here), method, "-", valid)
-    return url
+    boto3, botocore = import_module("boto3"), import_module("botocore.config")
+    endpoint = next(iter(_endpoints(location, config)), None)
+    style = {"addressing_style": "path" if endpoint else "auto"}
+    return boto3.client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name=os.environ.get("AWS_REGION"),  # botocore knows only AWS_DEFAULT_REGION
+        verify=os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE"),
+        config=botocore.Config(s3=style),
+    )

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 
 import stio
 from stio.cli import bench as cli_bench
-from stio.cli import bench_child
 from stio.cli.bench import verdict
 from stio.cli.output import rate_text
 
@@ -120,7 +119,7 @@ def spec_of(contestant: str, model: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("contestant", ["stio", "safetensors"])
 def test_a_run_touches_every_tensor(model: Path, contestant: str) -> None:
-    record = bench_child.main(json.dumps(spec_of(contestant, model)))
+    record = cli_bench.measure(spec_of(contestant, model))
     a = torch.arange(3000.0).view(torch.uint8)
     expected = int(a[::4096].sum()) + int(a[-1]) + 7 + 7 + 2 * 0 + 0x3F
     assert record["checksum"] == expected
@@ -129,7 +128,7 @@ def test_a_run_touches_every_tensor(model: Path, contestant: str) -> None:
 
 
 def test_the_limit_reads_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_child, "_BLOCK_BYTES", 64 << 10)
+    monkeypatch.setattr(cli_bench, "_BLOCK_BYTES", 64 << 10)
     paths = []
     for k in range(2):
         save_file({"w": torch.zeros(100_000 + k)}, tmp_path / f"{k}.safetensors")
@@ -143,7 +142,7 @@ def test_the_limit_reads_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(os, "preadv", count)
     spec = {**spec_of("limit", tmp_path), "paths": paths}
-    assert bench_child.main(json.dumps(spec))["is_direct"] in (True, False)
+    assert cli_bench.measure(spec)["is_direct"] in (True, False)
     assert sum(read) == sum(map(os.path.getsize, paths))
 
 
@@ -166,11 +165,11 @@ def test_modules_of_the_working_directory_do_not_count(
 
 def test_a_run_writes_to_memory_then_evicts_then_loads(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[str] = []
-    evict = bench_child._evict
-    monkeypatch.setattr(bench_child, "_write_memory", lambda nbytes: did.append("write"))
-    monkeypatch.setattr(bench_child, "_evict", lambda path: did.append("evict") or evict(path))
-    monkeypatch.setitem(bench_child._LOADERS, "stio", lambda *_: lambda: did.append("load") or {})
-    record = bench_child.main(json.dumps(spec_of("stio", model)))
+    evict = cli_bench._evict
+    monkeypatch.setattr(cli_bench, "_write_memory", lambda nbytes: did.append("write"))
+    monkeypatch.setattr(cli_bench, "_evict", lambda path: did.append("evict") or evict(path))
+    monkeypatch.setitem(cli_bench._LOADERS, "stio", lambda *_: lambda: did.append("load") or {})
+    record = cli_bench.measure(spec_of("stio", model))
     assert did == ["write", "evict", "load"]
     assert record["seconds"] > 0
 

@@ -107,7 +107,7 @@ def test_instructions_that_plain_values_need_not(data: bytes) -> None:
         b"", b"\x80", b"\x80\x01N.", b"\x80\x06N.", b"N.", b"\x80\x02", b"\x80\x02.", b"\x80\x02NN.", b"\x80\x02N.N",
         b"\x80\x02(.", b"\x80\x02N0.", b"\x80\x02t.", b"\x80\x02(e.", b"\x80\x02Na.", b"\x80\x02NNa.", b"\x80\x02}N(u.",
         b"\x80\x02}(Nu.", b"\x80\x02}(NNNNu.", b"\x80\x02}]Ns.", b"\x80\x02}]\x85Ns.", b"\x80\x02h\x00.", b"\x80\x02q\x00.",
-        b"\x80\x02Nq\x05.", b"\x80\x02Nr\xff\xff\xff\x7f.", b"\x80\x02(q\x00h\x00.", b"\x80\x02X\xff\xff\xff\xffa.",
+        b"\x80\x02(q\x00h\x00.", b"\x80\x02X\xff\xff\xff\xffa.",
         b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fa.", b"\x80\x02\x8b\xff\xff\xff\xff.", b"\x80\x02X\x01\x00\x00\x00\xff.",
         b"\x80\x04\x95\xff\x00\x00\x00\x00\x00\x00\x00N.", b"\x80\x02G\x00.", b"\x80\x04\x8f(]\x90.", b"\x80\x04(]\x91.",
     ],
@@ -115,6 +115,10 @@ def test_instructions_that_plain_values_need_not(data: bytes) -> None:
 def test_malformed(data: bytes) -> None:
     with pytest.raises(PickleRefused):
         loads(data)
+
+
+def test_a_memo_with_a_high_number_is_small() -> None:
+    assert loads(b"\x80\x02Nr\xff\xff\xff\x7f.") is None
 
 
 def test_what_contains_itself() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 import torch
@@ -28,9 +28,7 @@ from stio.errors import (
 )
 from stio.remote import save as remote_save
 from stio.remote.folder import Folder
-from stio.remote.requests import Patience
 from stio.remote.source import RemoteRoot
-from stio.remote.stores import locate, new_store, signed_url
 
 pytestmark = pytest.mark.usefixtures("_no_uploads")
 
@@ -334,50 +332,8 @@ def test_c119_the_upload_of_a_killed_process_is_listed_and_aborted(
     assert "no save was interrupted" in gc(place)
 
 
-def test_many_uploads_are_listed_in_pages(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """moto does not count pages: the answers are made here."""
-
-    pages = [
-        "<R xmlns='http://s3.amazonaws.com/doc/2006-03-01/'><IsTruncated>true</IsTruncated><NextKeyMarker>m/a</NextKeyMarker>"
-        "<NextUploadIdMarker>1</NextUploadIdMarker><Upload><Key>m/a</Key><UploadId>1</UploadId>"
-        "<Initiated>2024-01-01T00:00:00.000Z</Initiated></Upload></R>",
-        "<R><IsTruncated>false</IsTruncated><Upload><Key>m/b</Key><UploadId>2</UploadId>"
-        "<Initiated>2024-01-01T00:00:00.000Z</Initiated></Upload></R>",
-    ]
-    queries: list[dict[str, str]] = []
-
-    def send(folder: Any, method: str, name: str, query: Any) -> bytes:
-        queries.append(dict(query))
-        return pages[len(queries) - 1].encode()
-
-    monkeypatch.setattr(remote_save, "_send", send)
-    found = [*remote_save._listed_uploads(Folder(RemoteRoot("s3://bucket/m")))]
-    assert [(one.name, one.id) for one in found] == [("a", "1"), ("b", "2")]
-    assert queries[1] == {"uploads": "", "prefix": "m/", "key-marker": "m/a", "upload-id-marker": "1"}
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("page", "message"),
-    [
-        ("<R><IsTruncated>true</IsTruncated></R>", "the same page"),
-        ("<R><IsTruncated>true</IsTruncated><NextKeyMarker>m/a</NextKeyMarker></R>", "the same page"),
-        ("<R><Upload><Key>m/a</Key></Upload></R>", "did not send a list"),
-        ("<R><Upload><Key>m/a</Key><Initiated>today</Initiated></Upload></R>", "did not send a list"),
-        ("no list", "did not send a list"),
-    ],
-)
-def test_a_list_of_uploads_that_is_none(
-    s3: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, page: str, message: str
-) -> None:
-    answers = iter([page] * 4)
-    monkeypatch.setattr(remote_save, "_send", lambda *request: next(answers).encode())
-    assert remote_save._uploads(Folder(RemoteRoot("s3://bucket/m"))) == []
-    assert message in caplog.text
-
-
 def test_uploads_that_may_not_be_listed(s3: Any, proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
-    proxy.fault = lambda k, method, path: "expired" if "uploads=" in path else None
+    proxy.fault = lambda k, method, path: "expired" if "?uploads" in path else None
     assert "no save was interrupted" in gc("s3://bucket/m")
     assert "cannot be listed" in caplog.text
     assert "ExpiredToken" in caplog.text
@@ -385,48 +341,35 @@ def test_uploads_that_may_not_be_listed(s3: Any, proxy: Proxy, caplog: pytest.Lo
     assert "Signature" not in caplog.text
 
 
-@pytest.mark.parametrize(("status", "num_requests"), [(501, 1), (503, 2)])
-def test_a_store_that_lists_no_uploads(
-    s3: Any, server: HttpServer, caplog: pytest.LogCaptureFixture, status: int, num_requests: int
-) -> None:
-    """One that has no such request (501) is asked once."""
-    server.fault = lambda number, request: Fault(status=status)
-    root = RemoteRoot("s3://bucket/m", config={"endpoint": server.url}, patience=Patience(2, first_pause_seconds=0.01))
+def test_a_store_that_lists_no_uploads(s3: Any, server: HttpServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.fault = lambda number, request: Fault(status=501)
+    root = RemoteRoot("s3://bucket/m", config={"endpoint": server.url})
     assert remote_save._uploads(Folder(root)) == []
     assert "cannot be listed" in caplog.text
-    assert len(server.requests) == num_requests
-    assert all("X-Amz-Signature" in request.path for request in server.requests)
+    assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("style", ["true", "false"])
-def test_a_request_with_a_query_is_signed_as_s3_requires(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signature is that of botocore, which knows only the URL."""
-    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
-    auth = pytest.importorskip("botocore.auth")
-    request_of, credentials = pytest.importorskip("botocore.awsrequest"), pytest.importorskip("botocore.credentials")
-    config = {
-        "region": "eu-west-1",
-        "access_key_id": "test",
-        "secret_access_key": "secret",
-        "virtual_hosted_style_request": style,
-    }
-    location = locate("s3://bucket/m")
+def test_uploads_are_not_listed_without_boto3(
+    s3: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    assert "no save was interrupted" in gc("s3://bucket/m")
+    assert "cannot be listed (with boto3)" in caplog.text
+    assert "AbortIncompleteMultipartUpload" in caplog.text
 
-    def connect(config: Any = config) -> Any:
-        return new_store(location, config=config)
 
-    query = {"uploadId": "a/b+c=", "prefix": "m é"}
-    url = signed_url(connect, config, "DELETE", "/a%20b%2Bc", query)
-    parts = urlsplit(url)
-    given = dict(parse_qsl(parts.query, keep_blank_values=True))
-    assert {key: given[key] for key in query} == query
-    assert (parts.hostname or "").startswith("bucket.") == (style == "true")
-    plain = url.partition("&X-Amz-Signature=")[0].replace("x-stio=/", "x-stio=%2F")
-    request = request_of.AWSRequest(method="DELETE", url=plain)
-    request.context["timestamp"] = given["X-Amz-Date"]
-    signer = auth.S3SigV4QueryAuth(credentials.Credentials("test", "secret"), "s3", "eu-west-1")
-    text = signer.string_to_sign(request, signer.canonical_request(request))
-    assert given["X-Amz-Signature"] == signer.signature(text, request)
+def test_an_upload_that_may_not_be_aborted(s3: Any, proxy: Proxy) -> None:
+    s3.create_multipart_upload(Bucket="bucket", Key="m/x.safetensors")
+    proxy.fault = lambda k, method, path: "expired" if method == "DELETE" else None
+    with pytest.raises(StorageError, match="cannot be aborted: .*ExpiredToken"):
+        impatient("s3://bucket/m", "x.safetensors").collect_unused(max_age_seconds=0)
+
+
+def test_an_upload_that_has_ended_since_it_was_listed(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload = s3.create_multipart_upload(Bucket="bucket", Key="m/x.safetensors")
+    (listed,) = remote_save._uploads(Folder(RemoteRoot("s3://bucket/m")))
+    s3.abort_multipart_upload(Bucket="bucket", Key="m/x.safetensors", UploadId=upload["UploadId"])
+    listed.abort()
 
 
 @pytest.mark.slow
