@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, TypeAlias
 
+from stio import native
 from stio.device import LazyTensor, Readiness, describe_tensors, tensors_in
 from stio.errors import MismatchError, printable
 from stio.format import TensorSource
@@ -160,11 +161,11 @@ class Chain:
     """What a saver knows of its last save. Its saves use it one after the other.
 
     Args:
-        full_every: Number of saves of which one is full, and the others are deltas.
+        full_every: Number of saves of which one is full, and the others are deltas. Without the engine all are full.
     """
 
     def __init__(self, full_every: int) -> None:
-        self.full_every = min(full_every, MAX_LINKS + 1)
+        self.full_every = min(full_every, MAX_LINKS + 1) if native.available() else 1
         """See above."""
         self.base: Base | None = None
         """The last save; None: there is none, or it failed, and the next one is full."""
@@ -270,7 +271,7 @@ class DeltaSave:
         """
         if self._base is not None:
             with self._opened_base(planned.files, operation) as (base, opened):
-                if not self._holds_full():
+                if native.available() and not self._holds_full():
                     self._run(planned, base, opened, pool, ready, operation)
             return planned
         chain = self._chain
@@ -427,9 +428,9 @@ class DeltaSave:
                         expected=str(old.get(differing[0])),
                         found=str(new.get(differing[0])),
                     )
-            known = opened.metadata.get(ID_KEY) or f"sha256:{digest_of(opened, 'sha256')}"
+            known = opened.id or f"sha256:{digest_of(opened, 'sha256')}"
             bases = [link.path if is_url(link.path) else os.path.realpath(link.path) for link in opened.links]
-            base = Base(path, str(known), depth, True, tuple(bases))
+            base = Base(path, known, depth, True, tuple(bases))
             if base.is_under(self.path):
                 raise ValueError(f"base={shown!r} is based on what is at the destination; save to another place")
             yield base, opened
