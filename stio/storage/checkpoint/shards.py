@@ -320,7 +320,9 @@ def _open_shards(
         for name, file in zip(openers, files, strict=True) if not in_turns else ():
             options.check()
             headers.append(read_header(file, name, options))
-        headers = _compared(headers, index, options, path)
+        headers, warnings = check_shards(index, headers, strict=options.strict, path=path)
+        for warning in warnings:
+            options.warn(warning)
         metadata, differing = _metadata(headers, index)
         texts: list[object] = [header.metadata.get(ALIASES_KEY) for header in headers]
         aliases: dict[str, str] = {}
@@ -333,14 +335,6 @@ def _open_shards(
         raise
     again = list(openers.values()) if in_turns else ()
     return OpenCheckpoint(path, files, headers, metadata, aliases, openers=again, differing_metadata=differing)
-
-
-def _compared(headers: list[Header], index: ShardIndex | None, options: OpenOptions, path: str) -> list[Header]:
-    """Compare headers with each other and with the index; return them as the index has them."""
-    headers, warnings = check_shards(index, headers, strict=options.strict, path=path)
-    for warning in warnings:
-        options.warn(warning)
-    return headers
 
 
 def _metadata(headers: Iterable[Header], index: ShardIndex | None) -> tuple[dict[str, Any], frozenset[str]]:
