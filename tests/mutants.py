@@ -1170,14 +1170,20 @@ MUTANTS = (
         "engine: the last code may go on",
         "codes that end within a gap are no error",
         DELTA_C,
-        ("    return last[0] != 0xFF || last[code_bytes - 1] != 0xFF;", "    return last != NULL;"),
+        (
+            "    return code_at(codes, one->num_codes - 1, code_bytes) != (code_bytes == 1 ? M1 : M2);",
+            "    return true;",
+        ),
         tests=DELTAS + "test_malformed_codes_are_refused_before_the_first_write[engine-0-nothing but going on]",
     ),
     mutant(
         "engine: half of the last code is looked at",
         "a last code whose first byte is 255 counts as one that goes on",
         DELTA_C,
-        ("last[0] != 0xFF || last[code_bytes - 1] != 0xFF", "last[0] != 0xFF"),
+        (
+            "return code_at(codes, one->num_codes - 1, code_bytes) != (code_bytes == 1 ? M1 : M2);",
+            "return codes[(one->num_codes - 1) * (uint64_t)code_bytes] != M1;",
+        ),
         tests=DELTAS
         + "test_malformed_codes_are_refused_before_the_first_write"
         + "[engine-0-two bytes, a code of which one byte is the largest]",

@@ -105,8 +105,7 @@ def _chain(opened: OpenCheckpoint) -> tuple[dict[str, Any], dict[str, dict[str, 
         for info in map(header.info, header.names)
     }
     for one in last.delta.changed if last.delta else ():
-        patch = opened.patches[one.name][-1]
-        nbytes = patch.codes_nbytes + patch.values_nbytes
+        nbytes = opened.patches[one.name][-1].nbytes
         changed[one.name] = {"changed_elements": one.count, "changed_bytes": nbytes}
     links = [
         {

@@ -14,7 +14,7 @@ import torch
 from stio import native
 from stio.device.base import Image
 from stio.device.casts import Lost
-from stio.device.changes import copy_elements
+from stio.device.changes import write_changes
 from stio.device.cuda import queue_copies
 from stio.device.tensors import PLAIN, Extent, ShortStorageError, dense_parts, extent_of
 from stio.device.torch_private import (
@@ -116,15 +116,16 @@ class TargetMemory:
 
     @staticmethod
     def copy_elements(target: torch.Tensor, codes: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy changed elements, which were checked, into a tensor; on a device on the current stream, and wait for it.
+        """Copy changed elements into a tensor; on a device on the current stream.
 
         Args:
             target: The tensor; see `has_elements`.
-            codes: Where they are, U8 or U16 (`stio.format.delta`), on the CPU.
+            codes: Where they are, U8 or U16 (`stio.format.delta`), on the CPU; they were checked.
             values: The elements, of the tensor's dtype.
         """
         flat = target if target.is_contiguous() else copy_of(target)
-        copy_elements(flat, codes, values)
+        memory, new = (one.detach().view(-1).view(torch.uint8) for one in (flat, values))
+        write_changes(memory, codes, new, flat.itemsize, [(0, flat.numel(), 0)])
         if flat is not target:
             copy_each([target], [flat])
 

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stio import process
 from stio.device.base import Accelerator, Image
-from stio.device.changes import positions_of, write_changes
+from stio.device.changes import write_changes
 from stio.device.torch_private import from_dlpack, over_storages, without_torch_function
 from stio.errors import UnsupportedDtypeError, printable
 from stio.format import BITS, LIBRARY_NAMES, tensor_nbytes
@@ -436,21 +436,20 @@ class GroupMemory:
 
     def write_changes(
         self,
-        changes: Iterable[tuple[torch.Tensor, int, torch.Tensor, int]],
+        changes: Iterable[tuple[torch.Tensor, torch.Tensor, int]],
         pieces: Sequence[tuple[int, int, int]],
     ) -> None:
-        """Write changed elements of one tensor; queued on the current stream.
+        """Write changed elements of one tensor, on the current stream.
 
         Args:
-            changes: The oldest first: codes (`stio.format.delta`), bytes of a code, values, bytes of an element. Codes
-                and values are uint8 on the device, checked before.
+            changes: The oldest first: codes, values and bytes of an element; see `write_changes` in `changes.py`.
             pieces: What the group has of it: first element, number of elements, offset in the group. Ascending.
         """
         (tensor, start, _, _) = next(self.places(pieces[0][2], 1))
         memory = bytes_of_tensor(tensor, 0, tensor.untyped_storage().nbytes())
         places = [(first, number, at - pieces[0][2] + start) for first, number, at in pieces]
-        for codes, code_bytes, values, item_bytes in changes:
-            write_changes(memory, positions_of(codes, code_bytes), values, item_bytes, places)
+        for codes, values, item_bytes in changes:
+            write_changes(memory, codes, values, item_bytes, places)
 
     def copies(self, start: int, region: Region) -> list[tuple[torch.Tensor, Region]]:
         """Return the copies out of a region that holds the group's bytes from `start` on, each with its target."""

@@ -19,31 +19,20 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from stio.device import TORCH_DTYPES
+from stio.device import TORCH_DTYPES, tensors_in
 from stio.errors import MismatchError
-from stio.format.delta import ID_KEY
 from stio.integrations.vllm import LOAD_FORMAT
 from stio.runtime.memory import Region
-from stio.storage.checkpoint import (
-    OpenCheckpoint,
-    OpenOptions,
-    apply_changes,
-    changes_of,
-    latest,
-    open_checkpoint,
-    read_manifest,
-    read_tensor,
-    verify_files,
-)
+from stio.storage.checkpoint import Changes, OpenCheckpoint, OpenOptions, latest, open_checkpoint, read_update
 
 _transfer = import_module("vllm.distributed.weight_transfer")
 _loaders = import_module("vllm.model_executor.model_loader")
@@ -88,7 +77,7 @@ class StioWeightTransferEngine(_transfer.WeightTransferEngine):  # type: ignore[
         if (found := vllm_config.load_config.load_format) != LOAD_FORMAT:
             raise ValueError(f"weight transfer backend 'stio' needs --load-format {LOAD_FORMAT}, not {found}")
         extra = dict(vllm_config.load_config.model_loader_extra_config or {})
-        self._options = OpenOptions(follow_symlinks=extra.get("follow_symlinks", False))
+        self._options = OpenOptions(follow_symlinks=extra.get("follow_symlinks", False), with_manifest=True)
         self._id: str = ""  # of the checkpoint whose weights the model has, as far as it is known
 
     def init_transfer_engine(self, init_info: Connection) -> None:
@@ -120,14 +109,14 @@ class StioWeightTransferEngine(_transfer.WeightTransferEngine):  # type: ignore[
         if self.parallel_config.world_size_across_dp == 1 and os.path.isdir(path):  # ranks might find different steps
             path = latest(path, follow_symlinks=self._options.follow_symlinks, default=path)
         with closing(open_checkpoint(path, self._options)) as opened:
-            new_id = _id_of(opened)
+            new_id = opened.id
             if new_id and new_id == self._id:
                 return
             patches = self._patches(opened)
         if patches is None:
             self._reload(path)
             with closing(open_checkpoint(path, self._options)) as opened:  # whether it was another one meanwhile
-                self._id = new_id if _id_of(opened) == new_id else ""
+                self._id = new_id if opened.id == new_id else ""
             logger.info("Read all weights of %s", path)
             return
         self._id = ""
@@ -149,49 +138,36 @@ class StioWeightTransferEngine(_transfer.WeightTransferEngine):  # type: ignore[
 
     def _patches(self, opened: OpenCheckpoint) -> list[Any] | None:
         """Return what was changed since the model's checkpoint; None: everything has to be read."""
-        ids = [link.id for link in opened.links]
-        if not self._id or self._id not in ids or not _in_place(self.model, self.vllm_config):
+        if not self._id or not _in_place(self.model, self.vllm_config):
             return None
-        newer = opened.links[ids.index(self._id) + 1 :]
-        for link in newer:
-            with closing(open_checkpoint(link.path, replace(self._options, joins=False, with_manifest=True))) as alone:
-                if read_manifest(alone) is not None:
-                    verify_files(alone)
-        first = len(opened.files) - sum(len(link.files) for link in newer)
+        update = read_update(opened, self._id, budget_bytes=None)
+        if update is None or any(_dtype(opened, name) not in _PATCHED_DTYPES for part in update for name in part):
+            return None
         patches = [
             _patching.CheckpointWeightPatch(name, shape, values.dtype, values.to(self.device), at.to(self.device))
-            for name, shape, at, values in _changes(opened, first)
+            for name, shape, at, values in _elements(opened, *update)
         ]
-        usable = all(one.dtype in _PATCHED_DTYPES and not one.values.isnan().any() for one in patches)
-        return patches if usable else None
+        return None if any(one.values.isnan().any() for one in patches) else patches
 
 
-def _id_of(opened: OpenCheckpoint) -> str:
-    return str(opened.metadata.get(ID_KEY, ""))
+def _dtype(opened: OpenCheckpoint, name: str) -> torch.dtype:
+    return TORCH_DTYPES[opened.info(name).dtype]
 
 
-def _changes(opened: OpenCheckpoint, first: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor, torch.Tensor]]:
-    """Yield name, shape, positions and values of what the files from `first` on have changed, the oldest first."""
-    for shard, header in enumerate(opened.headers):
-        for name in header.names:
-            info = header.info(name)
-            dtype = TORCH_DTYPES[info.dtype]
-            if shard >= first and info.nbytes:  # written whole, and perhaps changed after that
-                values = _flat(read_tensor(opened, info), dtype)
-                yield name, info.shape, torch.arange(len(values)), values
-                continue
-            for patch in opened.patches.get(name, ()):
-                if patch.codes_shard >= first:
-                    changes = changes_of(opened, patch)
-                    apply_changes([changes], info.nbytes // patch.item_bytes, [])  # checks them
-                    codes = _flat(changes.codes, torch.uint8 if patch.code_bytes == 1 else torch.uint16).long()
-                    is_element = codes < (1 << 8 * patch.code_bytes) - 1
-                    positions = (codes + is_element).cumsum(0)[is_element] - 1
-                    yield name, info.shape, positions, _flat(changes.values, dtype)
-
-
-def _flat(region: Region, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(bytearray(region.tobytes()), dtype=dtype)
+def _elements(
+    opened: OpenCheckpoint, whole: Mapping[str, Region], changed: Mapping[str, Sequence[Changes]]
+) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor, torch.Tensor]]:
+    """Yield name and shape of changed tensors, and positions and values of their new elements, the oldest first."""
+    for name, region in whole.items():
+        info = opened.info(name)
+        if region.nbytes:
+            values = tensors_in(region, [""], [info.dtype], [info.shape], [0])[""].view(-1)
+            yield name, info.shape, torch.arange(len(values)), values
+    for name, changes in changed.items():
+        info = opened.info(name)
+        for one in changes:
+            values = tensors_in(one.values, [""], [info.dtype], [(one.count,)], [0])[""]
+            yield name, info.shape, torch.from_numpy(one.positions()), values
 
 
 def _in_place(model: nn.Module, vllm_config: Any) -> bool:

@@ -1,9 +1,8 @@
 """The changed elements of deltas (`stio.format.delta`) in a load: applied to a group between its reads and its tensors.
 
 An executor moves the bytes of a group out of the files that hold its tensors whole. If tensors of the group have
-patches, threads of a `PatchingExecutor` read those, as many at a time as fit into scratch memory, and its read path
-writes the elements into the group's memory. So selections and casts see what the delta has saved. A patch that is
-longer than the scratch memory is read and applied in parts.
+patches, a `PatchingExecutor` reads those, as many at a time as fit into scratch memory, and the group's read path
+writes the elements into the group's memory. So selections and casts see what the delta has saved.
 
 A patch is a prefix sum, so its codes are read from the first one on, even if only a part of the tensor is loaded.
 """
@@ -11,17 +10,14 @@ A patch is a prefix sum, so its codes are read from the first one on, even if on
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
-from stio.errors import FormatError
 from stio.format import Header
-from stio.format.delta import Patch
+from stio.format.delta import FileRange, Patch
 from stio.loading.engine import EngineExecutor
 from stio.loading.plain import PlainExecutor
 from stio.loading.plan import Block, Group
@@ -35,18 +31,15 @@ from stio.loading.read_paths import (
     reads_of,
     require_not_stopped,
 )
-from stio.process import Condition
 from stio.runtime import WorkerPool, memory
 from stio.runtime.memory import Region, num_processors
 from stio.runtime.reports import Trace, traced
 from stio.storage import RequestedSource, Source
-from stio.storage.checkpoint import CachedFile, Changes, apply_changes
+from stio.storage.checkpoint import CachedFile, Changes
 
-_MIN_SCRATCH_BYTES = 4096  # room for some elements of any dtype
 _MAX_SCRATCH_BYTES = 64 << 20
 _BATCH_BYTES = 4 << 20  # as many patches are read at a time, if those of one tensor are not more: they stay in caches
 _MAX_THREADS = 8
-_MAX_THREADS_WITH_SLOTS = 4  # as many as copy to a device from there
 _GAP_BYTES = 64  # longest gap between ranges that are read in one call: what aligns tensors in a file
 
 
@@ -118,51 +111,38 @@ class SelectedPatches:
         budget_bytes: int,
         by_name: Mapping[str, Sequence[Patch]],
         files: Mapping[int, tuple[Source, CachedFile | None]],
-        paths: Sequence[ReadPath],
     ) -> SelectedPatches:
-        """Return patches with scratch memory of at most a quarter of a budget; slots of a device have their size."""
-        num_threads = min(_MAX_THREADS, num_processors())
-        if any(path.slots is not None for path in paths):
-            num_threads = min(_MAX_THREADS_WITH_SLOTS, num_threads)
-        else:
-            requests = [file.requests.num_in_flight for file, _ in files.values() if isinstance(file, RequestedSource)]
-            num_threads = max([num_threads, *requests])
-        scratch_bytes = min(_MAX_SCRATCH_BYTES, budget_bytes // (4 * num_threads))
-        return cls(by_name, files, max(_MIN_SCRATCH_BYTES, scratch_bytes), num_threads if by_name else 0)
+        """Return patches with scratch memory of at most a quarter of a budget, or for the longest patch alone."""
+        requests = [file.requests.num_in_flight for file, _ in files.values() if isinstance(file, RequestedSource)]
+        num_threads = max([min(_MAX_THREADS, num_processors()), *requests])
+        longest_bytes = max((_size_of(patch) for patches in by_name.values() for patch in patches), default=0)
+        scratch_bytes = max(longest_bytes, min(_MAX_SCRATCH_BYTES, budget_bytes // (4 * num_threads)))
+        num_threads = max(1, min(num_threads, budget_bytes // (4 * scratch_bytes))) if by_name else 0
+        return cls(by_name, files, scratch_bytes, num_threads)
 
     @property
     def total_bytes(self) -> int:
         """Scratch memory of all threads."""
         return self.scratch_bytes * self.num_threads
 
-    def read(
-        self, ranges: Sequence[tuple[int, int, int]], scratch: Region, stopped: Callable[[], bool]
-    ) -> list[Region]:
-        """Read ranges of files (shard, offset, length) into scratch memory, neighbours in one call.
+    def read(self, patches: Iterable[Patch], scratch: Region, stopped: Callable[[], bool]) -> dict[FileRange, Region]:
+        """Read the codes and values of patches into scratch memory, neighbors in one call.
 
         Raises:
             Cancelled: `stopped()` came first.
         """
-        found = [Region(0, 0)] * len(ranges)
-        order = sorted(range(len(ranges)), key=ranges.__getitem__)
-        used = begin = end = 0
-        shard: int | None = None
-        joined: list[list[int]] = []
-        for k in order:
-            number, offset, nbytes = ranges[k]
-            if number != shard or not 0 <= offset - end <= _GAP_BYTES:
-                joined.append([])
-                shard, begin = number, offset
-            joined[-1].append(k)
-            end = offset + nbytes
-        for together in joined:
-            shard, begin, _ = ranges[together[0]]
-            end = sum(ranges[together[-1]][1:])
-            region = scratch.sub(used, end - begin)
-            self._read(shard, begin, region, stopped)
-            for k in together:
-                found[k] = region.sub(ranges[k][1] - begin, ranges[k][2])
-            used += end - begin
+        found = dict[FileRange, Region]()
+        used, together = 0, list[FileRange]()
+        for part in [*sorted(part for patch in patches for part in (patch.codes, patch.values)), None]:
+            if together and not (part and _is_next(together[-1], part)):
+                begin, last = together[0], together[-1]
+                region = scratch.sub(used, last.offset + last.nbytes - begin.offset)
+                self._read(begin.shard, begin.offset, region, stopped)
+                for one in together:
+                    found[one] = region.sub(one.offset - begin.offset, one.nbytes)
+                used, together = used + region.nbytes, []
+            if part:
+                together.append(part)
         return found
 
     def _read(self, shard: int, offset: int, target: Region, stopped: Callable[[], bool]) -> None:
@@ -178,27 +158,39 @@ class SelectedPatches:
             read_ranges(source, read, target, 0)
 
 
+def _is_next(before: FileRange, after: FileRange) -> bool:
+    return before.shard == after.shard and 0 <= after.offset - before.offset - before.nbytes <= _GAP_BYTES
+
+
 def _size_of(patch: Patch) -> int:
     """Return the most scratch memory that a patch takes."""
-    return patch.codes_nbytes + patch.values_nbytes + 2 * _GAP_BYTES
+    return patch.nbytes + 2 * _GAP_BYTES
 
 
-def _ranges_of(patch: Patch) -> list[tuple[int, int, int]]:
-    return [
-        (patch.codes_shard, patch.codes_offset, patch.codes_nbytes),
-        (patch.values_shard, patch.values_offset, patch.values_nbytes),
-    ]
+def _runs(tensors: Iterable[PatchedTensor], max_bytes: int) -> Iterator[list[PatchedTensor]]:
+    """Cut patches into runs that fit into scratch memory; each tensor of a run has the patches that belong to it."""
+    run, left = list[PatchedTensor](), max_bytes
+    for tensor in tensors:
+        patches = list[Patch]()
+        for patch in tensor.patches:
+            if _size_of(patch) > left:
+                yield [*run, tensor._replace(patches=patches)]
+                run, patches, left = [], [], max_bytes
+            patches.append(patch)
+            left -= _size_of(patch)
+        run.append(tensor._replace(patches=patches))
+    yield run
 
 
 class PatchingExecutor:
-    """Moves the bytes of a load by another executor, and applies patches to the groups that have some.
+    """An executor whose groups are patched before `take` returns them. With the interface of `EngineExecutor`.
 
     Args:
-        executor: Moves the bytes; it is closed with this one.
+        executor: It moves the bytes.
         paths: The read path of each of the plan's selections.
         headers: The header of each of them.
         patches: What is applied.
-        trace: Records a span for each group.
+        trace: Records a span for each piece of the work.
     """
 
     def __init__(
@@ -216,12 +208,8 @@ class PatchingExecutor:
         self._headers = headers
         self._patches = patches
         self._trace = trace
-        self._changed = Condition()
-        self._workers = WorkerPool("patch", changed=self._changed, on_stop=executor.wake)
-        self._num_threads = 0
-        self._unpatched: deque[Group] = deque()
-        self._done: list[Group] = []
-        self._scratch: list[Region] = []  # of the host, that no thread uses
+        self._workers = WorkerPool("patch")
+        self._scratch: list[Region] = []  # that no thread uses
         self.add, self.arrange, self.wake = executor.add, executor.arrange, executor.wake
 
     def take(self) -> list[Group]:
@@ -231,25 +219,11 @@ class PatchingExecutor:
             FormatError: A patch does not fit its tensor.
             BaseException: The first error of the executor, or of a read, as it was raised.
         """
-        moved = [] if self._done else self._executor.take()
-        complete: list[Group] = []
-        patched: list[Group] = []
-        for group in moved:
-            (complete if self._patches.by_name.keys().isdisjoint(group.names) else patched).append(group)
-        if patched:
-            with self._changed:
-                self._unpatched.extend(patched)
-                self._changed.notify_all()
-            if not self._num_threads:
-                self._num_threads = self._workers.start(self._work, self._patches.num_threads)
-            while not self._num_threads and self._unpatched:  # the system refuses new threads
-                self._patch(self._unpatched.popleft())
-        if self._workers.stopped:
-            self._workers.join()
-            self._workers.raise_error()
-        with self._changed:
-            done, self._done = self._done, []
-        return complete + done
+        groups = self._executor.take()
+        if jobs := [(group, tensors) for group in groups for tensors in self._batches(group)]:
+            jobs.reverse()  # the last is taken first
+            self._workers.run(partial(self._work, jobs), min(len(jobs), self._patches.num_threads))
+        return groups
 
     def stop(self) -> None:
         """End all threads after their current piece, and let `take` return. Callable from any thread."""
@@ -262,135 +236,39 @@ class PatchingExecutor:
         self._executor.close()
         self._workers.join()
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._unpatched) or self._workers.stopped)
-                if self._workers.stopped:
-                    return
-                group = self._unpatched.popleft()
-            self._patch(group)
+    def _batches(self, group: Group) -> Iterator[list[PatchedTensor]]:
+        """Return the patched tensors of a group, those with few bytes of patches together."""
+        batch, nbytes = list[PatchedTensor](), 0
+        for tensor in patched_tensors(group, self._headers[group.selection], self._patches.by_name):
+            batch.append(tensor)
+            nbytes += sum(map(_size_of, tensor.patches))
+            if nbytes >= _BATCH_BYTES:
+                yield batch
+                batch, nbytes = [], 0
+        if batch:
+            yield batch
 
-    def _patch(self, group: Group) -> None:
-        path = self._paths[group.selection]
-        with traced(self._trace, "patch", num_bytes=group.payload_bytes, detail=type(path).__name__):
-            slots, nbytes = path.slots, self._patches.scratch_bytes
-            scratch = self._host_scratch() if slots is None else slots.take()
-            used = scratch.sub(0, min(nbytes, scratch.nbytes))
-            _Patching(group, path, self._patches, used, self._workers.is_stopped).run(self._headers[group.selection])
-            free = self._scratch.append if slots is None else slots.give
-            free(scratch)  # not after an error: a device may read it
-        with self._changed:
-            self._done.append(group)
-        self._executor.wake()
+    def _work(self, jobs: list[tuple[Group, list[PatchedTensor]]]) -> None:
+        with memory.reporting_shortage():
+            scratch = self._scratch.pop() if self._scratch else memory.allocate(self._patches.scratch_bytes)
+        for group, tensors in self._workers.items(jobs):
+            num_bytes = sum(patch.nbytes for tensor in tensors for patch in tensor.patches)
+            with traced(self._trace, "patch", num_bytes=num_bytes, detail=type(self._paths[group.selection]).__name__):
+                for run in _runs(tensors, self._patches.scratch_bytes):
+                    self._apply(group, run, scratch)
+        self._scratch.append(scratch)
 
-    def _host_scratch(self) -> Region:
-        try:
-            return self._scratch.pop()
-        except IndexError:
-            with memory.reporting_shortage():
-                return memory.allocate(self._patches.scratch_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Patching:
-    """The patches of one group on their way into its memory."""
-
-    group: Group
-    path: ReadPath
-    patches: SelectedPatches
-    scratch: Region
-    stopped: Callable[[], bool]
-
-    def run(self, header: Header) -> None:
-        """Apply all patches of the group, as many together as fit into the scratch memory."""
-        batch: list[tuple[PatchedTensor, list[Patch]]] = []
-        left = self.scratch.nbytes
-        for tensor in patched_tensors(self.group, header, self.patches.by_name):
-            if self.scratch.nbytes - left >= _BATCH_BYTES:
-                self._apply(batch)
-                batch, left = [], self.scratch.nbytes
-            batch.append((tensor, []))
-            for patch in tensor.patches:
-                size = _size_of(patch)
-                if size > left:
-                    self._apply(batch)
-                    batch, left = [(tensor, [])], self.scratch.nbytes
-                if size > left:
-                    self._apply_in_parts(tensor, patch)
-                else:
-                    batch[-1][1].append(patch)
-                    left -= size
-        self._apply(batch)
-
-    def _apply(self, batch: Sequence[tuple[PatchedTensor, Sequence[Patch]]]) -> None:
-        ranges = [one for _, patches in batch for patch in patches for one in _ranges_of(patch)]
-        regions = iter(self.patches.read(ranges, self.scratch, self.stopped))
-        for tensor, patches in batch:
+    def _apply(self, group: Group, tensors: Sequence[PatchedTensor], scratch: Region) -> None:
+        stopped = self._workers.is_stopped
+        read = self._patches.read((patch for tensor in tensors for patch in tensor.patches), scratch, stopped)
+        for tensor in tensors:
+            require_not_stopped(stopped)
             changes = [
-                Changes(next(regions), patch.code_bytes, next(regions), patch.count, patch.item_bytes)
-                for patch in patches
+                Changes(
+                    *(read[patch.codes], patch.code_bytes, read[patch.values], patch.count, patch.item_bytes),
+                    path=self._patches.files[patch.codes.shard][0].path,
+                )
+                for patch in tensor.patches
             ]
-            if not changes:
-                continue
-            require_not_stopped(self.stopped)
-            try:
-                self.path.apply(self.group, changes, tensor.num_elements, tensor.pieces)
-            except FormatError:
-                for one, patch in zip(changes, patches, strict=True):
-                    self._check(one, tensor.num_elements, patch)
-                raise
-
-    def _check(self, changes: Changes, num_elements: int, patch: Patch) -> None:
-        """Raise the error of a patch with the path of its delta, if it has one."""
-        try:
-            apply_changes([changes], num_elements, [])
-        except FormatError as error:
-            raise self._error(patch, num_elements, error.message) from None
-
-    def _error(self, patch: Patch, num_elements: int, message: str) -> FormatError:
-        expected = f"{patch.count:,} of {num_elements:,} elements"
-        return FormatError(message, path=self.patches.files[patch.codes_shard][0].path, expected=expected)
-
-    def _apply_in_parts(self, tensor: PatchedTensor, patch: Patch) -> None:
-        """Apply a patch that is longer than the scratch memory."""
-        width, item_bytes, largest = patch.code_bytes, patch.item_bytes, (1 << 8 * patch.code_bytes) - 1
-        step = (self.scratch.nbytes - 2 * _GAP_BYTES) // (width + item_bytes)
-        num_codes = patch.codes_nbytes // width
-        code = value = first = 0  # the next code, the next value, and the element where the next gap begins
-        ends_well = True
-        while code < num_codes:
-            num = min(step, num_codes - code)
-            codes = self.scratch.sub(0, num * width)
-            begin = patch.codes_offset + code * width
-            self.patches.read([(patch.codes_shard, begin, num * width)], codes, self.stopped)
-            gaps = np.frombuffer(codes.view(), "u1" if width == 1 else "<u2")
-            elements = np.flatnonzero(gaps < largest)
-            count, ends_well = len(elements), len(elements) > 0
-            stop = int(elements[-1]) + 1 if ends_well else num
-            behind = first + int(gaps[:stop].sum(dtype=np.int64)) + count
-            if value + count > patch.count or behind > tensor.num_elements:
-                break
-            pieces = _pieces_between(tensor.pieces, first, behind, item_bytes) if count else []
-            if pieces:
-                begin, nbytes = patch.values_offset + value * item_bytes, count * item_bytes
-                values = self.scratch.sub(-(-codes.nbytes // _GAP_BYTES) * _GAP_BYTES, nbytes)
-                self.patches.read([(patch.values_shard, begin, nbytes)], values, self.stopped)
-                part = Changes(codes.sub(0, stop * width), width, values, count, item_bytes)
-                self.path.apply(self.group, [part], behind - first, pieces)
-            first, code, value = behind, code + stop, value + count
-        if code < num_codes or value != patch.count or not ends_well:
-            message = "the positions of a delta lead past the end of its tensor, or are not as many as its values"
-            raise self._error(patch, tensor.num_elements, message)
-
-
-def _pieces_between(
-    pieces: Sequence[tuple[int, int, int]], first: int, stop: int, item_bytes: int
-) -> list[tuple[int, int, int]]:
-    """Return what pieces have of the elements from `first` to `stop`, counted from `first`."""
-    found = []
-    for begin, number, at in pieces:
-        low, high = max(begin, first), min(begin + number, stop)
-        if low < high:
-            found.append((low - first, high - low, at + (low - begin) * item_bytes))
-    return found
+            if changes:
+                self._paths[group.selection].apply(group, changes, tensor.num_elements, tensor.pieces)

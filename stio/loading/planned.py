@@ -98,7 +98,6 @@ def plan_load(selected: SelectedTensors, delivery: Delivery, *, max_workers: int
             budget_bytes,
             patches,
             {shard: (files[shard], cached.get(id(files[shard]))) for shard in of_patches},
-            paths,
         )
         budget_bytes = max(1, budget_bytes - on_top.total_bytes)
         num_workers = min(loads[0].num_workers if loads else 1, max_workers or sys.maxsize)
@@ -126,8 +125,8 @@ def _bytes_of_patches(patches: Mapping[str, Sequence[Patch]]) -> Counter[int]:
     """Return how many bytes of each shard patches are."""
     nbytes = Counter[int]()
     for patch in chain.from_iterable(patches.values()):
-        nbytes[patch.codes_shard] += patch.codes_nbytes
-        nbytes[patch.values_shard] += patch.values_nbytes
+        for part in (patch.codes, patch.values):
+            nbytes[part.shard] += part.nbytes
     return nbytes
 
 

@@ -104,6 +104,14 @@ def _finished(
     return select_and_cast(tensors, posts, delivery.casts, delivery.lost, views=views)
 
 
+def elements_in(changes: Changes, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tensors over changed elements: codes, U8 or U16, and values of this dtype."""
+    num_codes = changes.codes.nbytes // changes.code_bytes
+    codes = tensors_in(changes.codes, [""], [f"U{8 * changes.code_bytes}"], [(num_codes,)], [0])[""]
+    count = changes.values.nbytes * 8 // BITS[dtype]
+    return codes, tensors_in(changes.values, [""], [dtype], [(count,)], [0])[""]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     """How the consumer of a load gets its tensors."""
@@ -143,8 +151,6 @@ class ReadPath:
 
     label = "read"
     """Name of its reads in a trace."""
-    slots: StagingSlots | None = None
-    """Staging memory of its device; None: it reads into host memory."""
     _max_bytes = sys.maxsize  # of a read by the plain executor
 
     def __init__(self, source: Source, delivery: Delivery = AS_READ, cached: CachedFile | None = None) -> None:
@@ -461,7 +467,7 @@ class DevicePath(ReadPath):
         trace: Trace | None = None,
     ) -> None:
         super().__init__(source, delivery, cached)
-        self.slots: StagingSlots = slots
+        self._slots = slots
         self._accelerator = slots.accelerator
         self._trace = trace
         self._memories = slots.memories
@@ -472,7 +478,7 @@ class DevicePath(ReadPath):
     @property
     def memory(self) -> object:
         """The device's."""
-        return self.slots
+        return self._slots
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the tensors of groups, in one call."""
@@ -512,10 +518,10 @@ class DevicePath(ReadPath):
     def _read(self, group: Group, read: Sequence[tuple[int, int, int]], stopped: Callable[[], bool]) -> None:
         """Read into a slot, and copy from there."""
         begin, end = read[0][1], read[-1][1] + read[-1][2]
-        slot = self.slots.take()
+        slot = self._slots.take()
         read_ranges(self._source, read, slot, begin)
         self._copy(group, [(begin, slot.sub(0, end - begin))], stopped)
-        self.slots.give(slot)  # not after a failed copy: the device may read it
+        self._slots.give(slot)  # not after a failed copy: the device may read it
 
     def _copy(self, group: Group, regions: Iterable[tuple[int, Region]], stopped: Callable[[], bool]) -> None:
         """Copy to the device, and wait for that."""
@@ -531,13 +537,9 @@ class DevicePath(ReadPath):
     ) -> None:
         """See `ReadPath.apply`. The positions are decoded on the device; when this returns, all is done there."""
         apply_changes(changes, num_elements, [])  # checked on the host: nothing waits for the device
-        regions = [region for one in changes for region in (one.codes, one.values)]
-        copies = self._accelerator.allocate([(torch.uint8, (region.nbytes,)) for region in regions])
-        self._accelerator.copy(list(zip(copies, regions, strict=True))).synchronize()
         with self._accelerator.on_stream():
             self._memories[group.index].write_changes(
-                [(copies[2 * k], one.code_bytes, copies[2 * k + 1], one.item_bytes) for k, one in enumerate(changes)],
-                pieces,
+                [(*elements_in(one, "U8"), one.item_bytes) for one in changes], pieces
             )
         self._accelerator.allocate([])  # copies wait for what is queued on the stream of the load
         self._accelerator.copy([]).synchronize()
@@ -555,7 +557,7 @@ class DevicePath(ReadPath):
 
     def close(self) -> None:
         """Release what all files of the load share; wait for the numbers of lost values, if there are some."""
-        self.slots.close()
+        self._slots.close()
         lost = self._delivery.lost
         if any(isinstance(number, torch.Tensor) for number in lost.values()):
             with suppress(RuntimeError), self._accelerator.on_stream():  # of a device that does not answer

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import errno
 import logging
 import os
 import shlex
@@ -134,7 +133,10 @@ _WAITING: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "stio_delta_make": (None, (_POINTER, ctypes.c_size_t, _POINTER, _POINTER, ctypes.c_uint64)),
     "stio_delta_write": (None, (_POINTER, _INT, _POINTER, _POINTER)),
     "stio_delta_free": (None, (_POINTER,)),
-    "stio_delta_apply": (_INT, (_POINTER, ctypes.c_size_t, _INT, ctypes.c_uint64, _POINTER, ctypes.c_size_t)),
+    "stio_delta_apply": (
+        ctypes.c_size_t,
+        (_POINTER, ctypes.c_size_t, _INT, ctypes.c_uint64, _POINTER, ctypes.c_size_t),
+    ),
 }
 _SHORT: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "stio_engine_version": (_INT, ()),
@@ -539,13 +541,22 @@ class EngineComparison:
 
     def __init__(self, num_elements: int, item_bytes: int, num_pieces: int) -> None:
         self._library = _functions()
+        self.item_bytes = item_bytes
+        """See above."""
         self._code_bytes = 0
         self._pointer: int | None = self._library.delta_new(num_elements, item_bytes, num_pieces)
         if not self._pointer:
             raise MemoryError("no memory for a comparison")
 
     def compare(self, k: int, image: int, fresh: int, num_elements: int) -> None:
-        """Compare piece `k`, and make its image equal to its new bytes, without the GIL."""
+        """Compare piece `k`. Each piece once, in any order; several threads may compare different pieces.
+
+        Args:
+            k: Number of the piece in the order of the tensor.
+            image: Address of its old bytes, which become the new ones in the same pass.
+            fresh: Address of its new bytes.
+            num_elements: Number of its elements.
+        """
         self._library.delta_make(self._pointer, k, image, fresh, num_elements)
 
     def size(self) -> tuple[int, int, int] | None:
@@ -575,7 +586,7 @@ def apply_changes(
     item_bytes: int,
     num_elements: int,
     pieces: Sequence[tuple[int, int, int]],
-) -> bool:
+) -> int | None:
     """Write changed elements of a tensor into memory, without the GIL.
 
     Args:
@@ -586,18 +597,18 @@ def apply_changes(
         pieces: Parts that are in memory: first element, number of elements, address. Ascending, and apart.
 
     Returns:
-        False: codes are malformed, and nothing is written.
+        The first delta whose codes are malformed; nothing is written then.
 
     Raises:
         MemoryError: There is no memory for the cursors.
     """
     rows, parts = array("Q", chain.from_iterable(changes)), array("Q", chain.from_iterable(pieces))
-    failed = _functions().delta_apply(
+    wrong = _functions().delta_apply(
         rows.buffer_info()[0], len(changes), item_bytes, num_elements, parts.buffer_info()[0], len(pieces)
     )
-    if failed == errno.ENOMEM:
+    if wrong > len(changes):
         raise MemoryError("no memory for the cursors of a delta")
-    return not failed
+    return int(wrong) - 1 if wrong else None
 
 
 def pinned_bytes() -> int:

@@ -6,7 +6,6 @@
  * To apply is to decode all deltas of a tensor side by side, a window at a time, so that the window stays in the
  * processor's cache however many they are. Nothing here takes a lock.
  */
-#include <errno.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -276,12 +275,18 @@ typedef struct cursor {
     uint64_t next; /* the next change; UINT64_MAX: there is none */
 } cursor;
 
+INLINE uint16_t code_at(const uint8_t *codes, uint64_t k, int code_bytes) {
+    uint16_t code;
+    if (code_bytes == 1) return codes[k]; /* the compiler makes vectors of this, and not of a `memcpy` of one byte */
+    memcpy(&code, codes + 2 * k, 2); /* little-endian */
+    return code;
+}
+
 /* By how many elements some codes go on, at most SUMMED of them; `*count`: how many are changes. */
 INLINE uint64_t summed(const uint8_t *codes, size_t num_codes, int code_bytes, uint64_t *count) {
     uint32_t sum = 0, changes = 0;
     for (size_t k = 0; k < num_codes; ++k) {
-        uint16_t code = 0;
-        memcpy(&code, codes + k * (size_t)code_bytes, (size_t)code_bytes);
+        const uint16_t code = code_at(codes, k, code_bytes);
         sum += code;
         changes += code != (code_bytes == 1 ? M1 : M2);
     }
@@ -301,8 +306,7 @@ INLINE bool is_valid(const stio_changes *one, uint64_t num_elements, int code_by
     }
     if (count != one->count) return false;
     if (one->num_codes == 0) return true;
-    const uint8_t *const last = codes + (one->num_codes - 1) * (size_t)code_bytes;
-    return last[0] != 0xFF || last[code_bytes - 1] != 0xFF;
+    return code_at(codes, one->num_codes - 1, code_bytes) != (code_bytes == 1 ? M1 : M2);
 }
 
 /* Go on to the next change. The last code is one. */
@@ -312,9 +316,9 @@ INLINE void step(cursor *at, int code_bytes) {
         return;
     }
     const uint16_t most = code_bytes == 1 ? M1 : M2;
-    uint16_t code = 0;
+    uint16_t code;
     do {
-        memcpy(&code, at->code, (size_t)code_bytes);
+        code = code_at(at->code, 0, code_bytes);
         at->code += code_bytes;
         at->next += code;
     } while (code == most);
@@ -365,15 +369,15 @@ static void apply_window(cursor *at, uint8_t *target, uint64_t first, uint64_t e
     }
 }
 
-int stio_delta_apply(const stio_changes *changes, size_t num_changes, int item_bytes, uint64_t num_elements,
-                     const stio_piece *pieces, size_t num_pieces) {
+size_t stio_delta_apply(const stio_changes *changes, size_t num_changes, int item_bytes, uint64_t num_elements,
+                        const stio_piece *pieces, size_t num_pieces) {
     const int shift = __builtin_ctz((unsigned)item_bytes);
     for (size_t k = 0; k < num_changes; ++k) {
         const stio_changes *const one = &changes[k];
-        if (!(one->code_bytes == 1 ? is_valid(one, num_elements, 1) : is_valid(one, num_elements, 2))) return EINVAL;
+        if (!(one->code_bytes == 1 ? is_valid(one, num_elements, 1) : is_valid(one, num_elements, 2))) return k + 1;
     }
     cursor *const cursors = malloc(num_changes * sizeof *cursors + 1);
-    if (cursors == NULL) return ENOMEM;
+    if (cursors == NULL) return num_changes + 1;
     for (size_t k = 0; k < num_changes; ++k) {
         const stio_changes *const one = &changes[k];
         const uint8_t *const codes = one->codes;

@@ -222,10 +222,10 @@ typedef struct stio_piece {
     void *memory;
 } stio_piece;
 /* Write the changed elements of several deltas of one tensor, the oldest first, into pieces that ascend and do not
- * overlap. Returns 0; EINVAL, and nothing is written: codes lead past the end of the tensor, or are not of `count`
- * elements; ENOMEM. Several threads may write different pieces: each call checks all codes, and passes over those before
- * its pieces at the speed of memory. */
-int stio_delta_apply(const stio_changes *changes, size_t num_changes, int item_bytes, uint64_t num_elements,
+ * overlap. Returns 0; the number of a delta, from 1, and nothing is written: its codes lead past the end of the tensor, or
+ * are not of `count` elements; `num_changes + 1`: there is no memory. Several threads may write different pieces: each
+ * call checks all codes, and passes over those before its pieces at the speed of memory. */
+size_t stio_delta_apply(const stio_changes *changes, size_t num_changes, int item_bytes, uint64_t num_elements,
                      const stio_piece *pieces, size_t num_pieces);
 
 #pragma GCC visibility pop

@@ -170,8 +170,7 @@ def _bases(opened: OpenCheckpoint, target: str) -> list[tuple[OpenCheckpoint, st
             )
             raise StorageError(message, path=link.path, errno=errno.EOPNOTSUPP)
         place = os.path.join(os.path.dirname(place), link.delta.base)
-        headers = [replace(header, shard=name) for header, name in zip(base.headers, own.files, strict=True)]
-        found.append((replace(base, headers=headers), place))
+        found.append((replace(base, headers=own.headers), place))
     if len({target, *(place for _, place in found)}) <= len(found):
         message = "what this delta is based on is copied beside it, to a directory of this name; give another name"
         raise StorageError(message, path=target, errno=errno.EEXIST)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, TypeAlias
 
+from stio import native
 from stio.device import LazyTensor, Readiness, describe_tensors, tensors_in
 from stio.errors import MismatchError, printable
 from stio.format import TensorSource
@@ -160,11 +161,11 @@ class Chain:
     """What a saver knows of its last save. Its saves use it one after the other.
 
     Args:
-        full_every: Number of saves of which one is full, and the others are deltas.
+        full_every: Number of saves of which one is full, and the others are deltas. Without the engine all are full.
     """
 
     def __init__(self, full_every: int) -> None:
-        self.full_every = min(full_every, MAX_LINKS + 1)
+        self.full_every = min(full_every, MAX_LINKS + 1) if native.available() else 1
         """See above."""
         self.base: Base | None = None
         """The last save; None: there is none, or it failed, and the next one is full."""
@@ -270,7 +271,7 @@ class DeltaSave:
         """
         if self._base is not None:
             with self._opened_base(planned.files, operation) as (base, opened):
-                if not self._holds_full():
+                if native.available() and not self._holds_full():
                     self._run(planned, base, opened, pool, ready, operation)
             return planned
         chain = self._chain
@@ -279,9 +280,9 @@ class DeltaSave:
         image = chain.image
         if last is not None and self.path is not None and last.is_under(self.path):
             log(logging.WARNING, "%s is replaced, and deltas that are based on it can no longer be loaded", self.path)
-        if last is None or image is None or image.described != _described(planned.files) or not self._may_follow(last):
+        if last is None or image is None or image.described != _described(planned.files):
             return planned
-        if self._holds_full():
+        if not self._may_follow(last) or self._holds_full():
             return planned
         limit_bytes = planned.budget_bytes
         if limit_bytes is not None:
@@ -304,9 +305,7 @@ class DeltaSave:
         num_bytes = planned.files.total_bytes
         piece_bytes = block_bytes_for(num_bytes, planned.budget_bytes, stage_first=False)
         pool.fit(piece_bytes, ready.staging_allocator(), limit_bytes=planned.budget_bytes)
-        found = _Comparer(planned.files.sources, image, pool, ready)
-        if isinstance(image, SnapshotImage):
-            found.limit_bytes = planned.budget_bytes
+        found = _Comparer(planned, image, pool, ready)
         operation.on_cancel(found.stop)
         found.run()
         if not found.is_full:
@@ -320,7 +319,10 @@ class DeltaSave:
         if found is not None and self.base is not None:
             self.changed_bytes = found.changed_bytes
             changed, own, whole = _stored(found.changes, sources)
-            text = self._description(self.base, changed)
+            name = _relative(self.base.path, self.path or "")
+            assert name is not None
+            is_directory = self._max_shard_bytes is not None
+            text = Delta(name, self.base.id, self.base.depth + 1, is_directory, changed).encode()
             metadata = {**metadata, "format": FORMAT, DELTA_KEY: text.decode()}
             if len(text) > _INLINE_BYTES:
                 metadata[DELTA_KEY] = DELTA_POINTER
@@ -336,11 +338,6 @@ class DeltaSave:
         block_bytes = block_bytes_for(num_bytes, limit_bytes, stage_first=False, num_tensors=len(sources))
         plan = plan_resolved(sources, aliases, block_bytes, max_shard_bytes=self._max_shard_bytes, metadata=metadata)
         return PlannedSave(plan, plan, block_bytes, limit_bytes)
-
-    def _description(self, base: Base, changed: Sequence[ChangedTensor]) -> bytes:
-        name = None if self.path is None else _relative(base.path, self.path)
-        assert name is not None
-        return Delta(name, base.id, base.depth + 1, self._max_shard_bytes is not None, changed).encode()
 
     def _in_image(self, sources: Sequence[TensorSource]) -> Sequence[TensorSource]:
         """Return tensors with their bytes in the image, if they are there; else as they are."""
@@ -427,9 +424,9 @@ class DeltaSave:
                         expected=str(old.get(differing[0])),
                         found=str(new.get(differing[0])),
                     )
-            known = opened.metadata.get(ID_KEY) or f"sha256:{digest_of(opened, 'sha256')}"
+            known = opened.id or f"sha256:{digest_of(opened, 'sha256')}"
             bases = [link.path if is_url(link.path) else os.path.realpath(link.path) for link in opened.links]
-            base = Base(path, str(known), depth, True, tuple(bases))
+            base = Base(path, known, depth, True, tuple(bases))
             if base.is_under(self.path):
                 raise ValueError(f"base={shown!r} is based on what is at the destination; save to another place")
             yield base, opened
@@ -474,7 +471,7 @@ class _Comparer:
     """Compares the tensors of one save with the image of another one, on a few threads.
 
     Args:
-        sources: The tensors.
+        planned: The save. What has changed must fit into its budget, beside the image.
         image: The image, which is brought up to date; or the base, whose tensors are read one by one.
         pool: Staging memory, for tensors on devices and of other layouts: a block for each thread.
         ready: When the tensors may be read.
@@ -482,19 +479,22 @@ class _Comparer:
 
     def __init__(
         self,
-        sources: Sequence[TensorSource],
+        planned: PlannedSave,
         image: SnapshotImage | OpenCheckpoint,
         pool: StagingPool,
         ready: Readiness,
     ) -> None:
+        sources, is_image = planned.files.sources, isinstance(image, SnapshotImage)
         tensors = [_ComparedTensor(source, pool.block_bytes) for source in sources if source.nbytes]
         lazy = [one for one in tensors if isinstance(one.source.data, LazyTensor)]
         others = [one for one in tensors if not isinstance(one.source.data, LazyTensor)]
         others.sort(key=lambda one: one.source.nbytes)  # the last are the first that are taken: the longest
         # Those of a base are read whole. The lazy ones are produced one after the other.
-        self._left = [[(one, [piece])] for one in others for piece in one.pieces]
-        if not isinstance(image, SnapshotImage):
-            self._left = [[(one, one.pieces)] for one in others]
+        self._left = [
+            [(one, pieces)]
+            for one in others
+            for pieces in ([[piece] for piece in one.pieces] if is_image else [one.pieces])
+        ]
         if lazy:
             self._left.append([(one, one.pieces) for one in lazy])
         self._image, self._pool, self._ready = image, pool, ready
@@ -502,16 +502,16 @@ class _Comparer:
         self._workers = WorkerPool("save", changed=pool.changed, on_stop=self._produced.stop)
         self.stop = self._workers.stop
         """Ends the comparison early; callable from any thread."""
-        self._total_bytes = sum(source.nbytes for source in sources)
+        self._total_bytes = self._max_bytes = sum(source.nbytes for source in sources)
+        if is_image and planned.budget_bytes is not None:
+            self._max_bytes = planned.budget_bytes
         self._found_bytes = 0
-        self.limit_bytes: int | None = None
-        """Most bytes of what has changed; with more, all tensors are written. None: no limit."""
         self.changed_bytes = 0
         """Bytes of the changed elements. Of a tensor that is written whole all count."""
         self.changes: dict[str, Changes | None] = {}
         """By name what has changed, None: most of the tensor. Unchanged tensors are not in it."""
         self.is_full = False
-        """Whether that is longer than half of the tensors, so that all of them are written."""
+        """Whether that is longer than half of the tensors, or than the budget, so that all of them are written."""
 
     def run(self) -> None:
         """Compare; returns when nothing uses the tensors any more.
@@ -595,8 +595,7 @@ class _Comparer:
             self.changes[name] = found
             self.changed_bytes += nbytes if found is None else found.values.nbytes
             self._found_bytes += nbytes if found is None else found.nbytes
-            most = self._total_bytes // 2
-            if self._found_bytes > (most if self.limit_bytes is None else min(most, self.limit_bytes)):
+            if self._found_bytes > min(self._total_bytes // 2, self._max_bytes):
                 self.is_full = True
                 self.changes.clear()
 

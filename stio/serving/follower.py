@@ -34,7 +34,6 @@ from stio.errors import (
     StioError,
     printable,
 )
-from stio.format.delta import ID_KEY
 from stio.format.files import step_of
 from stio.limits import DEFAULT_BUDGET_BYTES, Limits
 from stio.loading import LoadOptions, fill_from, load_into, open_with_options
@@ -96,13 +95,7 @@ class Loads(Protocol):
 
 def content_of(opened: OpenCheckpoint) -> object:
     """Return what identifies the content of a checkpoint: its id, or the identities of its files if it has none."""
-    return id_of(opened) or tuple(file.identity for file in opened.files)
-
-
-def id_of(opened: OpenCheckpoint) -> str:
-    """Return the id of a checkpoint; empty if it has none."""
-    found = opened.metadata.get(ID_KEY)
-    return found if isinstance(found, str) else ""
+    return opened.id or tuple(file.identity for file in opened.files)
 
 
 def loaded_whole(opened: OpenCheckpoint) -> Loaded:
@@ -151,7 +144,7 @@ class ModuleLoads:
                         opened, self._held, options, check=operation.check, on_write=on_write
                     )
                 if changed_bytes is not None:
-                    self._held, self.is_whole = id_of(opened), True
+                    self._held, self.is_whole = opened.id, True
                 else:
                     _verify(opened, operation, options)
                 undo.pop_all()
@@ -163,7 +156,7 @@ class ModuleLoads:
             if changed_bytes is not None:
                 return Loaded(content_of(opened), "delta", changed_bytes)
             await fill_from(opened, self._make_target(), options, on_begin=own, fill_first=self._begin_whole_load)
-            self._held, self.is_whole = id_of(opened), True
+            self._held, self.is_whole = opened.id, True
             return loaded_whole(opened)
 
     def _write(self, operation: Operation[Any]) -> None:
@@ -176,24 +169,24 @@ class ModuleLoads:
 
 
 class _Applied(NamedTuple):
-    """The version that was applied last, as it is on storage."""
+    """The version that was applied last."""
 
     path: str
     content: object
     """See `content_of`."""
-    state: object
-    """See `_state_of`."""
 
 
 class _Seen(NamedTuple):
-    """What a look has found."""
+    """What a look has found, until something changes."""
 
     entries: list[tuple[str, object]]
     """Of the highest step; see `_newest_entries`."""
     held: _Applied | None
     """What was loaded then."""
+    state: object
+    """Its state; see `_state_of`."""
     found: tuple[str, object] | None
-    """What is newer than that."""
+    """Path and state of what is newer than that."""
 
 
 class Follower(AsyncOnly, AsyncIterator[Version]):
@@ -301,9 +294,9 @@ class Follower(AsyncOnly, AsyncIterator[Version]):
                     continue
                 self._advise(error)
                 raise
-            self._held = _Applied(path, loaded.content, state)
+            self._held = _Applied(path, loaded.content)
             if self._seen is not None and self._seen.found == found:
-                self._seen = self._seen._replace(held=self._held, found=None)
+                self._seen = _Seen(self._seen.entries, self._held, state, None)
             seconds, changed_bytes = time.perf_counter() - began, loaded.changed_bytes
             self._version = Version(
                 path=path, step=self._step(path), kind=loaded.kind, changed_bytes=changed_bytes, seconds=seconds
@@ -335,20 +328,17 @@ class Follower(AsyncOnly, AsyncIterator[Version]):
     def _look(self) -> tuple[str, object] | None:
         """Return the path and the state of the newest checkpoint; None if there is none, or it is loaded. Blocks."""
         held = self._held if self._load.is_whole else None
-        entries, state = self._newest_entries(), None if held is None else _state_of(held.path)
-        seen = self._seen
-        if seen is not None and (seen.held, seen.entries) == (held, entries) and (held is None or state == held.state):
-            return seen.found  # nothing has changed: no file is opened
+        now = self._newest_entries(), held, None if held is None else _state_of(held.path)
+        if self._seen is not None and self._seen[:3] == now:
+            return self._seen.found  # nothing has changed: no file is opened
         path = self._newest()
         if path is None:
             return None
         found: tuple[str, object] | None = path, _state_of(path)
-        if held is not None and path == held.path and (state == held.state or self._holds(held.content, path)):
-            found, before, held = None, held, held._replace(state=state)
-            if self._held is before:
-                self._held = held
-        if any(path == entry or path.startswith(entry + os.sep) for entry, _ in entries):  # else it may be completed
-            self._seen = _Seen(entries, held, found)
+        if held is not None and path == held.path and self._holds(held.content, path):
+            found = None
+        if any(path == entry or path.startswith(entry + os.sep) for entry, _ in now[0]):  # else it may be completed
+            self._seen = _Seen(*now, found)
         return found
 
     def _holds(self, content: object, path: str) -> bool:

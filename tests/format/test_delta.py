@@ -133,11 +133,8 @@ W = parse(changed=GOOD["changed"][:1])
 def test_patches_are_ranges_of_the_files() -> None:
     first, second = header_of(("other", "U8", (5,)), (VALUES, "BF16", (2,))), header_of((POSITIONS, "U8", (2,)))
     patch = patches_of(W, [first, second], path="delta")["w"]
-    assert (patch.codes_shard, patch.codes_offset, patch.codes_nbytes, patch.code_bytes) == (
-        *(1, second.info(POSITIONS).file_offset, 2),
-        1,
-    )
-    assert (patch.values_shard, patch.values_offset, patch.values_nbytes) == (0, first.info(VALUES).file_offset, 4)
+    assert (patch.codes, patch.code_bytes) == ((1, second.info(POSITIONS).file_offset, 2), 1)
+    assert patch.values == (0, first.info(VALUES).file_offset, 4)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_each_step_of_a_chain_is_what_was_saved(fast_path: Path, seed: int) -> N
 
 
 def test_without_the_engine(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_library", lambda: None)
+    monkeypatch.setattr(native, "available", lambda: False)
     load_chains(fast_path, "cpu", count(40, 1000), 100)
 
 
@@ -192,24 +192,28 @@ def long_chain(fast_path: Path) -> tuple[list[Path], list[dict[str, torch.Tensor
 Chain = tuple[list[Path], list[dict[str, torch.Tensor]]]
 
 
+@pytest.mark.parametrize(("budget_bytes", "max_bytes"), [(1_000_000, 250_000), (9_000, 200_000 * 2)])
 @pytest.mark.parametrize("device", ["cpu", FakeDevice(delay_seconds=0)], ids=["cpu", "device"])
-def test_patches_have_a_part_of_the_budget(long_chain: Chain, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patches_have_a_part_of_the_budget(
+    long_chain: Chain, device: Any, budget_bytes: int, max_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a budget below the longest patch of a tensor, one of them is in memory, which is shorter than the tensor."""
     paths, states = long_chain
     held: list[int] = []
-    patch = patching._Patching
+    apply = patching.PatchingExecutor._apply
 
-    def counted(group: Any, path: Any, patches: Any, scratch: Any, stopped: Any) -> Any:
-        held.append(scratch.nbytes * patches.num_threads)
-        return patch(group, path, patches, scratch, stopped)
+    def counted(executor: Any, group: Any, tensors: Any, scratch: Any) -> None:
+        held.append(scratch.nbytes * executor._patches.num_threads)
+        apply(executor, group, tensors, scratch)
 
-    monkeypatch.setattr(patching, "_Patching", counted)
-    with sync.open(paths[-1], device=device, budget_bytes=1_000_000) as opened, opened.stream() as stream:
+    monkeypatch.setattr(patching.PatchingExecutor, "_apply", counted)
+    with sync.open(paths[-1], device=device, budget_bytes=budget_bytes) as opened, opened.stream() as stream:
         require_same_bits(dict(stream), states[-1])
-    assert held and max(held) <= 250_000 < os.path.getsize(paths[-1] / "model.safetensors")
+    assert held and max(held) <= max_bytes < os.path.getsize(paths[-1] / "model.safetensors")
 
 
 def test_a_part_of_the_positions_may_have_no_element(fast_path: Path) -> None:
-    """A long patch is applied in parts; one that only says "go on" writes nothing."""
+    """A long gap before the last element, with small budgets too."""
     before = {"w": torch.zeros(3_000_000, dtype=torch.uint8)}
     after = {"w": before["w"].clone()}
     after["w"][:20_000] = 1

@@ -364,7 +364,7 @@ async def test_wrong_positions_change_nothing(run: Path) -> None:
         joined = open_checkpoint(path)
         patch = joined.patches["w"][0]
         joined.close()
-        begin, nbytes = patch.codes_offset, patch.codes_nbytes
+        _, begin, nbytes = patch.codes
         data[begin : begin + nbytes] = b"\xfe" * nbytes  # they lead past the end
         (path / "model.safetensors").write_bytes(data)
         with pytest.raises(FormatError, match="positions"):

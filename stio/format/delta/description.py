@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -88,31 +89,36 @@ class Delta:
         return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
+class FileRange(NamedTuple):
+    """A range of an open file."""
+
+    shard: int
+    """The file: its index in `OpenCheckpoint.files`."""
+    offset: int
+    """First byte in the file."""
+    nbytes: int
+    """Number of bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Where the changed elements of one tensor are: ranges of open files."""
+    """Where the changed elements of one tensor are."""
 
-    codes_shard: int
-    """File with the codes of the positions: its index in `OpenCheckpoint.files`."""
-    codes_offset: int
-    """First byte of the codes in the file."""
-    codes_nbytes: int
-    """Bytes of the codes."""
+    codes: FileRange
+    """The codes of the positions."""
     code_bytes: int
     """Bytes of a code: 1 or 2."""
-    values_shard: int
-    """File with the values."""
-    values_offset: int
-    """First byte of the values in the file."""
+    values: FileRange
+    """The values."""
     count: int
     """Number of changed elements."""
     item_bytes: int
     """Bytes of an element."""
 
     @property
-    def values_nbytes(self) -> int:
-        """Bytes of the values."""
-        return self.count * self.item_bytes
+    def nbytes(self) -> int:
+        """Bytes of codes and values."""
+        return self.codes.nbytes + self.values.nbytes
 
 
 class _Versioned(msgspec.Struct, rename={"version": DELTA_KEY}):
@@ -181,18 +187,24 @@ def parse_delta(text: bytes, *, path: str) -> Delta:
     return Delta(raw.base, raw.base_id, raw.depth, raw.is_directory, changed)
 
 
-def patches_of(delta: Delta, headers: Sequence[Header], *, path: str) -> Mapping[str, Patch]:
+def patches_of(delta: Delta, headers: Sequence[Header], *, first: int = 0, path: str) -> Mapping[str, Patch]:
     """Find the changed elements of each tensor in the files of a delta.
 
     Args:
         delta: The description.
-        headers: Of its files; a patch counts these.
+        headers: Of its files.
+        first: Index of its first file in `OpenCheckpoint.files`.
         path: The delta, to name in errors.
 
     Raises:
         FormatError: A tensor with positions or values is missing, superfluous or malformed.
     """
-    own = {name: (shard, header) for shard, header in enumerate(headers) for name in header.names if is_own_name(name)}
+    own = {
+        name: (shard, header)
+        for shard, header in enumerate(headers, first)
+        for name in header.names
+        if is_own_name(name)
+    }
     own.pop(DELTA_TENSOR, None)
     patches = {}
     for k, one in enumerate(delta.changed):
@@ -206,14 +218,11 @@ def patches_of(delta: Delta, headers: Sequence[Header], *, path: str) -> Mapping
         if values.nbytes != one.count * one.item_bytes:
             raise FormatError(f"the values of {printable(one.name)!r} in the delta are malformed", path=path)
         patches[one.name] = Patch(
-            codes_shard=codes_shard,
-            codes_offset=codes.file_offset,
-            codes_nbytes=codes.nbytes,
-            code_bytes=code_bytes,
-            values_shard=values_shard,
-            values_offset=values.file_offset,
-            count=one.count,
-            item_bytes=one.item_bytes,
+            FileRange(codes_shard, codes.file_offset, codes.nbytes),
+            code_bytes,
+            FileRange(values_shard, values.file_offset, values.nbytes),
+            one.count,
+            one.item_bytes,
         )
     if own:
         raise FormatError(

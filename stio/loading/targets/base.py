@@ -8,7 +8,7 @@ one tensor several parts may be wanted. They are read together, as one part that
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -20,9 +20,14 @@ from stio.device import TORCH_DTYPES, LoadedGroup, Lost, TargetMemory, TorchAcce
 from stio.errors import MismatchError, listed, printable
 from stio.loading.casts import require_as_stored
 from stio.loading.options import DevicesLike, LoadOptions
+from stio.loading.read_paths import elements_in
 from stio.loading.targets.module_tree import is_on_meta, memory_key, overlapping, why_not_copied, why_refused
-from stio.loading.targets.update import apply_by_torch, apply_to_host
-from stio.storage.checkpoint import Changes, OpenCheckpoint, read_update
+from stio.runtime import WorkerPool
+from stio.runtime.memory import num_processors
+from stio.storage.checkpoint import Changes, OpenCheckpoint, apply_changes, read_update
+
+_ONE_THREAD_BYTES = 1 << 20
+"""Changed elements of fewer bytes are copied by the calling thread alone."""
 
 Stored: TypeAlias = tuple[str, tuple[int, ...]]
 """Dtype and shape of a tensor, as in the format."""
@@ -442,3 +447,35 @@ def joined(boxes: Sequence[Box]) -> tuple[tuple[object, ...], list[Box]]:
             begin = begins[box[dim].start, box[dim].stop]
             place.append(slice(begin, begin + box[dim].stop - box[dim].start))
     return tuple(index), [tuple(place) for place in places]
+
+
+def apply_to_host(jobs: Iterable[tuple[torch.Tensor, Sequence[Changes]]]) -> None:
+    """Copy changed elements, which were checked, into contiguous tensors on the CPU, on a few threads."""
+    left = [(tensor.data_ptr(), tensor.nbytes, changes) for tensor, changes in jobs]
+    left.sort(key=lambda job: sum(one.nbytes for one in job[2]))  # the last is taken first
+    workers = WorkerPool("apply")
+
+    def work() -> None:
+        for address, nbytes, changes in workers.items(left):
+            num_elements = nbytes // changes[0].item_bytes
+            apply_changes(changes, num_elements, [(0, num_elements, address)])
+
+    nbytes = sum(one.nbytes for _, _, changes in left for one in changes)
+    workers.run(work, 1 if nbytes < _ONE_THREAD_BYTES else min(len(left), num_processors()))
+
+
+def apply_by_torch(name: str, tensor: torch.Tensor, dtype: str, changes: Sequence[Changes], lost: Lost) -> None:
+    """Copy changed elements into a tensor of any layout and dtype; on a device, on the current stream.
+
+    Args:
+        name: Its name, to count the values that a cast loses.
+        tensor: The tensor.
+        dtype: Dtype of the elements, as in the format.
+        changes: The elements, which were checked; the oldest first.
+        lost: Where these values are counted.
+    """
+    for one in changes:
+        codes, values = elements_in(one, dtype)
+        if values.dtype != tensor.dtype:
+            values = lost.cast(name, values.to(tensor.device), tensor.dtype)
+        TargetMemory.copy_elements(tensor, codes, values)

@@ -132,7 +132,7 @@ def _read(opened: OpenCheckpoint, info: TensorInfo) -> Region:
     region = read_tensor(opened, info)
     shards = {next(k for k, header in enumerate(opened.headers) if info.name in header)}
     for patch in opened.patches.get(info.name, ()):
-        shards |= {patch.codes_shard, patch.values_shard}
+        shards |= {patch.codes.shard, patch.values.shard}
     with ExitStack() as owned:
         files = opened.open_files(shards, owned)
         for shard in shards:

@@ -25,7 +25,7 @@ from stio.loading import LoadOptions, collect, fill_from, open_with_options, pla
 from stio.loading.targets import LoadTarget, ModuleTarget, ModuleTree, StateTarget
 from stio.runtime import Operation, run_blocking
 from stio.runtime.reports import ProgressEvent
-from stio.serving.follower import Loaded, id_of, loaded_whole
+from stio.serving.follower import Loaded, loaded_whole
 from stio.storage.checkpoint import OpenCheckpoint, SourceLike
 
 _UPDATE_BYTES = 64 << 20
@@ -177,11 +177,11 @@ class Content:
                 return found
             if self._module is None:
                 self._tensors = collect(operation, select_tensors(opened, None, options))()
-                self._held = id_of(opened)
+                self._held = opened.id
                 return found
             target = ModuleTarget(self._module, assign=True)
             _fill(operation, opened, target, options)
-            self._held = id_of(opened)
+            self._held = opened.id
         device = resolve_device(options.device)
         with _own_stream(device):
             self._move_unstored(device)
@@ -223,7 +223,7 @@ class Content:
             if changed_bytes is None:
                 begin_to_write()
                 _fill(operation, opened, self._target(), replace(options, budget_bytes=_UPDATE_BYTES))
-            self._held = id_of(opened)
+            self._held = opened.id
             return loaded_whole(opened) if changed_bytes is None else Loaded("", "delta", changed_bytes)
 
     def _target(self) -> LoadTarget:

@@ -3,8 +3,8 @@
 `open.py` finds the checkpoint that a path, a directory, a URL or a `Root` names. `shards.py` opens all its shards
 before the first read, parses and checks their headers, and compares them with the index: an `OpenCheckpoint`, as
 `OpenOptions` say. `newest.py` finds the newest complete checkpoint among the steps of a training, by opening each.
-`chain.py` opens a delta and its bases as one checkpoint, `changes.py` has the changed elements in memory, and
-`update.py` reads what a chain of deltas changes behind one of its links.
+`chain.py` opens a delta and its bases as one checkpoint, and reads what a chain changes behind one of its links;
+`changes.py` has the changed elements in memory.
 `integrity.py` compares the files of an open checkpoint with its manifest. `caches.py` is what loads know of caches,
 which may replace the files of an open checkpoint.
 
@@ -22,13 +22,12 @@ from stio.storage.checkpoint.caches import (
     ObjectCache,
     add_counts,
 )
-from stio.storage.checkpoint.chain import changes_of, digest_of, read_tensor, wrong_changes
+from stio.storage.checkpoint.chain import changes_of, digest_of, read_tensor, read_update, wrong_changes
 from stio.storage.checkpoint.changes import Changes, Comparison, apply_changes
 from stio.storage.checkpoint.integrity import judge_files, read_manifest, verify_files
 from stio.storage.checkpoint.newest import latest, newest_in
 from stio.storage.checkpoint.open import SourceLike, base_of, open_checkpoint
 from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
-from stio.storage.checkpoint.update import read_update
 
 __all__ = [
     "CacheLike",

@@ -4,16 +4,21 @@
 is in one header, that of the file that holds it whole, and `patches` has the elements that were changed since. Ids and
 paths are checked before any tensor is read. Whoever reads a tensor applies its patches to what was read
 (`apply_changes`), before any selection or cast.
+
+`read_update` reads what a chain changes behind one of its links. The files are compared with the manifests of their
+links, and all positions are checked, so that a damaged delta is an error before anything is changed by it.
 """
 
 from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
+from typing import TypeAlias
 
 from stio.errors import CheckpointNotFoundError, FormatError, MismatchError, printable
 from stio.format import TensorInfo
@@ -24,6 +29,7 @@ from stio.format.delta import (
     FORMAT,
     ID_KEY,
     Delta,
+    FileRange,
     Patch,
     is_own_name,
     names_of,
@@ -35,15 +41,18 @@ from stio.limits import limit_error
 from stio.runtime.memory import Region, allocate
 from stio.storage.base import Source, digest_of_source
 from stio.storage.checkpoint.changes import Changes, apply_changes
-from stio.storage.checkpoint.shards import Link, OpenCheckpoint, OpenOptions
+from stio.storage.checkpoint.integrity import PIECE_BYTES, read_manifest, require_digest
+from stio.storage.checkpoint.shards import OpenCheckpoint, OpenOptions
 from stio.storage.checks import require_inside
 from stio.storage.open import max_open_files, open_file
 from stio.text import is_url, without_secrets
 
-_PIECE_BYTES = 16 << 20
 _OF_A_FULL_ONE = ("format", "total_size", "total_parameters")
 """Metadata that describe a checkpoint's own files: those of a delta's base describe the whole."""
 
+
+Update: TypeAlias = tuple[dict[str, Region], dict[str, list[Changes]]]
+"""By name, the bytes of tensors that are new as a whole, and the changed elements of others, the oldest first."""
 
 _digests: dict[tuple[object, ...], str] = {}
 _MAX_DIGESTS = 64
@@ -76,15 +85,15 @@ def join(
         LimitError: The chain is too long.
         UnsafePathError: A base is a link to a place outside the directory that holds the delta.
     """
-    chain, deltas = [opened], list[Delta]()
+    chain = [opened]
     with ExitStack() as undo:
         undo.callback(opened.close)
         while is_delta(last := chain[-1]):
             options.check()
-            delta = description_of(last, options)
-            if deltas and delta.depth != deltas[-1].depth - 1:
+            last.delta = delta = description_of(last, options)
+            if len(chain) > 1 and (depth := _depth_of(chain[-2]) - 1) != delta.depth:
                 message = "the depths of this delta and of the one that is based on it do not follow on one another"
-                raise FormatError(message, path=last.path, expected=deltas[-1].depth - 1, found=delta.depth)
+                raise FormatError(message, path=last.path, expected=depth, found=delta.depth)
             try:
                 base = open_base(last, delta.base, delta.is_directory)
             except CheckpointNotFoundError as error:
@@ -94,14 +103,11 @@ def join(
             undo.callback(base.close)
             _require_id(last, base, delta, options)
             chain.append(base)
-            deltas.append(delta)
             _keep_few_open(chain)
-        if deltas[-1].depth != 1:
+        if (depth := _depth_of(chain[-2])) != 1:
             message = "the chain of deltas is shorter than its deltas say"
-            raise FormatError(message, path=chain[-2].path, expected=f"a delta of depth {deltas[-1].depth - 1} as base")
-        joined = chain.pop()
-        while chain:
-            joined = _joined(chain.pop(), joined, deltas.pop())
+            raise FormatError(message, path=chain[-2].path, expected=f"a delta of depth {depth - 1} as base")
+        joined = _joined(chain[::-1])
         undo.pop_all()
         return joined
 
@@ -126,7 +132,7 @@ def description_of(opened: OpenCheckpoint, options: OpenOptions) -> Delta:
         if info.nbytes > limit:
             what = "the description of the delta is longer than"
             raise limit_error(what, "header_bytes", limit, path=opened.path, found=info.nbytes)
-        raw = read_range(opened, _shard_of(opened, DELTA_TENSOR), info.file_offset, info.nbytes).tobytes()
+        raw = _read_range(opened, _range_of(opened, info)).tobytes()
     return parse_delta(raw, path=opened.path)
 
 
@@ -171,7 +177,7 @@ def _require_id(opened: OpenCheckpoint, base: OpenCheckpoint, delta: Delta, opti
 def _ids(opened: OpenCheckpoint) -> set[str]:
     """Return the ids that the files of one checkpoint have, and its index; "" for one without."""
     ids = {header.metadata.get(ID_KEY, "") for header in opened.headers}
-    return ids | {_id_of(opened)}
+    return ids | {opened.id}
 
 
 def _known_digest_of(base: OpenCheckpoint, algorithm: str, options: OpenOptions) -> str:
@@ -199,7 +205,7 @@ def _keep_few_open(chain: Sequence[OpenCheckpoint]) -> None:
 def digest_of(opened: OpenCheckpoint, algorithm: str, *, check: Callable[[], None] = lambda: None) -> str:
     """Return the digest of all files of a checkpoint that has no id; it reads them, with calls of `check` between."""
     whole = new_hasher(algorithm)
-    memory = allocate(_PIECE_BYTES)
+    memory = allocate(PIECE_BYTES)
     for shard in sorted(range(len(opened.files)), key=lambda k: opened.headers[k].shard):
         with ExitStack() as owned:
             file = opened.open_files([shard], owned)[shard]
@@ -208,105 +214,99 @@ def digest_of(opened: OpenCheckpoint, algorithm: str, *, check: Callable[[], Non
     return whole.hexdigest()
 
 
-def _joined(opened: OpenCheckpoint, base: OpenCheckpoint, delta: Delta) -> OpenCheckpoint:
-    own = patches_of(delta, opened.headers, path=opened.path)
-    described = base.dtypes_and_shapes()
-    changed = {one.name: (one.dtype, one.shape) for one in delta.changed}
-    whole = {name: one for name, one in opened.dtypes_and_shapes().items() if not is_own_name(name)}
-    for name, one in [*changed.items(), *whole.items()]:
-        if described.get(name) != one or (name in changed and name in whole):
-            message = f"tensor {printable(name)!r} of the delta does not fit its base"
-            raise FormatError(message, path=opened.path, expected=str(described.get(name)), found=str(one))
-    if not opened.aliases.items() <= base.aliases.items():
-        raise FormatError("the aliases of the delta are not those of its base", path=opened.path)
-    first = len(base.files)
-    patches = {name: them for name, them in base.patches.items() if name not in whole}
-    for name, patch in own.items():
-        moved = replace(patch, codes_shard=patch.codes_shard + first, values_shard=patch.values_shard + first)
-        patches[name] = (*patches.get(name, ()), moved)
-    link = Link(opened.path, _id_of(opened), delta, opened.manifest, tuple(header.shard for header in opened.headers))
-    metadata = {key: value for key, value in opened.metadata.items() if key not in (DELTA_KEY, *_OF_A_FULL_ONE)}
-    described_by_base = {key: base.metadata[key] for key in _OF_A_FULL_ONE if key in base.metadata}
-    openers: list[Callable[[], Source]] = []
-    if base.openers or opened.openers:
-        openers = [*_openers_of(base), *_openers_of(opened)]
-    return OpenCheckpoint(
-        path=opened.path,
-        files=[*base.files, *opened.files],
-        headers=[
-            *(
-                replace(header.without(whole.keys() & set(header.names)), shard=_beside(delta, base, header.shard))
-                for header in base.headers
-            ),
-            *(header.without({name for name in header.names if is_own_name(name)}) for header in opened.headers),
-        ],
-        metadata={**described_by_base, **metadata},
-        aliases=base.aliases,
-        index=opened.index,
-        differing_metadata=opened.differing_metadata - {DELTA_KEY},
-        manifest=opened.manifest,
+def _joined(links: Sequence[OpenCheckpoint]) -> OpenCheckpoint:
+    """Return the checkpoint of a chain, of which the first link is the full one."""
+    full, last = links[0], links[-1]
+    described = full.dtypes_and_shapes()
+    headers, patches, openers = [*full.headers], dict[str, tuple[Patch, ...]](), list[Callable[[], Source]]()
+    for base, one in pairwise(links):
+        assert one.delta is not None
+        own = patches_of(one.delta, one.headers, first=len(headers), path=one.path)
+        changed = {tensor.name: (tensor.dtype, tensor.shape) for tensor in one.delta.changed}
+        whole = {name: found for name, found in one.dtypes_and_shapes().items() if not is_own_name(name)}
+        for name, found in [*changed.items(), *whole.items()]:
+            if described.get(name) != found or (name in changed and name in whole):
+                message = f"tensor {printable(name)!r} of the delta does not fit its base"
+                raise FormatError(message, path=one.path, expected=str(described.get(name)), found=str(found))
+        if not one.aliases.items() <= full.aliases.items():
+            raise FormatError("the aliases of the delta are not those of its base", path=one.path)
+        patches = {name: them for name, them in patches.items() if name not in whole}
+        for name, patch in own.items():
+            patches[name] = (*patches.get(name, ()), patch)
+        place = partial(_beside, one.delta, _is_file(one.delta, base))
+        headers = [
+            replace(header.without(whole.keys() & {*header.names}), shard=place(header.shard)) for header in headers
+        ]
+        headers += [header.without({name for name in header.names if is_own_name(name)}) for header in one.headers]
+    if any(link.openers for link in links):
+        for link in links:
+            openers += link.openers or [partial(open_file, os.path.abspath(file.path)) for file in link.files]
+    metadata = {key: value for key, value in last.metadata.items() if key not in (DELTA_KEY, *_OF_A_FULL_ONE)}
+    return replace(
+        last,
+        files=[file for link in links for file in link.files],
+        headers=headers,
+        metadata={key: full.metadata[key] for key in _OF_A_FULL_ONE if key in full.metadata} | metadata,
+        aliases=full.aliases,
+        differing_metadata=last.differing_metadata - {DELTA_KEY},
         openers=openers,
-        root=opened.root,
         patches=patches,
-        links=(*(base.links or (_full_link(base),)), link),
-        base=base,
+        links=tuple(links),
     )
 
 
-def _beside(delta: Delta, base: OpenCheckpoint, shard: str) -> str:
+def _is_file(delta: Delta, base: OpenCheckpoint) -> bool:
+    """Return whether a base is named by a file or an index, and not by its directory."""
+    return posixpath.basename(delta.base) in (base.index, *(header.shard for header in base.headers[-1:]))
+
+
+def _beside(delta: Delta, is_file: bool, shard: str) -> str:
     """Return the name of a file of the base, and of its own bases, relative to the delta."""
-    is_file = posixpath.basename(delta.base) in (base.index, *(header.shard for header in base.headers[-1:]))
     folder = posixpath.dirname(delta.base) if is_file else delta.base
-    return posixpath.normpath(
-        posixpath.join("..", folder, shard) if delta.is_directory else posixpath.join(folder, shard)
-    )
+    return posixpath.normpath(posixpath.join(".." if delta.is_directory else "", folder, shard))
 
 
-def _full_link(base: OpenCheckpoint) -> Link:
-    return Link(base.path, _id_of(base), None, base.manifest, tuple(header.shard for header in base.headers))
-
-
-def _id_of(opened: OpenCheckpoint) -> str:
-    found = opened.metadata.get(ID_KEY)
-    return found if isinstance(found, str) else ""
-
-
-def _openers_of(opened: OpenCheckpoint) -> list[Callable[[], Source]]:
-    return list(opened.openers or [partial(open_file, os.path.abspath(file.path)) for file in opened.files])
-
-
-def _shard_of(opened: OpenCheckpoint, name: str) -> int:
-    return next(shard for shard, header in enumerate(opened.headers) if name in header)
+def _depth_of(link: OpenCheckpoint) -> int:
+    return link.delta.depth if link.delta else 0
 
 
 def wrong_changes(opened: OpenCheckpoint, check: Callable[[], None]) -> Iterator[tuple[int, FormatError]]:
     """Yield each file of a chain with positions that are malformed, and the error; reads all changed elements."""
     for name, patches in opened.patches.items():
-        num_elements = opened.info(name).nbytes // patches[0].item_bytes
         for patch in patches:
             check()
             try:
-                apply_changes([changes_of(opened, patch)], num_elements, [])
+                apply_changes([changes_of(opened, patch)], opened.info(name).nbytes // patch.item_bytes, [])
             except FormatError as error:
-                error.path = opened.files[patch.codes_shard].path
-                yield patch.codes_shard, error
+                yield patch.codes.shard, error
 
 
-def read_range(opened: OpenCheckpoint, shard: int, offset: int, nbytes: int) -> Region:
+def _range_of(opened: OpenCheckpoint, info: TensorInfo) -> FileRange:
+    shard = next(shard for shard, header in enumerate(opened.headers) if info.name in header)
+    return FileRange(shard, info.file_offset, info.nbytes)
+
+
+def _read_range(opened: OpenCheckpoint, part: FileRange) -> Region:
     """Read a range of a file into memory of its own; blocks."""
-    if not nbytes:
+    if not part.nbytes:
         return Region(0, 0)
-    region = allocate(nbytes).sub(0, nbytes)
+    region = allocate(part.nbytes).sub(0, part.nbytes)
     with ExitStack() as owned:
-        opened.open_files([shard], owned)[shard].read_into(offset, [region])
+        opened.open_files([part.shard], owned)[part.shard].read_into(part.offset, [region])
     return region
 
 
-def changes_of(opened: OpenCheckpoint, patch: Patch) -> Changes:
-    """Read the changed elements of one tensor in one delta; blocks."""
-    codes = read_range(opened, patch.codes_shard, patch.codes_offset, patch.codes_nbytes)
-    values = read_range(opened, patch.values_shard, patch.values_offset, patch.values_nbytes)
-    return Changes(codes, patch.code_bytes, values, patch.count, patch.item_bytes)
+def changes_of(opened: OpenCheckpoint, patch: Patch, read: Callable[[FileRange], Region] | None = None) -> Changes:
+    """Return the changed elements of one tensor in one delta; blocks.
+
+    Args:
+        opened: The chain.
+        patch: Where they are.
+        read: Returns a range that is in memory already; None: they are read.
+    """
+    codes, values = map(read or partial(_read_range, opened), (patch.codes, patch.values))
+    path = opened.files[patch.codes.shard].path
+    return Changes(codes, patch.code_bytes, values, patch.count, patch.item_bytes, path)
 
 
 def read_tensor(opened: OpenCheckpoint, info: TensorInfo) -> Region:
@@ -314,10 +314,81 @@ def read_tensor(opened: OpenCheckpoint, info: TensorInfo) -> Region:
 
     For small tensors and where speed does not matter; loads do it group by group.
     """
-    region = read_range(opened, _shard_of(opened, info.name), info.file_offset, info.nbytes)
+    region = _read_range(opened, _range_of(opened, info))
     if patches := opened.patches.get(info.name):
-        item_bytes = patches[0].item_bytes
-        num_elements = info.nbytes // item_bytes
-        changes = [changes_of(opened, patch) for patch in patches]
-        apply_changes(changes, num_elements, [(0, num_elements, region.address)])
+        num_elements = info.nbytes // patches[0].item_bytes
+        apply_changes(
+            [changes_of(opened, patch) for patch in patches], num_elements, [(0, num_elements, region.address)]
+        )
     return region
+
+
+def read_update(
+    opened: OpenCheckpoint, held: str, *, budget_bytes: int | None, check: Callable[[], None] = lambda: None
+) -> Update | None:
+    """Read what was changed since a version, and check it; blocks.
+
+    Args:
+        opened: The newer version, opened `with_manifest`. Files of links without a manifest are not compared with one.
+        held: Id of the version.
+        budget_bytes: Most bytes of the deltas behind it; None: no limit.
+        check: Called between pieces; may raise to end the call.
+
+    Returns:
+        The update. None: the chain of the newer version does not have the version, or the deltas are too large.
+
+    Raises:
+        IntegrityError: A file of a delta differs from its manifest.
+        FormatError: Positions are malformed.
+        StioError: A file could not be read, or was changed meanwhile.
+    """
+    ids = [link.id for link in opened.links]
+    if not held or held not in ids:
+        return None
+    newer = opened.apart()[ids.index(held) + 1 :]
+    nbytes = sum(file.identity.nbytes for part in newer for file in part.files)
+    if budget_bytes is not None and nbytes > budget_bytes:
+        return None
+    read = [image for part in newer for image in _read(part, check)]
+    images = dict(enumerate(read, len(opened.files) - len(read)))
+    whole: dict[str, Region] = {}
+    changed: dict[str, list[Changes]] = {}
+    for shard, image in images.items():
+        for name in opened.headers[shard].names:
+            info = opened.headers[shard].info(name)
+            whole[name] = image.sub(info.file_offset, info.nbytes) if info.nbytes else Region(0, 0)
+    in_memory = partial(_in, images)
+    for name, patches in opened.patches.items():
+        if changes := [changes_of(opened, patch, in_memory) for patch in patches if patch.codes.shard in images]:
+            check()
+            num_elements = opened.info(name).nbytes // changes[0].item_bytes
+            target = [(0, num_elements, whole[name].address)] if name in whole else []
+            apply_changes(changes, num_elements, target)  # without a target it only checks
+            if name not in whole:
+                changed[name] = changes
+    return whole, changed
+
+
+def _in(images: Mapping[int, Region], part: FileRange) -> Region:
+    return images[part.shard].sub(part.offset, part.nbytes)
+
+
+def _read(part: OpenCheckpoint, check: Callable[[], None]) -> list[Region]:
+    """Read the files of one delta into memory, and compare them with its manifest if it has one."""
+    manifest = read_manifest(part) if part.manifest is not None and part.manifest.texts else None
+    images = list[Region]()
+    with ExitStack() as owned:
+        for k, file in enumerate(part.open_files(range(len(part.files)), owned)):
+            hasher = None if manifest is None else new_hasher(manifest.algorithm)
+            nbytes = file.identity.nbytes
+            images.append(image := allocate(nbytes).sub(0, nbytes))
+            for offset in range(0, nbytes, PIECE_BYTES):
+                check()
+                piece = image.sub(offset, min(PIECE_BYTES, nbytes - offset))
+                file.read_into(offset, [piece])
+                if hasher is not None:
+                    hasher.update(piece.view())
+            file.check_unchanged()
+            if hasher is not None and manifest is not None and part.manifest is not None:
+                require_digest(file, hasher.hexdigest(), part.manifest.names[k], manifest)
+    return images

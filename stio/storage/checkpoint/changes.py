@@ -1,8 +1,7 @@
 """The changed elements of a tensor, in memory: found by comparing two images, and written into one.
 
-Addresses are of host memory that the caller keeps. Everything runs on the calling thread, without the GIL where the
-engine does the work; several threads may work on different memory at once. Without the engine numpy does the same,
-slower (`plain_changes.py`).
+Addresses are of host memory that the caller keeps. Everything runs on the calling thread, in the engine without the
+GIL; several threads may work on different memory at once. Only the engine compares. Without it numpy applies, slower.
 
 An image of a tensor may lie in several blocks of memory, and its new bytes may arrive block by block. A `Comparison`
 takes them as pieces, in any order and on any threads:
@@ -44,14 +43,22 @@ class Changes:
     """Number of elements."""
     item_bytes: int
     """Bytes of an element."""
+    path: str | None = None
+    """File of the delta, for errors."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and values."""
         return self.codes.nbytes + self.values.nbytes
 
+    def positions(self) -> Any:
+        """Return the positions of the elements, as an array of numpy; less or more than `count` of malformed codes."""
+        gaps = _array(self.codes, f"<u{self.code_bytes}").astype("i8")
+        is_element = gaps < (1 << 8 * self.code_bytes) - 1
+        return (gaps + is_element).cumsum()[is_element] - 1
 
-class Comparison:
+
+class Comparison(native.EngineComparison):
     """Compares an image of one tensor with its new bytes, piece by piece, and brings the image up to date.
 
     Args:
@@ -60,22 +67,6 @@ class Comparison:
         num_pieces: Number of pieces, which together are the tensor.
     """
 
-    def __init__(self, num_elements: int, item_bytes: int, num_pieces: int) -> None:
-        self._item_bytes = item_bytes
-        make, _ = _implementation()
-        self._pieces = make(num_elements, item_bytes, num_pieces)
-
-    def compare(self, k: int, image: int, fresh: int, num_elements: int) -> None:
-        """Compare piece `k`. Each piece once, in any order; several threads may compare different pieces.
-
-        Args:
-            k: Number of the piece in the order of the tensor.
-            image: Address of its old bytes, which become the new ones in the same pass.
-            fresh: Address of its new bytes.
-            num_elements: Number of its elements.
-        """
-        self._pieces.compare(k, image, fresh, num_elements)
-
     def changes(self) -> Changes | None:
         """Return the changed elements of the whole tensor, when all pieces are compared.
 
@@ -83,15 +74,15 @@ class Comparison:
             Codes of one or two bytes, whichever are shorter together; none may be changed. None: the tensor itself is
             not longer than codes and values, or there was no memory for them.
         """
-        found = self._pieces.size()
+        found = self.size()
         if found is None:
             return None
         count, code_bytes, codes_nbytes = found
-        values_nbytes = count * self._item_bytes
+        values_nbytes = count * self.item_bytes
         memory = allocate(values_nbytes + codes_nbytes)
         values, codes = memory.sub(0, values_nbytes), memory.sub(values_nbytes, codes_nbytes)
-        self._pieces.write(codes.address, values.address)
-        return Changes(codes, code_bytes, values, count, self._item_bytes)
+        self.write(codes.address, values.address)
+        return Changes(codes, code_bytes, values, count, self.item_bytes)
 
 
 def apply_changes(changes: Sequence[Changes], num_elements: int, pieces: Sequence[tuple[int, int, int]]) -> None:
@@ -108,27 +99,46 @@ def apply_changes(changes: Sequence[Changes], num_elements: int, pieces: Sequenc
         FormatError: Codes lead past the end of the tensor, or are not of `count` elements.
         ValueError: The pieces do not ascend.
     """
-    if not changes:
-        return
     if any(first + length > after for (first, length, _), (after, *_) in pairwise(pieces)):
         raise ValueError("the pieces of a tensor ascend and do not overlap")
+    if not changes:
+        return
     item_bytes = changes[0].item_bytes
-    found = [
-        (one.codes.address, one.values.address, one.codes.nbytes // one.code_bytes, one.code_bytes, one.count)
-        for one in changes
-    ]
-    fit = all(one.values.nbytes == one.count * item_bytes for one in changes)
-    _, apply = _implementation()
-    if not fit or not apply(found, item_bytes, num_elements, pieces):
+    wrong = next((k for k, one in enumerate(changes) if one.values.nbytes != one.count * item_bytes), None)
+    if wrong is None and not native.available():
+        wrong = _apply_by_numpy(changes, num_elements, pieces)
+    elif wrong is None:
+        rows = [
+            (one.codes.address, one.values.address, one.codes.nbytes // one.code_bytes, one.code_bytes, one.count)
+            for one in changes
+        ]
+        wrong = native.apply_changes(rows, item_bytes, num_elements, pieces)
+    if wrong is not None:
         raise FormatError(
             "the positions of a delta lead past the end of its tensor, or are not as many as its values",
-            expected=f"{', '.join(f'{one.count:,}' for one in changes)} of {num_elements:,} elements",
+            path=changes[wrong].path,
+            expected=f"{changes[wrong].count:,} of {num_elements:,} elements",
         )
 
 
-def _implementation() -> Any:
-    """Return the class that compares, and the function that applies."""
-    if native.available():
-        return native.EngineComparison, native.apply_changes
-    plain = import_module("stio.storage.checkpoint.plain_changes")
-    return plain.PlainComparison, plain.apply_changes
+def _apply_by_numpy(
+    changes: Sequence[Changes], num_elements: int, pieces: Sequence[tuple[int, int, int]]
+) -> int | None:
+    """The same as `native.apply_changes`."""
+    positions = [one.positions() for one in changes]
+    for k, (one, found) in enumerate(zip(changes, positions, strict=True)):
+        ends_well = one.codes.tobytes()[-one.code_bytes :] != b"\xff" * one.code_bytes
+        if len(found) != one.count or not ends_well or (found[-1:] >= num_elements).any():
+            return k
+    for one, found in zip(changes, positions, strict=True):
+        values = _array(one.values, f"V{one.item_bytes}")
+        for first, length, address in pieces:
+            begin, end = found.searchsorted((first, first + length))
+            target = _array(Region(address, length * one.item_bytes), f"V{one.item_bytes}")
+            target[found[begin:end] - first] = values[begin:end]
+    return None
+
+
+def _array(region: Region, dtype: str) -> Any:
+    numpy = import_module("numpy")
+    return numpy.frombuffer(region.view() if region.nbytes else bytearray(), dtype)

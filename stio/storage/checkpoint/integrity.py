@@ -62,7 +62,8 @@ def read_manifest(opened: OpenCheckpoint, *, in_part: bool = False, is_required:
         if (any if in_part else all)(digests or [""]):
             return Manifest("sha256", dict(zip(text.names, states, strict=True)), in_names=True)
     if is_required:
-        raise _no_manifest(opened)
+        message = "the checkpoint has no manifest to verify it; a save makes one with hash='sha256'"
+        raise IntegrityError(message, path=opened.path, expected=None if text is None else os.path.basename(text.path))
     return None
 
 
@@ -85,12 +86,6 @@ def verify_files(
     for part, manifest in [(part, read_manifest(part, is_required=True)) for part in opened.apart()]:
         if manifest is not None:
             judge_files(part, manifest, check=check, budget_bytes=budget_bytes, to_the_end=False)
-
-
-def _no_manifest(opened: OpenCheckpoint) -> IntegrityError:
-    message = "the checkpoint has no manifest to verify it; a save makes one with hash='sha256'"
-    expected = None if opened.manifest is None else os.path.basename(opened.manifest.path)
-    return IntegrityError(message, path=opened.path, expected=expected)
 
 
 def judge_files(

@@ -27,7 +27,7 @@ from stio.errors import (
     printable,
 )
 from stio.format import ALIASES_KEY, PREFIX_BYTES, Header, TensorInfo, header_nbytes, parse_aliases, parse_header
-from stio.format.delta import Delta, Patch
+from stio.format.delta import ID_KEY, Delta, Patch
 from stio.format.files import FileKind, ShardIndex, check_shards, kind_of, why_packed
 from stio.limits import Limits
 from stio.runtime import start_thread
@@ -95,22 +95,6 @@ class ManifestText:
     """Name in the manifest of each file of the checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One checkpoint of a chain: the full one, or a delta."""
-
-    path: str
-    """Its path."""
-    id: str
-    """Its id; empty if it has none."""
-    delta: Delta | None
-    """Its description; None: it is the full one."""
-    manifest: ManifestText | None
-    """Its manifest, if the chain was opened `with_manifest`."""
-    files: tuple[str, ...]
-    """Names of its files, in the order of `OpenCheckpoint.files`."""
-
-
 @dataclass(slots=True)
 class OpenCheckpoint:
     """Open files and checked headers of one checkpoint.
@@ -145,11 +129,17 @@ class OpenCheckpoint:
     patches: Mapping[str, tuple[Patch, ...]] = field(default_factory=dict)
     """Of a delta: by name the elements that were changed since the file with the tensor was written, the oldest first.
     Who reads the tensor applies them."""
-    links: tuple[Link, ...] = ()
-    """Of a delta: the full checkpoint and all deltas up to this one; empty for a full checkpoint. `files` and `headers`
-    are those of all links, one behind the other."""
-    base: OpenCheckpoint | None = None
-    """Of a delta: what it is based on; this object closes it."""
+    delta: Delta | None = None
+    """The description of a delta; None: it is a full checkpoint."""
+    links: tuple[OpenCheckpoint, ...] = ()
+    """Of a delta: the full checkpoint and all deltas up to this one, each as its own files have it; empty for a full
+    checkpoint. `files` and `headers` are those of all links, one behind the other. This object closes them."""
+
+    @property
+    def id(self) -> str:
+        """The id that stio gives to each save; empty if it has none."""
+        found = self.metadata.get(ID_KEY)
+        return found if isinstance(found, str) else ""
 
     def open_files(self, shards: Iterable[int], owned: ExitStack) -> Sequence[Source]:
         """Return the files of all shards, of which these can be read until `owned` is closed.
@@ -233,15 +223,15 @@ class OpenCheckpoint:
 
         Their files are those of this object, which closes them, and their tensors those that a load takes from them.
         """
-        parts, end, one = list[OpenCheckpoint](), len(self.files), self
-        while True:
-            begin = end - len(one.links[-1].files) if one.links else 0
+        if not self.links:
+            return [self]
+        parts, end = list[OpenCheckpoint](), 0
+        for link in self.links:
+            begin, end = end, end + len(link.headers)
             part = slice(begin, end)
             files, headers, openers = self.files[part], self.headers[part], self.openers[part]
-            parts.append(replace(one, files=files, headers=headers, openers=openers, patches={}, links=(), base=None))
-            if one.base is None:
-                return parts[::-1]
-            end, one = begin, one.base
+            parts.append(replace(link, files=files, headers=headers, openers=openers))
+        return parts
 
     def require_plain(self) -> None:
         """Raise if the bytes of a file are not those of its tensors.
@@ -261,9 +251,8 @@ class OpenCheckpoint:
         root, self.root = self.root, None
         if root is not None:
             root.close()
-        base, self.base = self.base, None
-        if base is not None:
-            base.close()
+        for link in self.links:
+            link.close()
 
     def discard(self) -> None:
         """Close, and free the headers on a thread, so that no event loop is blocked. The object is unusable then."""
@@ -331,7 +320,9 @@ def _open_shards(
         for name, file in zip(openers, files, strict=True) if not in_turns else ():
             options.check()
             headers.append(read_header(file, name, options))
-        headers = _compared(headers, index, options, path)
+        headers, warnings = check_shards(index, headers, strict=options.strict, path=path)
+        for warning in warnings:
+            options.warn(warning)
         metadata, differing = _metadata(headers, index)
         texts: list[object] = [header.metadata.get(ALIASES_KEY) for header in headers]
         aliases: dict[str, str] = {}
@@ -344,14 +335,6 @@ def _open_shards(
         raise
     again = list(openers.values()) if in_turns else ()
     return OpenCheckpoint(path, files, headers, metadata, aliases, openers=again, differing_metadata=differing)
-
-
-def _compared(headers: list[Header], index: ShardIndex | None, options: OpenOptions, path: str) -> list[Header]:
-    """Compare headers with each other and with the index; return them as the index has them."""
-    headers, warnings = check_shards(index, headers, strict=options.strict, path=path)
-    for warning in warnings:
-        options.warn(warning)
-    return headers
 
 
 def _metadata(headers: Iterable[Header], index: ShardIndex | None) -> tuple[dict[str, Any], frozenset[str]]:
