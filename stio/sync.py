@@ -104,13 +104,6 @@ def _same_method(method: Callable[Concatenate[A, P], T]) -> Callable[Concatenate
     return twin
 
 
-def _twin_of_method(
-    method: Callable[Concatenate[A, P], Any], twin_class: Callable[[Any], T]
-) -> Callable[Concatenate[Any, P], T]:
-    """Return a method that makes the blocking twin of the object that a method of `_twin` returns."""
-    return _twin_of(_same_method(method), twin_class)
-
-
 def _takes_what(made: Callable[P, A]) -> Callable[[Callable[[Any, A], None]], Callable[Concatenate[Any, P], None]]:
     """Return a decorator of an `__init__` that gets an asynchronous object: it takes the arguments of its class."""
 
@@ -160,7 +153,8 @@ def _public_twin(public: Any) -> Any:
 class _Twin:
     """Base of the blocking twins of asynchronous context managers."""
 
-    _twin: Any
+    def __init__(self, twin: Any) -> None:
+        self._twin = twin
 
     def __enter__(self) -> Self:
         _warn_under_a_loop()
@@ -261,9 +255,6 @@ class Checkpoint(_Twin):
 class Stream(_Twin, Iterator[tuple[str, torch.Tensor]]):
     """Pairs of name and tensor as they become ready; the blocking twin of `stio.Stream`. Threads may share one."""
 
-    def __init__(self, stream: loading.Stream) -> None:
-        self._twin = stream
-
     promote = _same_method(loading.Stream.promote)
 
     def __next__(self) -> tuple[str, torch.Tensor]:
@@ -284,9 +275,6 @@ class HostCache(host_cache.HostCache):
 
 class Follower(_Twin, Iterator[followers.Version]):
     """Follows the newest checkpoint of a run; the blocking twin of `stio.Follower`."""
-
-    def __init__(self, follower: followers.Follower) -> None:
-        self._twin = follower
 
     wait = _blocking_method(followers.Follower.wait)
     apply = _blocking_method(followers.Follower.apply)
@@ -309,7 +297,7 @@ class ModelPool(_Twin):
     add = _same_method(pools.ModelPool.add)
     prefetch = _blocking_method(pools.ModelPool.prefetch)
     update = _blocking_method(pools.ModelPool.update)
-    follow = _twin_of_method(pools.ModelPool.follow, Follower)
+    follow = _twin_of(_same_method(pools.ModelPool.follow), Follower)
     evict = _blocking_method(pools.ModelPool.evict)
     remove = _blocking_method(pools.ModelPool.remove)
     status = _same_method(pools.ModelPool.status)
@@ -331,9 +319,6 @@ class ModelPool(_Twin):
 
 class WarmStart(_Twin):
     """A warm start under way; the blocking twin of `stio.WarmStart`."""
-
-    def __init__(self, warm_start: warm.WarmStart) -> None:
-        self._twin = warm_start
 
     done = _blocking_method(warm.WarmStart.done)
 

@@ -532,7 +532,7 @@ MUTANTS = (
         "bytes of another dtype",
         "memory of another dtype gets the bytes of the tensor as they are",
         "stio/device/copy_in.py",
-        ("target.dtype == dtype and target.shape == shape and target.device == device", "True"),
+        ("target.dtype == dtype and target.shape == shape and is_there", "True"),
         tests=f"{REFRESH}test_memory_that_is_another_during_the_load",
     ),
     mutant(
@@ -549,7 +549,7 @@ MUTANTS = (
         "a tensor for each of a group on the CPU",
         "a load into memory on the CPU makes a tensor for each tensor of the file",
         "stio/loading/targets/base.py",
-        ('device.type == "cpu" and not by_engine', 'device.type == "cpu"'),
+        ("memory.is_cpu and not by_engine", "memory.is_cpu"),
         tests=f"{IMAGES}test_one_tensor_of_bytes_for_a_group",
     ),
     mutant(

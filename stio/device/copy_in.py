@@ -51,26 +51,23 @@ class TargetMemory:
         Raises:
             MismatchError: The memory was freed or shrunk, or is read-only.
         """
-        if type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta:
-            self._require(name, tensor)  # without the cost of a generator: a module may have 100,000 tensors
-            return
-        for part in dense_parts(tensor):
-            self._require(name, part)
-
-    def _require(self, name: str, tensor: torch.Tensor) -> None:
-        begin, end, address, _ = self.extent(name, tensor)
-        if begin == end or not tensor.is_cpu or tensor.untyped_storage().resizable():
-            return
-        if self._writable is None:
-            self._writable = WritableMemory.now()
-        if not self._writable.holds(address + begin, end - begin):
-            raise MismatchError(
-                f"{printable(name)} cannot be filled: its memory is read-only, as that of a file that is mapped for "
-                "reading; put a clone() of it into its place first",
-                path=self._path,
-                expected="memory that can be written",
-                found="memory that is read-only or not mapped",
-            )
+        is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
+        # Most are plain, and need no generator: a module may have 100,000 tensors.
+        for part in (tensor,) if is_plain else dense_parts(tensor):
+            storage = part.untyped_storage()
+            begin, end, address, _ = self.extent(name, part, storage)
+            if begin == end or storage.resizable() or not part.is_cpu:
+                continue
+            if self._writable is None:
+                self._writable = WritableMemory.now()
+            if not self._writable.holds(address + begin, end - begin):
+                raise MismatchError(
+                    f"{printable(name)} cannot be filled: its memory is read-only, as that of a file that is mapped "
+                    "for reading; put a clone() of it into its place first",
+                    path=self._path,
+                    expected="memory that can be written",
+                    found="memory that is read-only or not mapped",
+                )
 
     def extent(self, name: str, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> Extent:
         """Return where a tensor is that a load will write.
@@ -193,7 +190,8 @@ class TargetMemory:
             storage = target.untyped_storage()
             begin, end, address, _ = self.extent(name, target, storage)
             traits, nbytes = traits_of(target), end - begin
-            is_same = target.dtype == dtype and target.shape == shape and target.device == device
+            is_there = traits.is_cpu if device.type == "cpu" else target.device == device
+            is_same = target.dtype == dtype and target.shape == shape and is_there
             is_plain = self.has_plain_bytes(target) and traits.bits == _NO_BITS
             if by_torch or not (is_same and is_plain and at + nbytes <= image_bytes):
                 others.append((name, target, (at, dtype, shape)))

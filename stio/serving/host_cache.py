@@ -176,15 +176,11 @@ class CacheEntries:
         self._closed = True
         return self.evict(lambda label: True, also_held=True)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the cache was closed."""
-        return self._closed
-
-    def abandon(self) -> None:
-        """Remove all entries in a forked child, where the lock may be held for ever."""
+    def abandon(self) -> bool:
+        """Remove all entries in a forked child, where the lock may be held for ever; return whether it was closed."""
         self._lock = new_lock()
         self._entries, self._labels = OrderedDict(), {}
+        return self._closed
 
     def require_open(self) -> None:
         """Raise `ClosedError` if the cache was closed."""
@@ -578,6 +574,5 @@ _caches: weakref.WeakSet[HostCache] = weakref.WeakSet()
 def _forget_parent() -> None:
     """Empty all caches in a forked child: the threads that fill the parent's images are not there."""
     for cache in _caches:
-        cache._entries.abandon()
-        if not cache._entries.is_closed:
+        if not cache._entries.abandon():
             cache._begin()

@@ -8,7 +8,7 @@ one tensor several parts may be wanted. They are read together, as one part that
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -21,7 +21,15 @@ from stio.errors import MismatchError, listed, printable
 from stio.loading.casts import require_as_stored
 from stio.loading.options import DevicesLike, LoadOptions
 from stio.loading.read_paths import elements_in
-from stio.loading.targets.module_tree import is_on_meta, memory_key, overlapping, why_not_copied, why_refused
+from stio.loading.targets.module_tree import (
+    Span,
+    is_on_meta,
+    memory_key,
+    overlapping,
+    span_of,
+    why_not_copied,
+    why_refused,
+)
 from stio.runtime import WorkerPool
 from stio.runtime.memory import num_processors
 from stio.storage.checkpoint import Changes, OpenCheckpoint, apply_changes, read_update
@@ -82,10 +90,6 @@ PartOf: TypeAlias = Callable[[str, torch.Tensor], LocalPart | None]
 """Returns from its name and itself the part that a tensor of the target is; None: an ordinary tensor."""
 
 
-def no_part(name: str, tensor: torch.Tensor) -> None:
-    """Return None: the tensor is an ordinary one."""
-
-
 class Place(NamedTuple):
     """Memory that gets a tensor of the checkpoint, or a part of it."""
 
@@ -144,6 +148,24 @@ class LoadTarget(ABC):
             or (self._casting == "safe" and not TORCH_DTYPES.holds_all(own, dtype))
         )
 
+    def _require_memory(self, name: str, tensor: torch.Tensor, *, can_assign: bool = False) -> None:
+        """Raise unless values can be copied into a tensor.
+
+        Args:
+            name: The tensor, for the error.
+            tensor: The tensor.
+            can_assign: Whether the load takes `assign=True`, which replaces tensors.
+
+        Raises:
+            MismatchError: They cannot.
+        """
+        why = why_refused(tensor)
+        if not why and is_on_meta(tensor):
+            why = "it is on 'meta' and has no memory to copy into; give it memory first"
+        if why := why or why_not_copied(tensor, in_inference_mode=self._inference, can_assign=can_assign):
+            raise MismatchError(f"{printable(name)} cannot be filled: {why}", path=self._path)
+        self._memory.require(name, tensor)
+
     def _add(self, name: str, tensor: torch.Tensor, part: LocalPart | None, source: str, stored: Stored) -> None:
         """Fill memory from a tensor of the checkpoint.
 
@@ -159,12 +181,7 @@ class LoadTarget(ABC):
         """
         memory, whole = (tensor, tuple(tensor.shape)) if part is None else (part.local, part.shape)
         shown, (dtype, shape) = printable(name), stored
-        why = why_refused(memory)
-        if not why and is_on_meta(memory):
-            why = "it is on 'meta' and has no memory to copy into; give it memory first"
-        if why := why or why_not_copied(memory, in_inference_mode=self._inference, can_assign=False):
-            raise MismatchError(f"{shown} cannot be filled: {why}", path=self._path)
-        self._memory.require(name, memory)
+        self._require_memory(name, memory)
         if not TORCH_DTYPES.fits(dtype, shape, whole):
             message = f"{shown} has another shape in the checkpoint"
             raise MismatchError(message, path=self._path, expected=list(whole), found=list(shape))
@@ -196,7 +213,10 @@ class LoadTarget(ABC):
     @property
     def on_cpu(self) -> bool:
         """Whether all memory is on the CPU."""
-        return all(place.memory.device.type == "cpu" for places in self._places.values() for place in places)
+        return all(device.type == "cpu" for device in self._devices())
+
+    def _devices(self) -> set[torch.device]:
+        return {place.memory.device for places in self._places.values() for place in places}
 
     @property
     def device(self) -> DevicesLike:
@@ -204,13 +224,14 @@ class LoadTarget(ABC):
 
         Otherwise to the CPU. A copy from a device to pinned memory could be under way when the load returns.
         """
-        cpu = torch.device("cpu")
+        cpu, found = torch.device("cpu"), self._devices()
+        if len(found) <= 1:
+            return found.pop() if found else cpu
         devices: dict[str, torch.device] = {}
         for name, places in self._places.items():
             first, *others = {place.memory.device for place in places}
             devices[name] = cpu if others else first
-        one = set(devices.values()) or {cpu}
-        return one.pop() if len(one) == 1 else devices
+        return devices
 
     def copied_names(self, *, by_engine: bool) -> AbstractSet[str]:
         """Return names of tensors whose bytes are copied as they are, into memory of the device they are loaded to.
@@ -225,18 +246,22 @@ class LoadTarget(ABC):
         return found if self._is_apart or not self._overlaps(found) else frozenset()
 
     def _overlaps(self, names: AbstractSet[str]) -> bool:
-        memories: list[torch.Tensor] = []
+        spans: list[Span] = []
         for name in names:  # one memory may be several places of a tensor, but not of two
-            own = [place.memory for place in self._places[name] if place.memory.is_cpu]
-            memories += {memory_key(memory): memory for memory in own}.values()
-        return overlapping(memories)
+            own = [(place.memory, span_of(place.memory)) for place in self._places[name] if place.memory.is_cpu]
+            spans += {memory_key(memory, span): span for memory, span in own}.values()
+        return overlapping(spans)
+
+    @process.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Return a context in which tensors are written, in the mode of torch of the thread that called the load."""
+        mode = torch.inference_mode() if self._inference else torch.no_grad()
+        with process.collection_paused(len(self._places)), mode:
+            yield
 
     def copy(self, group: LoadedGroup) -> None:
         """Copy a group's tensors into the memory, in the order of the calling thread's stream."""
-        with (
-            process.collection_paused(len(self._places)),
-            torch.inference_mode() if self._inference else torch.no_grad(),
-        ):
+        with self._writing():
             if group.image is not None:
                 places = [
                     (place.name, name, place.memory)
@@ -322,10 +347,7 @@ class LoadTarget(ABC):
         pairs = [(place, changes) for name, changes in changed.items() for place in self._places.get(name, ())]
         on_host = [pair for pair in pairs if pair[0].memory.is_cpu and _takes_bytes([pair[0]], True)]
         done = {id(place) for place, _ in on_host}
-        with (
-            process.collection_paused(len(self._places)),
-            torch.inference_mode() if self._inference else torch.no_grad(),
-        ):
+        with self._writing():
             self._memory.copy(
                 [
                     (place.name, place.memory, one)
@@ -359,18 +381,15 @@ def _takes_bytes(places: Sequence[Place], by_engine: bool) -> bool:
         places: The places.
         by_engine: Whether the engine copies on the CPU.
     """
-    device = places[0].memory.device
-    if device.type == "cpu" and not by_engine:
-        return False
-    for place in places:
-        memory = place.memory
+    for _, memory, _, box, stored in places:
         if (
-            place.box is not None
-            or memory.dtype != TORCH_DTYPES.get(place.stored)
+            box is not None
+            or memory.dtype != TORCH_DTYPES.get(stored)
+            or (memory.is_cpu and not by_engine)
             or not TargetMemory.has_plain_bytes(memory)
         ):
             return False
-    return len(places) == 1 or all(place.memory.device == device for place in places)
+    return len(places) == 1 or len({place.memory.device for place in places}) == 1
 
 
 class PartsTarget(LoadTarget):

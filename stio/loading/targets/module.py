@@ -26,15 +26,17 @@ from stio.errors import MismatchError, WarmStartError, listed, one_line, printab
 from stio.format.state import STATE_KEY, TREE_TENSOR
 from stio.loading.casts import require_together, warn_of_codes
 from stio.loading.options import LoadOptions
-from stio.loading.targets.base import LoadReport, LoadTarget, LocalPart, PartOf, Place, Stored, no_part, whole_of
+from stio.loading.targets.base import LoadReport, LoadTarget, LocalPart, PartOf, Place, Stored, whole_of
 from stio.loading.targets.module_tree import (
     ModuleTree,
+    Span,
     is_on_meta,
     memory_key,
-    memory_keys,
     overlapping,
+    span_of,
+    span_to_fill,
+    tied_names,
     views_in_files,
-    why_not_copied,
     why_refused,
 )
 from stio.storage.checkpoint import OpenCheckpoint
@@ -82,7 +84,7 @@ class ModuleTarget(LoadTarget):
     _is_apart = True  # `select` leaves a module whose tensors overlap to torch's load_state_dict
 
     def __init__(
-        self, module: nn.Module, *, assign: bool = False, fills: bool = False, part_of: PartOf = no_part
+        self, module: nn.Module, *, assign: bool = False, fills: bool = False, part_of: PartOf | None = None
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(
@@ -97,20 +99,20 @@ class ModuleTarget(LoadTarget):
         self.assigns = assign
         with process.collection_paused(sys.maxsize):  # how many tensors there are is not known yet
             self._tree = ModuleTree(module)
-        self._can_assign = part_of is no_part  # loads of ranks fill memory
+        self._can_assign = part_of is None  # loads of ranks fill memory
         self._parts: dict[str, LocalPart] = {}
-        if part_of is not no_part:
+        if part_of is not None:
             parts = {name: part_of(name, tensor) for name, tensor in self._tree.tensors.items()}
             self._parts = {name: part for name, part in parts.items() if part is not None}
         self._targets = self._tree.tensors | {name: part.local for name, part in self._parts.items()}
-        self._keys: dict[str, object] = {}  # what names of one tensor have in common
-        self._ties: dict[object, list[str]] = {}  # names of one tensor, where there are several
+        self._fillable: set[str] = set()  # ordinary tensors, which a copy can fill
+        self._ties: dict[str, list[str]] = {}  # by name, all names of its tensor, where there are several
         if self._tree.renames:
             self._require_own_names()
         self._stored: dict[str, Stored] = {}
         self._aliases: Mapping[str, str] = {}
         self._names: dict[str, None] = {}  # all names of the checkpoint
-        self._chosen: dict[object, str] = {}  # of the names of one tensor, the one whose data is loaded
+        self._chosen: dict[str, str] = {}  # by name, the one of all names of its tensor whose data is loaded
         self._by_torch = False  # whether `load_state_dict` fills the module
         self._streams = TorchAccelerator.current_streams()  # as `_inference`: of the caller's thread
         self._modes, self._context = _current_modes(), copy_context()
@@ -124,10 +126,10 @@ class ModuleTarget(LoadTarget):
         """Raise if `state_dict()` has a tensor under a name that `load_state_dict` does not use for it."""
         names: dict[object, set[str]] = {}
         for name, target in self._targets.items():
-            names.setdefault(memory_key(target), set()).add(name)
+            names.setdefault(memory_key(target, span_of(target)), set()).add(name)
         for name, value in self._module.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor) and not self._tree.is_custom(name) and name not in self._parts:
-                own = names.get(memory_key(value))
+                own = names.get(memory_key(value, span_of(value)))
                 if own is not None and name not in own:
                     raise MismatchError(
                         "state_dict() of the module renames tensors, and no load hook renames them back, so "
@@ -137,15 +139,28 @@ class ModuleTarget(LoadTarget):
                         found=name,
                     )
 
-    def _find_ties(self) -> None:
-        self._keys = memory_keys(self._targets)
+    def _find_ties(self) -> dict[str, Span]:
+        """Find tensors with several names, and those that can be filled; return where the memory of each tensor is."""
+        spans: dict[str, Span] = {}
+        for name, target in self._targets.items():
+            if span := span_to_fill(target):
+                self._fillable.add(name)
+            spans[name] = span or span_of(target)
         for name, part in self._parts.items():
             if not part.local.numel():  # without an address, two names of one tensor are found by the object
-                self._keys[name] = -id(self._tree.tensors[name])
-        if len(set(self._keys.values())) < len(self._keys):
-            for name, key in self._keys.items():
-                self._ties.setdefault(key, []).append(name)
-            self._ties = {key: names for key, names in self._ties.items() if len(names) > 1}
+                spans[name] = (-id(self._tree.tensors[name]),) * 2
+        self._ties = tied_names(self._targets, spans)
+        return spans
+
+    def _choose(self) -> None:
+        """Choose whose data a tied tensor gets: that of its last name, as the last copy of load_state_dict does."""
+        for name, names in self._ties.items():
+            if present := [own for own in names if own in self._names]:
+                chosen = present[-1]
+                if self.assigns:  # of the names with the same data in the file, the first determines the device
+                    source = self._source_of(chosen)
+                    chosen = next(own for own in names if self._source_of(own) == source)
+                self._chosen[name] = chosen
 
     def select(self, opened: OpenCheckpoint, options: LoadOptions, check: Callable[[], None]) -> list[str]:
         """See `LoadTarget.select`. Names of custom submodules are compared by `load_state_dict`.
@@ -166,18 +181,19 @@ class ModuleTarget(LoadTarget):
                 self._stored.pop(TREE_TENSOR, None)
             if not self._targets.keys() <= self._stored.keys():
                 self._use_names_of_files()
-            self._find_ties()
+            spans = self._find_ties()
             self._aliases = {a: t for a, t in opened.aliases.items() if a in self._targets or tree.is_custom(a)}
             self._names = dict.fromkeys([*self._stored, *self._aliases])
-            self._by_torch = self._must_use_torch()
+            self._choose()
+            self._by_torch = self._must_use_torch(spans)
             self._require_supported()
-            self._require_fillable()
-            self._require_shapes()
+            self._require_targets()
             self._compare_names(is_state=STATE_KEY in opened.metadata)
             self._require_values()
             if self._by_torch:
                 return [name for name in self._names if name in self._targets or tree.is_custom(name)]
-            self._choose()
+            if self._parts:
+                self._join_parts()
             return [name for name in self._names if name in self._places]
 
     def _require_supported(self) -> None:
@@ -212,7 +228,7 @@ class ModuleTarget(LoadTarget):
     def _custom_names(self) -> str:
         return listed([name or "the module itself" for name in self._tree.custom])
 
-    def _must_use_torch(self) -> bool:
+    def _must_use_torch(self, spans: Mapping[str, Span]) -> bool:
         """Return whether torch itself must put in all tensors.
 
         Code of the module takes part; or tensors overlap, so that the order of copies decides; or torch is set to swap
@@ -222,9 +238,11 @@ class ModuleTarget(LoadTarget):
             return not self._fills
         if self.assigns:
             return torch.__future__.get_swap_module_params_on_conversion()
-        return overlapping(
-            {key: self._targets[name] for name, key in self._keys.items() if name in self._names}.values()
-        )
+        return overlapping(span for name, span in spans.items() if self._is_loaded(name))
+
+    def _is_loaded(self, name: str) -> bool:
+        """Return whether a tensor of the module gets its data by this one of its names."""
+        return name in self._names and self._chosen.get(name, name) == name
 
     def _compare_names(self, *, is_state: bool) -> None:
         tree, stored = self._tree, self._stored
@@ -233,7 +251,7 @@ class ModuleTarget(LoadTarget):
             for name in self._targets
             if name not in self._names
             and name not in tree.may_lack
-            and not any(twin in self._names for twin in self._ties.get(self._keys.get(name), ()))
+            and name not in self._chosen
             and not tree.is_custom(name)
         )
         unexpected = tuple(name for name in stored if name not in self._targets and not tree.is_custom(name))
@@ -279,7 +297,7 @@ class ModuleTarget(LoadTarget):
 
     def _require_values(self) -> None:
         """Raise for buffers that nothing has values for, and for quantized tensors that would lose their meaning."""
-        left = [name for name in self._tree.never_stored if self._tree.has_no_data(name)]
+        left = [name for name, buffer in self._tree.never_stored.items() if is_on_meta(buffer)]
         if left := [name for name in left if not self._tree.is_custom(name)]:  # a hook may compute the others
             raise MismatchError(
                 "no checkpoint holds these buffers (persistent=False), and they are on 'meta', without values; before "
@@ -287,84 +305,77 @@ class ModuleTarget(LoadTarget):
                 f"'meta': {listed(left)}",
                 path=self._path,
             )
-        sources = {name: self._source_of(name) for name in self._targets if not self._tree.is_custom(name)}
+        filled = [name for name in self._targets if name in self._names and not self._tree.is_custom(name)]
         require_together(
             {name: dtype for name, (dtype, _) in self._stored.items()},
             self._targets,
-            {name: source for name, source in sources.items() if source in self._stored},
+            {name: self._source_of(name) for name in filled},
             assigns=self.assigns,
             path=self._path,
         )
 
-    def _require_shapes(self) -> None:
-        wrong = []
+    def _require_targets(self) -> None:
+        """Compare tensors with those of the checkpoint, and note their places.
+
+        Raises:
+            MismatchError: torch would not fill a tensor, or would silently replace it by something else; or a shape or
+                a dtype does not fit.
+        """
+        empty, wrong, has_custom = [], [], bool(self._tree.custom)
         for name, target in self._targets.items():
-            source = self._source_of(name)
-            if source not in self._stored or self._tree.is_custom(name):
+            source, is_custom = self._aliases.get(name, name), has_custom and self._tree.is_custom(name)
+            # A hook may rename a tensor of the checkpoint to any name of its submodule.
+            if not is_custom and name not in self._names:
                 continue
-            dtype, shape = self._stored[source]
-            expected = tuple(target.shape) if name not in self._parts else self._parts[name].shape
+            if self.assigns or is_on_meta(target):
+                if why := why_refused(target):
+                    raise MismatchError(f"{printable(name)} cannot be filled: {why}", path=self._path)
+                if not self.assigns and name in self._names:
+                    empty.append(name)
+            elif name not in self._fillable:
+                self._require_memory(name, target, can_assign=self._can_assign)
+            if is_custom or source not in self._stored:
+                continue
+            part, (dtype, shape) = self._parts.get(name), self._stored[source]
+            expected = tuple(target.shape) if part is None else part.shape
             if shape != expected and not TORCH_DTYPES.fits(dtype, shape, expected):
                 wrong.append(f"{printable(name)} is {list(shape)} in the checkpoint, {list(expected)} in the module")
-            elif self.assigns and target.requires_grad and not _has_gradient(dtype):
-                raise MismatchError(
-                    "the module's parameter requires a gradient, which this dtype cannot have; assign=False casts",
-                    path=self._path,
-                    expected="a floating or complex dtype",
-                    found=f"{dtype} for {name}",
-                )
-            elif not (self.assigns or self._fills or target.is_quantized) and TORCH_DTYPES.loses_values(
-                dtype, target.dtype
-            ):
-                raise MismatchError(
-                    "a copy would lose the values of a tensor, whose dtype in the module is of another kind; "
-                    + ("assign=True keeps" if self._can_assign else "give the module")
-                    + " the dtype of the checkpoint",
-                    path=self._path,
-                    expected=str(target.dtype),
-                    found=f"{dtype} for {name}",
-                )
+            elif TORCH_DTYPES.get(dtype) != target.dtype:
+                self._require_dtype(name, target, dtype)
+            if not self._by_torch and self._is_loaded(name):
+                place = Place(name, target, part, None, dtype)
+                self._places.setdefault(name if self.assigns else source, []).append(place)
+        if empty and not self._fills:
+            remedy = "pass assign=True" if self._can_assign else "call module.to_empty(device=...) first"
+            raise MismatchError(
+                f"the module's tensors on 'meta' have no memory to copy into; {remedy}: {listed(empty)}",
+                path=self._path,
+            )
         if wrong:
             raise MismatchError(
                 f"shapes differ; make the module with the checkpoint's settings: {listed(wrong, separator='; ')}",
                 path=self._path,
             )
 
-    def _require_fillable(self) -> None:
-        """Raise for tensors that torch would not fill, or would silently replace by something else."""
-        empty = []
-        for name, target in self._targets.items():
-            if name not in self._names and not self._tree.is_custom(name):
-                continue  # a hook may rename a tensor of the checkpoint to any name of its submodule
-            why = why_refused(target)
-            if not why and not self.assigns:
-                if is_on_meta(target):
-                    empty.append(name)
-                else:
-                    why = why_not_copied(target, in_inference_mode=self._inference, can_assign=self._can_assign)
-            if why:
-                raise MismatchError(f"{printable(name)} cannot be filled: {why}", path=self._path)
-            if not self.assigns:
-                self._memory.require(name, target)
-        if not self._fills and (empty := [name for name in empty if name in self._names]):
-            remedy = "pass assign=True" if self._can_assign else "call module.to_empty(device=...) first"
+    def _require_dtype(self, name: str, target: torch.Tensor, dtype: str) -> None:
+        """Raise if a tensor of the module cannot have the values of another dtype, which the checkpoint has."""
+        if self.assigns and target.requires_grad and not _has_gradient(dtype):
             raise MismatchError(
-                f"the module's tensors on 'meta' have no memory to copy into; {remedy}: {listed(empty)}",
+                "the module's parameter requires a gradient, which this dtype cannot have; assign=False casts",
                 path=self._path,
+                expected="a floating or complex dtype",
+                found=f"{dtype} for {name}",
             )
-
-    def _choose(self) -> None:
-        """Choose whose data a tied tensor gets: that of its last name, as the last copy of load_state_dict does."""
-        self._chosen = {key: name for name, key in self._keys.items() if name in self._names}
-        for key, names in self._ties.items() if self.assigns else ():
-            if key in self._chosen:  # of the names with the same data in the file, the first determines the device
-                source = self._source_of(self._chosen[key])
-                self._chosen[key] = next(name for name in names if self._source_of(name) == source)
-        for name in self._chosen.values():
-            source = self._source_of(name)
-            place = Place(name, self._targets[name], self._parts.get(name), stored=self._stored[source][0])
-            self._places.setdefault(name if self.assigns else source, []).append(place)
-        self._join_parts()
+        is_copied = not (self.assigns or self._fills or target.is_quantized)
+        if is_copied and TORCH_DTYPES.loses_values(dtype, target.dtype):
+            raise MismatchError(
+                "a copy would lose the values of a tensor, whose dtype in the module is of another kind; "
+                + ("assign=True keeps" if self._can_assign else "give the module")
+                + " the dtype of the checkpoint",
+                path=self._path,
+                expected=str(target.dtype),
+                found=f"{dtype} for {name}",
+            )
 
     def _source_of(self, name: str) -> str:
         return self._aliases.get(name, name)
@@ -377,18 +388,15 @@ class ModuleTarget(LoadTarget):
     @property
     def sources(self) -> dict[str, tuple[str, torch.Tensor]]:
         """Name in the checkpoint and tensor, by the module's name, after `select`. Tied tensors have one source."""
-        return {
-            name: (self._source_of(self._chosen.get(self._keys[name], name)), target)
-            for name, target in self._targets.items()
-        }
+        return {name: (self._source_of(self._chosen.get(name, name)), target) for name, target in self._targets.items()}
 
     def warn_of_device(self, device: object) -> None:
         """Log that `device=` of a call moves nothing, if the module's tensors are copied into and are elsewhere."""
-        if self.assigns or not isinstance(device, str | torch.device):
+        wanted = str(device).partition(":")[0]
+        if self.assigns or not isinstance(device, str | torch.device) or wanted in ("cpu", "auto"):
             return
         own = {target.device.type for target in self._targets.values()}
-        wanted = str(device).partition(":")[0]
-        if own and wanted not in {"cpu", "auto", *own} and "meta" not in own:
+        if own and not own & {wanted, "meta"}:
             log(
                 logging.WARNING,
                 "device=%r of load_into is for assign=True: without it the module's tensors stay on %s; move the "
@@ -413,7 +421,7 @@ class ModuleTarget(LoadTarget):
             begin: Place of the first of them.
             whole: Shape of the tensor.
         """
-        with torch.inference_mode() if self._inference else torch.no_grad():
+        with self._writing():
             for name, memory, part, *_ in self._places.get(source, ()):
                 index, common = whole_of(whole) if part is None else part.index, rows
                 if index and memory.dim():  # what the rows and this part of the tensor have in common
@@ -445,8 +453,8 @@ class ModuleTarget(LoadTarget):
         if self._by_torch:
             self.report = self._load_as_torch()
             return
-        for key, chosen in self._chosen.items():
-            new, names = self._new(chosen), self._ties.get(key)
+        for chosen in self._places:
+            new, names = self._new(chosen), self._ties.get(chosen)
             if names is None and not self._aliases:  # no other name has this tensor
                 self._made[chosen] = _become(self._targets[chosen], new)
                 continue
@@ -470,8 +478,11 @@ class ModuleTarget(LoadTarget):
 
     def _warn_of_meta(self) -> None:
         """Warn of tensors that have no data after the load: a forward would fail, or compute wrong values."""
-        left = [name for name in (*self.report.unfilled, *self.report.missing) if self._tree.has_no_data(name)]
-        if left:
+        if not (names := (*self.report.unfilled, *self.report.missing)):
+            return
+        tree = ModuleTree(self._module)
+        now = tree.tensors | tree.never_stored
+        if left := [name for name in names if name in now and is_on_meta(now[name])]:
             log(
                 logging.WARNING,
                 "%s: the checkpoint does not hold these tensors of the module, and they stay on 'meta', without data; "
@@ -515,7 +526,7 @@ class ModuleTarget(LoadTarget):
         """Return what `load_state_dict` gets: names of a tie that the checkpoint lacks too, and what is unexpected."""
         nothing = torch.empty(0, device="meta")  # torch only reports the names that are unexpected
         state = OrderedDict((name, self._new(name) if name in self._loaded else nothing) for name in self._names)
-        for names in self._ties.values():
+        for names in {names[0]: names for names in self._ties.values()}.values():
             if present := [name for name in names if name in state]:
                 shared = state[present[-1]]
                 if self.assigns and all(isinstance(self._targets[name], nn.Parameter) for name in names):

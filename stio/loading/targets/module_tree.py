@@ -8,9 +8,9 @@ submodules below it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -54,9 +54,9 @@ class ModuleTree:
     def __init__(self, module: nn.Module) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         """Parameters and persistent buffers, in the order of `load_state_dict`."""
-        self.never_stored: list[str] = []
+        self.never_stored: dict[str, torch.Tensor] = {}
         """Buffers that are not persistent."""
-        self._owners: dict[str, nn.Module] = {}
+        self._parts: dict[str, nn.Module] = {}  # by the prefix of its tensors' names
         self.custom: dict[str, None] = {}
         """Names of the custom submodules; empty: the module itself."""
         self.may_lack: set[str] = set()
@@ -75,25 +75,22 @@ class ModuleTree:
             self._add(prefix, part, *kind)
 
     def _add(self, prefix: str, part: nn.Module, loads_itself: bool, saves_itself: bool, refused: str) -> None:
+        if part._parameters or part._buffers:
+            self._parts[prefix] = part
         for leaf, tensor in part._parameters.items():
             if tensor is not None:
                 self.tensors[prefix + leaf] = tensor
-                self._owners[prefix + leaf] = part
         for leaf, buffer in part._buffers.items():
-            if buffer is None:
-                continue
-            self._owners[prefix + leaf] = part
-            if leaf in part._non_persistent_buffers_set:
-                self.never_stored.append(prefix + leaf)
-            else:
-                self.tensors[prefix + leaf] = buffer
+            if buffer is not None:
+                kind = self.never_stored if leaf in part._non_persistent_buffers_set else self.tensors
+                kind[prefix + leaf] = buffer
         name, own = prefix[:-1], vars(part)
         if refused:
             self.refused[name] = refused
         if isinstance(part, _NormBase):
             self._add_rules_of_norms(prefix, part)
-        hooks = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
-        if loads_itself or "_load_from_state_dict" in own or not all(map(_is_harmless, hooks)):
+        hooks = part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks
+        if loads_itself or "_load_from_state_dict" in own or (hooks and not _has_harmless_hooks(part)):
             self.custom[name] = None
         elif saves_itself or part._state_dict_hooks or "state_dict" in own:
             self.renames |= not self.is_custom(name)
@@ -104,22 +101,10 @@ class ModuleTree:
         elif isinstance(part, _InstanceNorm):
             self.must_lack += [f"{prefix}running_mean", f"{prefix}running_var"]
 
-    def get(self, name: str) -> torch.Tensor:
-        """Return the tensor that the module has under a name."""
-        owner, leaf = self._owners[name], name.rpartition(".")[2]
-        found = owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf]
-        assert found is not None
-        return found
-
-    def has_no_data(self, name: str) -> bool:
-        """Return whether the tensor that the module has under a name, if it has one, is on `meta`."""
-        owner, leaf = self._owners.get(name), name.rpartition(".")[2]
-        found = None if owner is None else owner._parameters.get(leaf, owner._buffers.get(leaf))
-        return found is not None and is_on_meta(found)
-
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Replace a tensor as `load_state_dict` does: recurrent modules depend on the call of `setattr`."""
-        owner, leaf = self._owners[name], name.rpartition(".")[2]
+        prefix, dot, leaf = name.rpartition(".")
+        owner = self._parts[prefix + dot]
         if (
             type(owner).__setattr__ is nn.Module.__setattr__
             and type(owner).register_parameter is nn.Module.register_parameter
@@ -180,8 +165,9 @@ def _known_of(kind: type[nn.Module]) -> tuple[bool, bool, str]:
     return loads_itself or kind.set_extra_state is not nn.Module.set_extra_state, saves_itself, refused
 
 
-def _is_harmless(hook: object) -> bool:
-    return f"{getattr(hook, '__module__', '')}.".startswith(_HARMLESS_HOOKS)
+def _has_harmless_hooks(part: nn.Module) -> bool:
+    hooks = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
+    return all(f"{getattr(hook, '__module__', '')}.".startswith(_HARMLESS_HOOKS) for hook in hooks)
 
 
 def _is_from(kind: type[nn.Module], package: str) -> bool:
@@ -201,38 +187,75 @@ def _handles_its_data(tensor: torch.Tensor) -> bool:
 
 def is_on_meta(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is on `meta`; a lazy one has few attributes."""
-    return tensor.device.type == "meta" if is_lazy(tensor) else tensor.is_meta
+    return tensor.device.type == "meta" if tensor.__class__ not in _PLAIN and is_lazy(tensor) else tensor.is_meta
 
 
-def memory_key(tensor: torch.Tensor) -> object:
+Span: TypeAlias = tuple[int, int]
+"""Addresses of the first byte of a tensor's memory, and of the byte after its last one. Without memory: two equal
+negative numbers, unique for the object."""
+
+
+def span_of(tensor: torch.Tensor) -> Span:
+    """Return where the memory of a tensor is."""
+    if (
+        (tensor.__class__ not in _PLAIN and (is_lazy(tensor) or _handles_its_data(tensor)))
+        or tensor.is_meta
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or not (start := tensor.data_ptr())
+    ):
+        return -id(tensor), -id(tensor)
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (1 + steps) * tensor.itemsize
+
+
+def span_to_fill(tensor: torch.Tensor) -> Span | None:
+    """Return where the memory of an ordinary tensor is, which a load can fill; None: other functions look closer.
+
+    Most tensors of a module are plain, dense and contiguous, in memory that torch has allocated.
+    """
+    try:
+        if (
+            tensor.__class__ not in _PLAIN
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+            or tensor.is_quantized
+            or tensor.is_meta
+            or tensor._version < 0
+            or not tensor.is_contiguous()
+        ):
+            return None
+    except RuntimeError:  # a tensor of inference mode has no version
+        return None
+    storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+    begin, address = int(tensor.storage_offset()) * tensor.itemsize, storage.data_ptr()
+    if not address or begin + nbytes > storage.nbytes() or not storage.resizable():
+        return None
+    return address + begin, address + begin + nbytes
+
+
+def memory_key(tensor: torch.Tensor, span: Span) -> object:
     """Return a key that all tensors of the same elements in memory share; unique for tensors without memory."""
-    start = _address(tensor)
+    start, _ = span
     return start if start < 0 else (start, tensor.device, tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def memory_keys(tensors: Mapping[str, torch.Tensor]) -> dict[str, object]:
-    """Return for each name a key that names of the same elements in memory share; see `memory_key`."""
-    keys: dict[str, object] = {name: _address(tensor) for name, tensor in tensors.items()}
-    if len(set(keys.values())) < len(keys):
-        counts = Counter(keys.values())
-        keys.update((name, memory_key(tensors[name])) for name, key in keys.items() if counts[key] > 1)
-    return keys
+def tied_names(tensors: Mapping[str, torch.Tensor], spans: Mapping[str, Span]) -> dict[str, list[str]]:
+    """Return for each name whose tensor has other names too all of these, in their order."""
+    if len({start for start, _ in spans.values()}) == len(spans):
+        return {}
+    names: dict[object, list[str]] = {}
+    for name, span in spans.items():
+        names.setdefault(memory_key(tensors[name], span), []).append(name)
+    return {name: own for own in names.values() if len(own) > 1 for name in own}
 
 
-def _address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory; a negative number, unique for the object, if it has none."""
-    if tensor.__class__ not in _PLAIN and (is_lazy(tensor) or _handles_its_data(tensor)):
-        return -id(tensor)
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
-        return -id(tensor)
-    return tensor.data_ptr() or -id(tensor)
-
-
-def overlapping(tensors: Iterable[torch.Tensor]) -> bool:
+def overlapping(spans: Iterable[Span]) -> bool:
     """Return whether tensors of different `memory_key`s share memory, so that the order of copies decides."""
-    spans = [(start, start + _extent_bytes(tensor)) for tensor in tensors if (start := _address(tensor)) > 0]
-    spans.sort()  # of all devices together: an address that two of them have costs time only
-    return any(end > following for (_, end), (following, _) in pairwise(spans))
+    # Those of all devices together: an address that two of them have costs time only.
+    return any(end > following for (_, end), (following, _) in pairwise(sorted(spans)))
 
 
 def views_in_files(
@@ -246,17 +269,11 @@ def views_in_files(
         may_share: Whether two of the views may have the same memory, as those of layers that share weights.
     """
     views = names.convert(tensors)
-    distinct = {key: views[name] for name, key in memory_keys(views).items()}
+    spans = {name: span_of(view) for name, view in views.items()}
+    distinct = {memory_key(views[name], span): span for name, span in spans.items()}
     memory, filled = ({one.untyped_storage()._cdata for one in some.values()} for some in (tensors, views))
     is_apart = len(distinct) == len(views) or (may_share and not overlapping(distinct.values()))
     return views if filled == memory and is_apart else {}
-
-
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (1 + steps) * tensor.itemsize
 
 
 def why_refused(tensor: torch.Tensor) -> str:

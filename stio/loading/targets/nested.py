@@ -36,7 +36,7 @@ from stio.format.state import (
 from stio.limits import Limits
 from stio.loading.casts import require_together
 from stio.loading.options import LoadOptions
-from stio.loading.targets.base import Casting, LoadReport, LoadTarget, PartOf, Stored, no_part
+from stio.loading.targets.base import Casting, LoadReport, LoadTarget, PartOf, Stored
 from stio.runtime.memory import Region
 from stio.storage.checkpoint import OpenCheckpoint, read_tensor
 
@@ -215,7 +215,7 @@ class StateTarget(LoadTarget):
         casting: Which dtypes of a nested state in the checkpoint may be copied into which. Tensors by name may be cast.
     """
 
-    def __init__(self, state: object, *, part_of: PartOf = no_part, casting: Casting = "safe") -> None:
+    def __init__(self, state: object, *, part_of: PartOf | None = None, casting: Casting = "safe") -> None:
         super().__init__()
         self._of_state = casting
         self._state = state
@@ -276,13 +276,8 @@ class StateTarget(LoadTarget):
             if not isinstance(mine, torch.Tensor) or type(stored) is not Reference:
                 self._fail(keys, mine, stored)
             path, source = self._shown(keys), self._aliases.get(stored.name, stored.name)
-            self._add(
-                path,
-                mine if (part := self._part_of(path, mine)) is None else part.local,
-                part,
-                source,
-                self._stored[source],
-            )
+            part = None if self._part_of is None else self._part_of(path, mine)
+            self._add(path, mine, part, source, self._stored[source])
             return mine
         if isinstance(mine, _PLAIN_VALUES):
             if not isinstance(stored, _PLAIN_VALUES):

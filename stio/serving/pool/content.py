@@ -247,10 +247,9 @@ class Content:
             self._tensors.clear()
             return storages
         tree = ModuleTree(self._module)
-        storages = _storages((name, tree.get(name)) for name in tree.tensors)
+        storages = _storages(tree.tensors.items())
         made: dict[int, torch.Tensor] = {}  # tied names get one tensor
-        for name in tree.tensors:
-            old = tree.get(name)
+        for name, old in tree.tensors.items():
             tree.put(name, made.setdefault(id(old), _on_meta(old)))
         tree.tensors.clear()
         with suppress(RuntimeError):  # a device that does not answer
@@ -274,7 +273,7 @@ class Content:
                     cast.append(stored[k])
                     counted.append(Lost.bytes_to_count(numel))
         if self._module is not None:
-            made += [one.nbytes for one in _unstored(self._module).values()]
+            made += [one.nbytes for one in ModuleTree(self._module).never_stored.values()]
         total = sum([-(-nbytes // _BLOCK_BYTES) for nbytes in made]) * _BLOCK_BYTES
         # What is cast is there twice. A group is at least one tensor, and groups under way are within the budget.
         total += min(sum(cast), (self.options.budget or 0) + max(cast)) + max(counted)
@@ -289,7 +288,7 @@ class Content:
         """Move the buffers that no checkpoint holds (`persistent=False`), except those without data."""
         assert self._module is not None
         tree = ModuleTree(self._module)
-        for name, old in _unstored(self._module).items():
+        for name, old in tree.never_stored.items():
             if not old.is_meta:
                 tree.put(name, old.to(device))
 
@@ -301,11 +300,6 @@ def _fill(operation: Operation[Any], opened: OpenCheckpoint, target: LoadTarget,
 def _own_stream(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which memory and copies are of the stream of all loads; its work has ended at the end."""
     return nullcontext() if device.type == "cpu" else TorchAccelerator(device).on_stream()
-
-
-def _unstored(module: nn.Module) -> dict[str, torch.Tensor]:
-    tree = ModuleTree(module)
-    return {name: tree.get(name) for name in tree.never_stored}
 
 
 def _storages(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[StorageWeakRef, int]]:

@@ -155,7 +155,15 @@ class WarmStart(AsyncOnly):
         module, self._module = self._module, None  # a reference to the warm start must not hold the module
         if module is None:
             raise RuntimeError("a warm start cannot be entered twice; make another one")
-        load = await self._begin(module).wait()
+        restore_ended(module)
+        into = ModuleTarget(module, fills=True)
+        names = in_order(into.names, self._order)
+
+        def body(operation: Operation[Any]) -> WarmStartLoad:
+            with process.switch_interval(self._settings.switch_interval):
+                return self._prepare(operation, module, into, names)
+
+        load = await Operation(body, name="open", discard=WarmStartLoad.abandon).wait()
         load.start(module)
         self._load = load
         return self
@@ -201,18 +209,6 @@ class WarmStart(AsyncOnly):
         if self._load is None:
             return
         await close_all([self._load.operation], self._load.close)
-
-    def _begin(self, module: nn.Module) -> Operation[WarmStartLoad]:
-        """Start the work before the block."""
-        restore_ended(module)
-        into = ModuleTarget(module, fills=True)
-        names = in_order(into.names, self._order)
-
-        def body(operation: Operation[Any]) -> WarmStartLoad:
-            with process.switch_interval(self._settings.switch_interval):
-                return self._prepare(operation, module, into, names)
-
-        return Operation(body, name="open", discard=WarmStartLoad.abandon)
 
     def _prepare(
         self, operation: Operation[Any], module: nn.Module, into: ModuleTarget, names: list[str]
