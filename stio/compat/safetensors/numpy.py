@@ -121,7 +121,7 @@ def checked_metadata(metadata: object) -> dict[str, str] | None:
 
 
 def checked_specs(tensor_dict: object) -> dict[str, TensorSpec]:
-    """Return a copy of the argument of `serialize`.
+    """Return a copy of the argument of `serialize`; its values may have the forms of all supported releases.
 
     Raises:
         TypeError: It is not a dict from names to `TensorSpec`.
@@ -132,7 +132,12 @@ def checked_specs(tensor_dict: object) -> dict[str, TensorSpec]:
     specs: dict[str, TensorSpec] = {}
     for name, spec in tensor_dict.items():
         checked_name(name)
-        if not isinstance(spec, TensorSpec):
+        if isinstance(spec, dict) and spec.keys() >= {"dtype", "shape", "data"}:  # of safetensors before 0.8
+            buffer = np.frombuffer(spec["data"], np.uint8)
+            spec = TensorSpec(
+                dtype=spec["dtype"], shape=spec["shape"], data_ptr=buffer.ctypes.data, data_len=buffer.nbytes
+            )
+        if type(spec).__name__ != "TensorSpec":  # the original's has the same attributes
             raise wrong_type("tensor_dict", spec, "TensorSpec")
         shown = f"tensor {printable(name)!r}"
         try:
