@@ -209,7 +209,7 @@ def to_plain(value: Any, depth: int = 0) -> Any:
     if kind not in _PLAIN:
         return value
     tag, convert = _PLAIN[kind]
-    tagged = {TAG: tag}
+    tagged: dict[str, str | None] = {TAG: tag}
     if kind is defaultdict:
         factory = value.default_factory
         tagged[_FACTORY] = None if factory is None else getattr(factory, "__name__", "")
