@@ -19,8 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from stio.compat.safetensors._file import SafetensorError, header_of, require_plain, saving, wrong_type
-from stio.compat.safetensors._open import Array, numpy_dtype, path_of, safe_open
+from stio.compat.safetensors._file import (
+    Framework,
+    SafetensorError,
+    fresh,
+    header_of,
+    require_plain,
+    saving,
+    wrong_type,
+)
+from stio.compat.safetensors._open import Array, Arrays, path_of, safe_open
 from stio.errors import FormatError, printable
 from stio.format import LIBRARY_NAMES, Header, build_header, tensor_nbytes
 from stio.storage.commit import SingleFile, write_small_file
@@ -246,6 +254,21 @@ def parsed(data: bytes) -> Header:
     return header_of(lambda begin, end: data[begin:end], file_bytes=len(data), path="bytes", what="deserializing")
 
 
+def loaded(data: bytes, framework: Framework) -> dict[str, Any]:
+    """Return the tensors in the bytes of a whole file by name, on memory of their own.
+
+    Raises:
+        TypeError: The argument is not `bytes`.
+        SafetensorError: The header breaks the format, or the framework has no type for a dtype.
+    """
+    header = parsed(data)
+    require_plain(header.metadata)
+    region = fresh(len(data) - header.data_start)
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+    ctypes.memmove(region.address, address + header.data_start, region.nbytes)
+    return framework.make(region, header, slice(0, len(header)))
+
+
 def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
     """Return the tensors in the bytes of a whole file, in the order of the data.
 
@@ -313,12 +336,7 @@ def load(data: bytes) -> dict[str, Array]:
         SafetensorError: The bytes break the format, or numpy has no type for a dtype.
         TypeError: The argument is not `bytes`.
     """
-    entries = deserialize(data)
-    require_plain(parsed(data).metadata)
-    return {
-        name: np.frombuffer(entry["data"], dtype=numpy_dtype(entry["dtype"])).reshape(entry["shape"])
-        for name, entry in entries
-    }
+    return loaded(data, Arrays("cpu"))
 
 
 def load_file(filename: str | os.PathLike[str], *, backend: str = "mmap") -> dict[str, Array]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from stio.compat.safetensors._file import SafetensorError, fresh, reading, require_plain, saving
+from stio.compat.safetensors._file import SafetensorError, reading, saving
 from stio.compat.safetensors._open import path_of, safe_open
 from stio.compat.safetensors._tensors import Tensors
 from stio.compat.safetensors.numpy import (
@@ -32,7 +32,7 @@ from stio.compat.safetensors.numpy import (
     checked_metadata,
     checked_name,
     header_for,
-    parsed,
+    loaded,
     unknown_dtype,
     write_if_small,
 )
@@ -200,12 +200,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
         SafetensorError: The bytes break the format, or torch has no type for a dtype.
         TypeError: The argument is not `bytes`.
     """
-    header = parsed(data)
-    require_plain(header.metadata)
-    region = fresh(len(data) - header.data_start)
-    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-    ctypes.memmove(region.address, address + header.data_start, region.nbytes)
-    return Tensors("cpu").make(region, header, slice(0, len(header)))
+    return loaded(data, Tensors("cpu"))
 
 
 def load_file(
