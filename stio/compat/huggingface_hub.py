@@ -73,6 +73,7 @@ try:
         split_state_dict_into_shards_factory,
         split_torch_state_dict_into_shards,
     )
+    from huggingface_hub import load_state_dict_from_file as load_pickle
 except ModuleNotFoundError as error:
     raise ImportError(
         f"this is a drop-in for huggingface_hub, which is not installed: {install_command('hub')}"
@@ -468,13 +469,7 @@ def load_state_dict_from_file(
             f"No checkpoint file found at '{printable(path)}'; is the path right, and the download complete?"
         )
     if not safe and not _is_safetensors(path):
-        if not weights_only:
-            logger.warning(
-                "%s is loaded without torch's restricted unpickler: it can execute arbitrary code at load time. Trust "
-                "where it comes from",
-                printable(path),
-            )
-        return torch.load(checkpoint_file, map_location=map_location, weights_only=weights_only, mmap=mmap)
+        return load_pickle(checkpoint_file, map_location, weights_only, mmap, safe=False)
     device = _device(map_location)
 
     async def load() -> dict[str, torch.Tensor]:

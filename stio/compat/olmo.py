@@ -24,7 +24,6 @@ import torch
 
 import stio
 from stio.conversion import (
-    MAX_DEPTH,
     MAX_KEYS,
     MAX_NAME_BYTES,
     KeyPath,
@@ -63,7 +62,7 @@ def state_dict_to_safetensors_file(
 ) -> SaveResult:
     """Save nested dicts of tensors and other values to one file; atomic, durable.
 
-    In OLMo's format equal plain state gives equal bytes. Empty dicts are saved as pickled values, which OLMo's reader
+    In OLMo's format equal paths have equal names. Empty dicts are saved as pickled values, which OLMo's reader
     accepts. Tensors that share memory are saved separately, because that reader has no ties. A warning names what
     `safetensors_file_to_state_dict` will read with `trust_pickle=True` only, such as numpy's numbers, complex numbers,
     dtypes, and tensors inside lists.
@@ -139,9 +138,7 @@ def _leaves(state: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, Any]]:
 
 def _pickled(path: KeyPath, leaf: object) -> bytes:
     try:
-        data = stable_pickle(dict(leaf) if isinstance(leaf, Mapping) else leaf)
-    except ValueError as error:
-        raise ValueError(f"{shown(path)}: {error}") from None
+        data = pickle.dumps(dict(leaf) if isinstance(leaf, Mapping) else leaf, protocol=_PROTOCOL)
     except MemoryError:
         raise
     except Exception as error:  # the methods of a value that is not plain may raise anything
@@ -172,50 +169,13 @@ def encode_name(path: KeyPath, *, is_pickled: bool) -> str:
             raise TypeError(f"{shown(path)}: a key is text, a number, bytes or None, not a {type(key).__name__}")
         if key != key:
             raise ValueError(f"{shown(path)}: a key is NaN, which equals no key; two of them would get one name")
-    data = stable_pickle((path, is_pickled))
+    # A pickle refers back to a text that is the same object, so equal paths would get different names.
+    texts: dict[str | bytes, str | bytes] = {}
+    keys = tuple([texts.setdefault(key, key) if type(key) in (str, bytes) else key for key in path])
+    data = pickle.dumps((keys, is_pickled), protocol=_PROTOCOL)
     if len(data) > MAX_NAME_BYTES:
         raise ValueError(f"the keys of {shown(path)} are longer than {MAX_NAME_BYTES:,} bytes")
     return base64.urlsafe_b64encode(data).decode("ascii")
-
-
-def stable_pickle(value: object) -> bytes:
-    """Return a pickle that is the same for equal plain values; other values are pickled as usual.
-
-    A plain `pickle.dumps` writes the second of two equal texts as a reference if both are one object, else in full.
-
-    Raises:
-        ValueError: Plain containers that contain themselves, or are nested deeper than the reader accepts.
-    """
-    return pickle.dumps(_Stable().copy(value), protocol=_PROTOCOL)
-
-
-class _Stable:
-    """Copies plain values so that equal texts are one object; a shared container stays shared."""
-
-    def __init__(self) -> None:
-        self._atoms: dict[tuple[type, Any], object] = {}
-        self._copies: dict[int, Any] = {}
-        self._open: set[int] = set()
-
-    def copy(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in (str, bytes):
-            return self._atoms.setdefault((kind, value), value)
-        if kind not in (tuple, list, dict):
-            return value
-        if id(value) in self._open:
-            raise ValueError("a container contains itself")
-        if id(value) in self._copies:
-            return self._copies[id(value)]
-        if len(self._open) >= MAX_DEPTH:
-            raise ValueError(f"containers are nested more than {MAX_DEPTH} deep")
-        self._open.add(id(value))
-        if kind is dict:
-            copied: Any = {self.copy(key): self.copy(item) for key, item in value.items()}
-        else:
-            copied = kind(map(self.copy, value))
-        self._open.discard(id(value))
-        return self._copies.setdefault(id(value), copied)
 
 
 def safetensors_file_to_state_dict(

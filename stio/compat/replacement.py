@@ -205,11 +205,9 @@ def _replace_all() -> None:
                 _state.originals[id(replacement)] = replacement, original
     for replacement, original in _state.originals.values():  # where the replacement was in place already
         pairs.setdefault(id(original), (original, replacement))
-    raw = vars(import_module("safetensors"))
     found = {name: _state.originals.get(id(value)) for name, value in replacing.REPLACEMENTS["safetensors"].items()}
     replacing.originals.update({name: pair[1] for name, pair in found.items() if pair is not None})
-    replacing.originals["TensorSpec"] = raw.get("TensorSpec")
-    _set_error_base(raw["SafetensorError"])
+    _set_error_base(import_module("safetensors").SafetensorError)
     for _ in range(2):  # again for what another thread imported during the first pass
         for module, namespace in _namespaces():
             _replace(module, namespace, pairs)

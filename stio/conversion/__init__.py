@@ -12,7 +12,6 @@ an error or a cancel leaves the destination unchanged. Start with `convert` in `
 
 from stio.conversion.api import convert
 from stio.conversion.safe_pickle import (
-    MAX_DEPTH,
     MAX_KEYS,
     MAX_NAME_BYTES,
     KeyPath,
@@ -26,7 +25,6 @@ from stio.conversion.sources import pickle_files
 from stio.conversion.torch_files import read_pickle
 
 __all__ = [
-    "MAX_DEPTH",
     "MAX_KEYS",
     "MAX_NAME_BYTES",
     "KeyPath",

@@ -160,10 +160,31 @@ TAG = "stio.type"
 
 _VALUE = "value"
 _FACTORY = "factory"
+"""Key of the name of a default dict's factory."""
 
-_PATH = type(Path())
-_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
-_LEAVES = frozenset({str, bool, int, float, bytes, type(None), torch.Tensor, torch.nn.Parameter})
+_PLAIN: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    type(Path()): ("path", str),
+    set: ("set", list),
+    frozenset: ("frozenset", list),
+    Namespace: ("namespace", vars),
+    defaultdict: ("defaultdict", dict),
+}
+"""By type, its tag, and what makes a plain value of one."""
+
+_RESTORED: dict[str, Callable[[Any], Any]] = {
+    "path": Path,
+    "set": set,
+    "frozenset": frozenset,
+    "namespace": lambda value: Namespace(**value),
+    "ndarray": lambda value: value.detach().cpu().numpy(),  # of versions whose `save_state` took no arrays, as the next
+    "scalar": lambda value: value.detach().cpu().numpy()[()],
+}
+"""By tag, what restores a value; a default dict needs its factory too."""
+
+_FACTORIES: dict[str | None, type | None] = {
+    kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)
+}
+_FACTORIES[None] = None
 
 
 def to_plain(value: Any, depth: int = 0) -> Any:
@@ -177,37 +198,32 @@ def to_plain(value: Any, depth: int = 0) -> Any:
         ValueError: A dict has the key of tagged dicts.
     """
     kind = type(value)
-    if kind in _LEAVES or depth > MAX_DEPTH:
+    if depth > MAX_DEPTH:
         return value
     if kind in MAPPING_TAGS:
         if TAG in value:
             raise ValueError(f"the key {TAG!r} is stio's own; rename it")
-        return _mapped(value, kind(), depth)
+        return _mapped(lambda item: to_plain(item, depth + 1), value)
     if kind is list or kind is tuple:
         return kind(to_plain(item, depth + 1) for item in value)
-    if kind is _PATH:
-        return {TAG: "path", _VALUE: str(value)}
-    if kind is set or kind is frozenset:
-        return {TAG: kind.__name__, _VALUE: [to_plain(item, depth + 2) for item in value]}
-    if kind is Namespace:
-        return {TAG: "namespace", _VALUE: _mapped(vars(value), {}, depth + 1)}
+    if kind not in _PLAIN:
+        return value
+    tag, convert = _PLAIN[kind]
+    tagged: dict[str, str | None] = {TAG: tag}
     if kind is defaultdict:
-        return _default_dict(value, depth)
-    return value
+        factory = value.default_factory
+        tagged[_FACTORY] = None if factory is None else getattr(factory, "__name__", "")
+        if _FACTORIES.get(tagged[_FACTORY], tagged) is not factory:
+            return value  # any function may be here
+    return {**tagged, _VALUE: to_plain(convert(value), depth + 1)}
 
 
-def _mapped(source: Any, target: Any, depth: int) -> Any:
+def _mapped(function: Callable[[Any], Any], source: Any) -> Any:
+    """Return a dict of the same type with the results for its values."""
+    target = type(source)()
     for key, value in source.items():
-        target[key] = to_plain(value, depth + 1)
+        target[key] = function(value)
     return target
-
-
-def _default_dict(value: defaultdict[Any, Any], depth: int) -> Any:
-    factory = value.default_factory
-    name = getattr(factory, "__name__", "")
-    if factory is not None and _FACTORIES.get(name) is not factory:
-        return value  # any function may be here
-    return {TAG: "defaultdict", _FACTORY: name or None, _VALUE: _mapped(value, {}, depth + 1)}
 
 
 def from_plain(value: Any) -> Any:
@@ -217,35 +233,20 @@ def from_plain(value: Any) -> Any:
         FormatError: It holds a tag that `to_plain` does not write.
     """
     kind = type(value)
-    if kind in _LEAVES:
-        return value
     if kind is list or kind is tuple:
         return kind(map(from_plain, value))
-    if kind in MAPPING_TAGS:
-        if TAG in value:
-            return _restored(value)
-        result: Any = kind()
-        for key, item in value.items():
-            result[key] = from_plain(item)
-        return result
-    return value
+    if kind not in MAPPING_TAGS:
+        return value
+    return _restored(value) if TAG in value else _mapped(from_plain, value)
 
 
 def _restored(tagged: dict[Any, Any]) -> Any:
     tag, value = tagged[TAG], from_plain(tagged.get(_VALUE))
     try:
-        if tag == "path":
-            return Path(value)
-        if tag == "set" or tag == "frozenset":
-            return set(value) if tag == "set" else frozenset(value)
-        if tag == "namespace":
-            return Namespace(**value)
         if tag == "defaultdict":
-            name = tagged[_FACTORY]
-            return defaultdict(None if name is None else _FACTORIES[name], value)
-        if tag == "ndarray" or tag == "scalar":  # of versions whose `save_state` took no arrays
-            array = value.detach().cpu().numpy()
-            return array if tag == "ndarray" else array[()]
+            return defaultdict(_FACTORIES[tagged[_FACTORY]], value)
+        if isinstance(tag, str) and tag in _RESTORED:
+            return _RESTORED[tag](value)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         message = f"the state holds a {printable(tag)} with a wrong value: {printable(error)}"
         raise FormatError(message) from None

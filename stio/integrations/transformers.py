@@ -408,10 +408,7 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         training = {"global_step": state.global_step, "at_epoch": at_epoch, "random": of_ranks}
         if self._trainer is not None:
             self._trainer.store_flos()  # gathers from all processes too
-        if _is_sharded(event.now["model"]):
-            self._start_on_all(event, training)
-        else:
-            on_all(args.world_size, lambda: self._start(event, training) if args.should_save else None)
+        self._start(event, training)
         if not self._is_observed:
             return control
         on_all(args.world_size, self.wait)
@@ -427,38 +424,31 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         )
 
     def _start(self, event: _TrainerEvent, training: dict[str, Any]) -> None:
-        with self._begin(event) as save:
-            for start in self._saves_of(event, training):
-                save.add(start(save.path))
-        self._publish(event.args, event.state, save)
-
-    def _start_on_all(self, event: _TrainerEvent, training: dict[str, Any]) -> None:
-        """Save what each process holds. The first one publishes it."""
-        args = event.args
+        """Save what this process has to save. Of a sharded model all processes save, and the first one publishes it."""
+        args, is_sharded = event.args, _is_sharded(event.now["model"])
         starts: list[Callable[[str], PendingSave]] = []
         published: list[PublishedSave] = []
         with ExitStack() as stack:
 
             def begin() -> str | None:
-                starts.extend(self._saves_of(event, training))
-                if args.process_index:
-                    return None
-                published.append(stack.enter_context(self._begin(event)))
-                return published[0].path
+                publishes = args.process_index == 0 if is_sharded else args.should_save
+                if is_sharded or publishes:
+                    starts.extend(self._saves_of(event, training))
+                if publishes:
+                    published.append(stack.enter_context(self._begin(event)))
+                return published[0].path if publishes else None
 
             path = on_all(args.world_size, begin)[0]
             save = published[0] if published else stack.enter_context(JoinedSave(path))
             failed: list[Exception] = []
             for start in starts:  # all of them: the other processes wait for this one in each
                 try:
-                    save.add(start(path))
+                    save.add(start(save.path))
                 except Exception as error:
                     failed.append(error)
             exchange(args.world_size, failed)
-        if published:
-            self._publish(args, event.state, published[0])
-        else:
-            self._publishing = save
+        on_all(args.world_size, lambda: self._publish(args, event.state, published[0]) if published else None)
+        self._publishing = save
 
     def _begin(self, event: _TrainerEvent) -> PublishedSave:
         """Return a directory with all files of a checkpoint but those that stio saves."""
@@ -504,7 +494,6 @@ class StioCallback(TrainerCallback):  # type: ignore[misc]  # transformers is no
         limit = self._keep_last if self._keep_last is not None else args.save_total_limit
         keep_last = limit if limit is not None and limit > 0 else None  # Trainer: -1 and 0 keep all
         save.start(keep_last=keep_last, when_durable=push, protected=protected)
-        self._publishing = save
 
     def _output(self, args: TrainingArguments) -> str:
         return os.fspath(args.output_dir if self._output_dir is None else self._output_dir)

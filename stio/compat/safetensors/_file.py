@@ -63,19 +63,6 @@ def wrong_type(argument: str, value: object, expected: str) -> TypeError:
     return TypeError(f"argument '{argument}': '{type(value).__name__}' object is not an instance of '{expected}'")
 
 
-def header_refused(error: StioError, *, what: str = "deserializing header") -> SafetensorError:
-    """Return the error for a header that was refused, with the original's phrase, which programs compare."""
-    if isinstance(error, TruncatedError) or error.message.startswith("bytes after the last tensor"):
-        phrase = "incomplete metadata, file not fully covered"
-    elif error.message.startswith("header: "):  # the scanner's
-        phrase = "invalid JSON in header"
-    elif isinstance(error, LimitError) and "`max_rank`" not in error.message:
-        phrase = "header too large"
-    else:
-        phrase = "invalid shape, data type, or offset for tensor"
-    return SafetensorError(f"Error while {what}: {phrase}: {error}")
-
-
 @contextmanager
 def reading(path: str) -> Iterator[None]:
     """Turn stio's errors inside the block into those of a read: `OSError` or `SafetensorError`."""
@@ -157,11 +144,18 @@ def header_of(read: Callable[[int, int], bytes], *, file_bytes: int, path: str, 
         kind = kind_of(read, file_bytes, path)
         reason = str(error) if kind is None else f"{printable(path)}: {kind.refusal(path)}"
         raise SafetensorError(f"Error while {what}: {phrase}: {reason}") from error
-    text = read(PREFIX_BYTES, PREFIX_BYTES + nbytes)
     try:
-        return parse_header(text, file_bytes=file_bytes, path=path, shard=path)
+        return parse_header(read(PREFIX_BYTES, PREFIX_BYTES + nbytes), file_bytes=file_bytes, path=path, shard=path)
     except StioError as error:
-        raise header_refused(error, what=what) from error
+        if isinstance(error, TruncatedError) or error.message.startswith("bytes after the last tensor"):
+            phrase = "incomplete metadata, file not fully covered"
+        elif error.message.startswith("header: "):  # the scanner's
+            phrase = "invalid JSON in header"
+        elif isinstance(error, LimitError) and "`max_rank`" not in error.message:
+            phrase = "header too large"
+        else:
+            phrase = "invalid shape, data type, or offset for tensor"
+        raise SafetensorError(f"Error while {what}: {phrase}: {error}") from error
 
 
 class Framework(ABC):
@@ -318,40 +312,34 @@ def checked(index: Any, shape: Sequence[int], *, negative_steps: bool) -> tuple[
         place = next(k for k, item in enumerate(items) if item is Ellipsis)
         items[place : place + 1] = [slice(None)] * max(0, len(shape) - len(items) + 1)
     terms = [_term(item, dim, shape, negative_steps) for dim, item in enumerate(items)]
-    if len(terms) > len(shape):
-        raise _out_of_range(terms, shape, "more slicing indexes than dimensions in tensor")
+    reason = "more slicing indexes than dimensions in tensor" if len(terms) > len(shape) else ""
     for dim, (term, size) in enumerate(zip(terms, shape, strict=False)):
-        wrong = _past_the_end(term, size)
-        if wrong is not None:
+        if not reason and (wrong := _past_the_end(term, size)) is not None:
             reason = f"index {wrong} out of bounds for tensor dimension #{dim} of size {size}"
-            raise _out_of_range(terms, shape, reason)
+    if reason:
+        shown = ", ".join(map(_shown, terms))
+        raise SafetensorError(f"Error during slicing [{shown}] with shape {list(shape)}: {reason}")
     return tuple(terms)
 
 
 def _term(item: Any, dim: int, shape: Sequence[int], negative_steps: bool) -> int | slice:
+    """Return one term of an index, with its bounds counted from the start."""
     size = shape[dim] if dim < len(shape) else 0
-    if isinstance(item, slice):
-        return _slice(item, size, negative_steps)
-    try:
-        number = operator.index(item)
-    except TypeError:
-        raise SafetensorError(f"Unsupported slice index at position {dim}: expected slice, int, or ellipsis") from None
-    if number >= 0:
-        return number
-    if number + size < 0:
-        raise SafetensorError(f"Invalid index {number} for dimension {dim} of size {size}")
-    return number + size
-
-
-def _slice(item: slice, size: int, negative_steps: bool) -> slice:
-    start, stop, step = (
-        None if bound is None else operator.index(bound) for bound in (item.start, item.stop, item.step)
-    )
+    if not isinstance(item, slice):
+        try:
+            number = operator.index(item)
+        except TypeError:
+            message = f"Unsupported slice index at position {dim}: expected slice, int, or ellipsis"
+            raise SafetensorError(message) from None
+        if number + size < 0:
+            raise SafetensorError(f"Invalid index {number} for dimension {dim} of size {size}")
+        return number if number >= 0 else number + size
+    bounds = (item.start, item.stop, item.step)
+    start, stop, step = (None if bound is None else operator.index(bound) for bound in bounds)
     if step is not None and (step == 0 or (step < 0 and not negative_steps)):
         raise SafetensorError(f"Slice step must be a positive integer, got {step}")
     if step is None or step > 0:
-        start = start if start is None or start >= 0 else max(0, start + size)
-        stop = stop if stop is None or stop >= 0 else max(0, stop + size)
+        start, stop = (bound if bound is None or bound >= 0 else max(0, bound + size) for bound in (start, stop))
     return slice(start, stop, step)
 
 
@@ -362,11 +350,6 @@ def _past_the_end(term: int | slice, size: int) -> int | None:
     if (term.step is not None and term.step < 0) or term.stop is None or term.stop <= size:
         return None
     return term.start if term.start is not None and term.start >= size else int(term.stop) - 1
-
-
-def _out_of_range(terms: Sequence[int | slice], shape: Sequence[int], reason: str) -> SafetensorError:
-    shown = ", ".join(_shown(term) for term in terms)
-    return SafetensorError(f"Error during slicing [{shown}] with shape {list(shape)}: {reason}")
 
 
 def _shown(term: int | slice) -> str:

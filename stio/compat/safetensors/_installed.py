@@ -2,8 +2,7 @@
 
 Functions are the drop-in's, as objects of their own: so `uninstall` finds every module that has taken one of them, and
 changes no module that imports the drop-in itself. In addition to the drop-in, `safe_open` passes the frameworks that
-stio does not support to the original, `isinstance` accepts the original's objects, and `serialize` takes tensors in the
-forms of all supported releases.
+stio does not support to the original, and `isinstance` accepts the original's objects.
 """
 
 from __future__ import annotations
@@ -14,17 +13,12 @@ from functools import update_wrapper
 from types import FunctionType
 from typing import Any
 
-import numpy as np
-
 from stio.compat.safetensors import _open, _tensors
 from stio.compat.safetensors import numpy as numpy_names
 from stio.compat.safetensors import torch as torch_names
-from stio.compat.safetensors._file import SafetensorError
-from stio.compat.safetensors.numpy import TensorSpec
-from stio.format import LIBRARY_NAMES
 
 originals: dict[str, Any] = {}
-"""What the original's release has of `REPLACEMENTS["safetensors"]`, and its `TensorSpec`, or None."""
+"""What the original's release has of `REPLACEMENTS["safetensors"]`."""
 
 
 class _KnowsOriginal(type):
@@ -83,65 +77,6 @@ class TensorMeta(metaclass=_KnowsOriginal):
     drop_in = _open.TensorMeta
 
 
-def serialize(tensor_dict: dict[str, Any], metadata: dict[str, str] | None = None) -> bytes:
-    """Return the bytes of a file; see `stio.compat.safetensors.serialize`.
-
-    Args:
-        tensor_dict: Tensors by name: the original's `TensorSpec`, stio's, or dicts of `dtype`, `shape` and `data`
-            (safetensors before 0.8).
-        metadata: Text for the header.
-
-    Raises:
-        SafetensorError: The size of a tensor does not fit its shape, or a name that cannot be used.
-        TypeError: A value of a wrong type.
-    """
-    buffers: list[Any] = []
-    return numpy_names.serialize(_specs(tensor_dict, buffers), metadata)
-
-
-def serialize_file(
-    tensor_dict: dict[str, Any], filename: str | os.PathLike[str], metadata: dict[str, str] | None = None
-) -> None:
-    """Write a file, atomically and durably; see `stio.compat.safetensors.serialize_file`.
-
-    Args:
-        tensor_dict: See `serialize`.
-        filename: The file.
-        metadata: Text for the header.
-
-    Raises:
-        SafetensorError: As `serialize`; or the system refuses, and the old file stays.
-        TypeError: A value of a wrong type.
-    """
-    buffers: list[Any] = []
-    numpy_names.serialize_file(_specs(tensor_dict, buffers), filename, metadata)
-
-
-def _specs(tensor_dict: Any, buffers: list[Any]) -> Any:
-    """Return tensors of any form as `TensorSpec`; `buffers` keeps the memory of those that are given as bytes."""
-    if not isinstance(tensor_dict, dict):
-        return tensor_dict  # refused by the drop-in
-    return {name: _spec(name, value, buffers) for name, value in tensor_dict.items()}
-
-
-def _spec(name: str, value: Any, buffers: list[Any]) -> Any:
-    original = originals.get("TensorSpec")
-    if isinstance(value, dict):
-        try:
-            buffer, dtype, shape = np.frombuffer(value["data"], np.uint8), value["dtype"], value["shape"]
-        except KeyError as error:
-            raise SafetensorError(f"Missing `{error.args[0]}` in tensor {name!r}") from None
-        buffers.append(buffer)
-        return TensorSpec(dtype=dtype, shape=shape, data_ptr=buffer.ctypes.data, data_len=buffer.nbytes)
-    if original is not None and isinstance(value, original):
-        shape = list(value.shape)
-        if value.dtype == "F4" and shape:
-            shape[-1] //= 2  # the constructor takes pairs
-        dtype = LIBRARY_NAMES[value.dtype]
-        return TensorSpec(dtype=dtype, shape=shape, data_ptr=value.data_ptr, data_len=value.data_len)
-    return value
-
-
 def _own(function: Callable[..., Any], module: str) -> Any:
     """Return a function as an object of its own, which pickles by its place in this module."""
     assert isinstance(function, FunctionType)
@@ -164,8 +99,8 @@ REPLACEMENTS: dict[str, dict[str, Any]] = {
         "TensorMeta": TensorMeta,
         "deserialize": _own(numpy_names.deserialize, "raw"),
         "safe_open": safe_open,
-        "serialize": serialize,
-        "serialize_file": serialize_file,
+        "serialize": _own(numpy_names.serialize, "raw"),
+        "serialize_file": _own(numpy_names.serialize_file, "raw"),
     },
     "safetensors.torch": {name: _own(getattr(torch_names, name), "torch") for name in _TORCH},
     "safetensors.numpy": {name: _own(getattr(numpy_names, name), "numpy") for name in _NUMPY},

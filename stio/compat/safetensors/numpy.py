@@ -1,7 +1,7 @@
 """`safetensors.numpy`, implemented by stio: save and load dicts of arrays; and raw tensors, without torch.
 
 Raw tensors are `TensorSpec`, `serialize` and `deserialize`. Their data are copied once, directly into the bytes that
-are returned. `serialize_file` uses stio's save (`torch.py`), which needs torch and imports it then.
+are returned. `serialize_file` writes a large file by stio's save (`torch.py`), which needs torch and imports it then.
 
 The values of an array are saved, for any strides and byte order. Loading needs no torch.
 """
@@ -9,19 +9,29 @@ The values of an array are saved, for any strides and byte order. Loading needs 
 from __future__ import annotations
 
 import ctypes
+import errno
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from stio.compat.safetensors._file import SafetensorError, header_of, require_plain, saving, wrong_type
-from stio.compat.safetensors._open import Array, numpy_dtype, path_of, safe_open
+from stio.compat.safetensors._file import (
+    Framework,
+    SafetensorError,
+    fresh,
+    header_of,
+    require_plain,
+    saving,
+    wrong_type,
+)
+from stio.compat.safetensors._open import Array, Arrays, path_of, safe_open
 from stio.errors import FormatError, printable
 from stio.format import LIBRARY_NAMES, Header, build_header, tensor_nbytes
+from stio.storage.commit import SingleFile, write_small_file
 
 __all__ = ["load", "load_file", "save", "save_file"]
 
@@ -121,7 +131,7 @@ def checked_metadata(metadata: object) -> dict[str, str] | None:
 
 
 def checked_specs(tensor_dict: object) -> dict[str, TensorSpec]:
-    """Return a copy of the argument of `serialize`.
+    """Return a copy of the argument of `serialize`; its values may have the forms of all supported releases.
 
     Raises:
         TypeError: It is not a dict from names to `TensorSpec`.
@@ -132,7 +142,12 @@ def checked_specs(tensor_dict: object) -> dict[str, TensorSpec]:
     specs: dict[str, TensorSpec] = {}
     for name, spec in tensor_dict.items():
         checked_name(name)
-        if not isinstance(spec, TensorSpec):
+        if isinstance(spec, dict) and spec.keys() >= {"dtype", "shape", "data"}:  # of safetensors before 0.8
+            buffer = np.frombuffer(spec["data"], np.uint8)
+            spec = TensorSpec(
+                dtype=spec["dtype"], shape=spec["shape"], data_ptr=buffer.ctypes.data, data_len=buffer.nbytes
+            )
+        if type(spec).__name__ != "TensorSpec":  # the original's has the same attributes
             raise wrong_type("tensor_dict", spec, "TensorSpec")
         shown = f"tensor {printable(name)!r}"
         try:
@@ -174,9 +189,11 @@ def serialize(tensor_dict: dict[str, TensorSpec], metadata: dict[str, str] | Non
         SafetensorError: The size of a tensor does not fit its shape, or a name that cannot be used.
         TypeError: A value of a wrong type.
     """
-    specs = checked_specs(tensor_dict)
-    entries = [(name, spec.dtype, spec.shape) for name, spec in specs.items()]
-    header, order = header_for(entries, checked_metadata(metadata))
+    return _joined(checked_specs(tensor_dict), checked_metadata(metadata))
+
+
+def _joined(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None) -> bytes:
+    header, order = header_for([(name, spec.dtype, spec.shape) for name, spec in specs.items()], metadata)
     given = [specs[name] for name in order if specs[name].data_len]
     return b"".join([header, *((ctypes.c_char * spec.data_len).from_address(spec.data_ptr) for spec in given)])
 
@@ -196,7 +213,33 @@ def serialize_file(
         TypeError: A value of a wrong type.
     """
     specs, path, text = checked_specs(tensor_dict), path_of(filename), checked_metadata(metadata)
-    import_module("stio.compat.safetensors.torch").write_specs(specs, path, text)
+    if not write_if_small(path, sum(spec.data_len for spec in specs.values()), lambda: _joined(specs, text)):
+        import_module("stio.compat.safetensors.torch").write_specs(specs, path, text)
+
+
+_SMALL_BYTES = 4 << 20
+"""Most data of a file that the caller's thread writes: 1 MiB takes half of the time of a save with a thread."""
+
+
+def write_if_small(path: str, nbytes: int, serialized: Callable[[], bytes]) -> bool:
+    """Write a small file in this thread; return False if it is not small, or needs a save with a transaction.
+
+    Args:
+        path: The file.
+        nbytes: Size of its data.
+        serialized: Returns its bytes.
+
+    Raises:
+        SafetensorError: The system refuses, or `serialized` raises it.
+    """
+    # stio makes missing directories. The original raises an error, by which its callers find a wrong path.
+    if not os.path.isdir(os.path.dirname(path) or ".") or not path:
+        reason = f"{os.strerror(errno.ENOENT)} (os error {errno.ENOENT})"
+        raise SafetensorError(f'Error while serializing: I/O error: {reason} at path "{path}"')
+    if nbytes > _SMALL_BYTES:
+        return False
+    with saving():
+        return write_small_file(SingleFile(path), serialized())
 
 
 def parsed(data: bytes) -> Header:
@@ -209,6 +252,21 @@ def parsed(data: bytes) -> Header:
     if not isinstance(data, bytes):
         raise wrong_type("bytes", data, "bytes")
     return header_of(lambda begin, end: data[begin:end], file_bytes=len(data), path="bytes", what="deserializing")
+
+
+def loaded(data: bytes, framework: Framework) -> dict[str, Any]:
+    """Return the tensors in the bytes of a whole file by name, on memory of their own.
+
+    Raises:
+        TypeError: The argument is not `bytes`.
+        SafetensorError: The header breaks the format, or the framework has no type for a dtype.
+    """
+    header = parsed(data)
+    require_plain(header.metadata)
+    region = fresh(len(data) - header.data_start)
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+    ctypes.memmove(region.address, address + header.data_start, region.nbytes)
+    return framework.make(region, header, slice(0, len(header)))
 
 
 def deserialize(bytes: bytes) -> list[tuple[str, dict[str, Any]]]:
@@ -278,12 +336,7 @@ def load(data: bytes) -> dict[str, Array]:
         SafetensorError: The bytes break the format, or numpy has no type for a dtype.
         TypeError: The argument is not `bytes`.
     """
-    entries = deserialize(data)
-    require_plain(parsed(data).metadata)
-    return {
-        name: np.frombuffer(entry["data"], dtype=numpy_dtype(entry["dtype"])).reshape(entry["shape"])
-        for name, entry in entries
-    }
+    return loaded(data, Arrays("cpu"))
 
 
 def load_file(filename: str | os.PathLike[str], *, backend: str = "mmap") -> dict[str, Array]:

@@ -6,7 +6,7 @@ conjugation or negation is applied. Each loaded tensor has a storage of exactly 
 Of names of tensors that share memory, `save_model` saves one. Tensors are on the same storage if its device, address
 and size are equal. Of these, tensors overlap if their ranges of addresses do (`stio.format.shared.overlap_groups`).
 
-Files of the safetensors drop-in, written by an ordinary save: staged beside the destination, synced, renamed.
+Files are staged beside the destination, synced and renamed: by an ordinary save, or in the caller's thread if small.
 
 Raw memory is saved as tensors of bytes; the plan puts the true dtypes and shapes into the header. The header is the one
 that the original library writes: no metadata unless the caller gives some.
@@ -15,7 +15,6 @@ that the original library writes: no metadata unless the caller gives some.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -25,10 +24,18 @@ from typing import Any
 
 import torch
 
-from stio.compat.safetensors._file import SafetensorError, fresh, reading, require_plain, saving
+from stio.compat.safetensors._file import SafetensorError, reading, saving
 from stio.compat.safetensors._open import path_of, safe_open
 from stio.compat.safetensors._tensors import Tensors
-from stio.compat.safetensors.numpy import TensorSpec, checked_metadata, checked_name, header_for, parsed, unknown_dtype
+from stio.compat.safetensors.numpy import (
+    TensorSpec,
+    checked_metadata,
+    checked_name,
+    header_for,
+    loaded,
+    unknown_dtype,
+    write_if_small,
+)
 from stio.device import TORCH_DTYPES, copy_of, describe_tensors, require_values, tensors_in, traits_of
 from stio.errors import SharedTensorsError, printable
 from stio.format import TensorSource, overlap_groups
@@ -148,10 +155,13 @@ def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = Non
         TypeError: A name or metadata that are not text.
     """
     _evaluate_tensors_for_save(tensors)
-    text = checked_metadata(metadata)
+    return _joined(tensors, checked_metadata(metadata))
+
+
+def _joined(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:
     with saving():
         sources = {source.name: source for source in describe_tensors(tensors)}
-    header, order = header_for(((name, source.dtype, source.shape) for name, source in sources.items()), text)
+    header, order = header_for(((name, source.dtype, source.shape) for name, source in sources.items()), metadata)
     return b"".join([header, *(_bytes_of(sources[name].data) for name in order)])
 
 
@@ -178,7 +188,9 @@ def save_file(
         TypeError: A name, metadata or path of a wrong type.
     """
     _evaluate_tensors_for_save(tensors)
-    _write(tensors, path_of(filename), partial(plan_files, metadata=checked_metadata(metadata)))
+    path, text = path_of(filename), checked_metadata(metadata)
+    if not write_if_small(path, sum(tensor.nbytes for tensor in tensors.values()), lambda: _joined(tensors, text)):
+        _write(tensors, path, partial(plan_files, metadata=text))
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
@@ -188,12 +200,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
         SafetensorError: The bytes break the format, or torch has no type for a dtype.
         TypeError: The argument is not `bytes`.
     """
-    header = parsed(data)
-    require_plain(header.metadata)
-    region = fresh(len(data) - header.data_start)
-    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-    ctypes.memmove(region.address, address + header.data_start, region.nbytes)
-    return Tensors("cpu").make(region, header, slice(0, len(header)))
+    return loaded(data, Tensors("cpu"))
 
 
 def load_file(
@@ -389,9 +396,5 @@ def write_specs(specs: Mapping[str, TensorSpec], path: str, metadata: Mapping[st
 def _write(
     tensors: Mapping[str, torch.Tensor], path: str, planner: Callable[[Sequence[TensorSource], int], WritePlan]
 ) -> None:
-    # stio makes missing directories. The original raises an error, by which its callers find a wrong path.
-    if not os.path.isdir(os.path.dirname(path) or ".") or not path:
-        reason = f"{os.strerror(errno.ENOENT)} (os error {errno.ENOENT})"
-        raise SafetensorError(f'Error while serializing: I/O error: {reason} at path "{path}"')
     with saving():
         run_blocking(PendingSave(tensors, SingleFile(path), SaveOptions(), planner=planner).complete())

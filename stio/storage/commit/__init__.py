@@ -16,7 +16,8 @@ After a crash, the next save in the directory, or `collect_garbage` (`stio gc`),
   content, old files are removed; then the staging directory is removed;
 - `.stio-aside-<id>`, which holds a directory while another one takes its place: its content is put back, or gets a name
   `.stio-kept-<id>` if its own is in use; what has that name is never deleted;
-- `.stio-trash-<id>`, a directory whose deletion was interrupted: deleted.
+- `.stio-trash-<id>`, a directory whose deletion was interrupted: deleted;
+- `.stio-<id>.file`, a small file that was not renamed (`write_small_file`): deleted.
 
 Invariants: a reader through the index finds the whole old or the whole new checkpoint. Recovery changes only what
 has a dead owner: its lock is free and, on a filesystem that is not local, it is old too. No file is removed or replaced
@@ -54,6 +55,7 @@ from stio.storage.commit.transaction import (
     NamedFiles,
     begin_directory,
     begin_local,
+    write_small_file,
 )
 
 __all__ = [
@@ -80,5 +82,6 @@ __all__ = [
     "status_at",
     "syscalls",
     "write_small",
+    "write_small_file",
     "write_whole",
 ]

@@ -40,6 +40,9 @@ from stio.text import log
 STAGING_PREFIX = ".stio-"
 """Prefix of a staging directory's name; the rest is the save's id."""
 
+STAGED_FILE_SUFFIX = ".file"
+"""Suffix of the name of a small file that is staged without a directory; before it, prefix and id."""
+
 DELETED_PREFIX = ".stio-trash-"
 """Prefix of the name of a directory whose deletion has started."""
 

@@ -44,6 +44,7 @@ from stio.storage.commit.journal import (
     DELETED_PREFIX,
     FILES_NAME,
     LOCK_NAME,
+    STAGED_FILE_SUFFIX,
     STAGING_PREFIX,
     JournalRecord,
     UnknownRecordError,
@@ -63,6 +64,7 @@ MAX_AGE_SECONDS = 24 * 3600.0
 """On filesystems whose locks prove nothing, the owner of an older staging directory counts as dead."""
 
 _STAGING_NAME = re.compile(r"\.stio-[0-9a-f]{8,32}")
+_STAGED_FILE = re.compile(_STAGING_NAME.pattern + re.escape(STAGED_FILE_SUFFIX))
 _UNLOCKED_SECONDS = 60.0
 """A staging directory is made before the lock in it; a running owner needs less time than this between the two."""
 
@@ -191,10 +193,11 @@ class _Recovery:
             if not self.dry_run:
                 remove_free_lock(self.home_fd, name)
             return ()
-        if not _STAGING_NAME.fullmatch(name) and not name.startswith(ASIDE_PREFIX):
+        is_file = _STAGED_FILE.fullmatch(name) is not None
+        if not is_file and not _STAGING_NAME.fullmatch(name) and not name.startswith(ASIDE_PREFIX):
             return ()
         try:
-            outcome, deleted = self._recover(name)
+            outcome, deleted = (self._remove_staged(name), None) if is_file else self._recover(name)
             if deleted is not None and not self._delete(deleted) and deleted == name:
                 raise OSError(errno.ENOTEMPTY, "it cannot be removed")
             return () if outcome is None else (outcome,)
@@ -212,6 +215,21 @@ class _Recovery:
             return not calls.exists(name, dir_fd=self.home_fd)
         except OSError:
             return False
+
+    def _remove_staged(self, name: str) -> str | None:
+        """Remove a file that `write_small_file` has not renamed, if its owner is dead; return what was done."""
+        try:
+            with closing(calls.open_file(name, os.O_RDWR, dir_fd=self.home_fd)) as fd:
+                if not self._is_trusted(os.fstat(fd)) or not is_local(fd) or not calls.try_lock(fd):
+                    return "kept"
+                if not self.dry_run:
+                    calls.unlink(name, dir_fd=self.home_fd)
+                calls.unlock(fd)
+                return "undone"
+        except FileNotFoundError:
+            return None
+        except PermissionError:
+            return "kept"  # that of another user
 
     def _recover(self, name: str) -> tuple[str | None, str | None]:
         """Roll one save forward or back, or put back what was set aside, if its owner is dead.

@@ -27,8 +27,8 @@ from typing import Self
 
 import msgspec
 
-from stio.errors import StorageError
-from stio.format.files import INDEX_SUFFIX, Hasher
+from stio.errors import CommitUncertainError, StorageError
+from stio.format.files import INDEX_SUFFIX, MANIFEST_SUFFIX, Hasher
 from stio.runtime import mark_progress
 from stio.runtime.memory import allocate
 from stio.storage.base import Note, SaveRules, Transaction, digest_of_source
@@ -38,6 +38,7 @@ from stio.storage.commit.destination import (
     CommitPlan,
     CommitPolicy,
     LocalDestination,
+    SingleFile,
     choose_names,
     describe_existing,
     existing_checkpoint,
@@ -45,7 +46,7 @@ from stio.storage.commit.destination import (
     require_replaceable,
     resolve,
 )
-from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, LockTimeout, directory_lock
+from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, LockTimeout, directory_lock, is_same
 from stio.storage.commit.files import (
     MAX_INDEX_BYTES,
     FileAttributes,
@@ -55,10 +56,12 @@ from stio.storage.commit.files import (
     create_files,
     read_small,
     write_small,
+    write_whole,
 )
 from stio.storage.commit.journal import (
     FILES_NAME,
     MAX_NOTE_BYTES,
+    STAGED_FILE_SUFFIX,
     STAGING_PREFIX,
     NoRenameError,
     StagingDirectory,
@@ -145,6 +148,57 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
             raise ValueError("a path cannot contain NUL")
         destination = LocalDestination(os.fspath(path), "fresh", resolve_links(home), name)
     return LocalTransaction(destination, lambda home_fd, save_id: CommitPlan("replacement", (), None), durable=durable)
+
+
+def write_small_file(destination: SingleFile, data: bytes) -> bool:
+    """Write one small file, durably and in one step, in the calling thread; without a staging directory.
+
+    The new file gets a name beside its destination, and is locked until it is renamed: recovery removes one that is
+    not. Two directories, two locks and their removal would take longer than to write a file of 1 MiB.
+
+    Args:
+        destination: The file; its directory exists.
+        data: Its content.
+
+    Returns:
+        False: nothing was done, since here a transaction has more to do: other saves may be under way, files beside
+        this one describe it or hide it, or the filesystem is not of this machine.
+
+    Raises:
+        StorageError: The destination is of another kind, or the operating system reported an error.
+        CommitUncertainError: See `LocalTransaction.commit`.
+    """
+    local = resolve(destination)
+    name = f"{STAGING_PREFIX}{secrets.token_hex(_ID_BYTES)}{STAGED_FILE_SUFFIX}"
+    with refusals("saving", local.path, caught=(OSError,)):
+        home_fd, _ = make_and_open(local.home, durable=True)
+        with closing(home_fd):
+            if not is_local(home_fd) or any(map(_concerns_transactions, os.listdir(home_fd))):
+                return False
+            require_replaceable(home_fd, local, (local.name,))
+            attributes = attributes_at(home_fd, local.name)
+            with closing(calls.open_file(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, dir_fd=home_fd)) as fd:
+                try:
+                    if not calls.try_lock(fd) or not is_same(home_fd, name, fd):
+                        return False  # a recovery has seen it before it was locked
+                    write_whole(fd, data, 0)
+                    if attributes is not None:
+                        attributes.apply(fd)
+                    calls.fsync(fd)
+                    calls.rename(name, local.name, source_fd=home_fd, target_fd=home_fd)
+                finally:
+                    calls.unlink(name, dir_fd=home_fd)
+                    calls.unlock(fd)
+            try:
+                calls.sync_directory(home_fd)
+            except OSError as error:
+                reason = f"syncing the directory failed after the commit: {os.strerror(error.errno or errno.EIO)}"
+                raise CommitUncertainError(reason, path=local.path, errno=error.errno) from error
+    return True
+
+
+def _concerns_transactions(name: str) -> bool:
+    return name.startswith(STAGING_PREFIX) or name.endswith((INDEX_SUFFIX, MANIFEST_SUFFIX))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from counts import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stio.compat.olmo import encode_name, nest, stable_pickle
+from stio.compat.olmo import encode_name, nest
 from stio.conversion.safe_pickle import (
     MAX_NAME_BYTES,
     PickleRefused,
@@ -49,16 +49,6 @@ def test_equal_paths_give_equal_names() -> None:
     assert one is not other
     assert pickle.dumps((one, one)) != pickle.dumps((one, other))
     assert encode_name((one, one), is_pickled=True) == encode_name((one, other), is_pickled=True)
-    assert stable_pickle([{one: 1}, {one: 2}]) == stable_pickle([{one: 1}, {other: 2}])
-
-
-def test_stable_pickles_keep_what_is_shared() -> None:
-    inner: list[Any] = [1]
-    found = pickle.loads(stable_pickle({"a": (inner, inner)}))
-    assert found["a"][0] is found["a"][1]
-    inner.append(inner)
-    with pytest.raises(ValueError, match="contains itself"):
-        stable_pickle(inner)
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
