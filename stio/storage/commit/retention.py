@@ -36,7 +36,7 @@ from stio.process import contextmanager
 from stio.storage.base import Identity
 from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.destination import DirectoryIdentity, directory_identity, identity_at
+from stio.storage.commit.destination import DirectoryIdentity, directory_identity, identities_at, identity_at
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
 from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, status_at, write_small
 from stio.storage.commit.journal import DELETED_PREFIX, KEPT_BY_SYSTEM, rename_for_deletion
@@ -170,7 +170,7 @@ def raise_error(error: OSError) -> None:
 
 def _identities(fd: int, path: str, names: Iterable[str]) -> dict[str, Identity]:
     """Return the identities of those of these files that exist in a directory, by path."""
-    return {os.path.join(path, name): file for name in names if (file := identity_at(fd, name)) is not None}
+    return {os.path.join(path, name): file for name, file in identities_at(fd, names).items()}
 
 
 class _Removal:

@@ -32,7 +32,7 @@ from stio.format.files import INDEX_SUFFIX, Hasher
 from stio.runtime import mark_progress
 from stio.runtime.memory import allocate
 from stio.storage.base import Note, SaveRules, Transaction, digest_of_source
-from stio.storage.checks import refusals, refused, resolve_links
+from stio.storage.checks import open_existing, refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.destination import (
     CommitPlan,
@@ -41,7 +41,8 @@ from stio.storage.commit.destination import (
     choose_names,
     describe_existing,
     existing_checkpoint,
-    make_and_open,
+    is_one_file,
+    open_home,
     require_replaceable,
     resolve,
 )
@@ -107,9 +108,9 @@ def begin_local(
         ValueError: Arguments contradict each other, or do not fit the content of the destination.
         StorageError: The destination is of another kind, or cannot be written.
     """
+    if num_shards != 1 and is_one_file(destination):
+        raise ValueError(f"{os.fsdecode(destination)}: one file cannot hold {num_shards} shards; give a directory")
     local = resolve(destination)
-    if local.kind == "file" and num_shards != 1:
-        raise ValueError(f"{local.path}: one file cannot hold {num_shards} shards; give a directory")
 
     def policy(home_fd: int, save_id: str) -> CommitPlan:
         existing = describe_existing(home_fd, local, rules.filename_pattern)
@@ -143,7 +144,9 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
         home, name = os.path.split(os.path.abspath(path))  # raises if there is no working directory
         if "\0" in name:
             raise ValueError("a path cannot contain NUL")
-        destination = LocalDestination(os.fspath(path), "fresh", resolve_links(home), name)
+        fd, real, rest = open_existing(home)
+    home = os.path.join(real, *rest)
+    destination = LocalDestination(os.fspath(path), "fresh", home, name, above_fd=fd, missing=tuple(rest))
     return LocalTransaction(destination, lambda home_fd, save_id: CommitPlan("replacement", (), None), durable=durable)
 
 
@@ -169,8 +172,8 @@ class NamedFiles:
             StorageError: The operating system refused.
         """
         real, home_fd = self._open()
-        destination = LocalDestination(self.path, "update", real, "", last_wins=True)
-        return LocalTransaction(destination, self._plan, durable=True, home_fd=home_fd)
+        destination = LocalDestination(self.path, "update", real, "", last_wins=True, above_fd=home_fd)
+        return LocalTransaction(destination, self._plan, durable=True)
 
     def clear(self) -> None:
         """Remove the old files if no new ones replace them; an index first."""
@@ -282,11 +285,9 @@ class LocalTransaction(FilesTransaction):
     moment. Otherwise it raises if the destination has changed since the first plan.
 
     Args:
-        destination: Its destination.
+        destination: Its destination; its `above_fd` is closed, also if this raises.
         policy: Makes the plan: names of new files, files to replace, step that commits.
         durable: Whether anything is synced.
-        home_fd: `destination.home`, open; owned by the transaction, also if this raises. None: it is opened, and made
-            if it does not exist.
         lock_timeout: Seconds for which it waits for locks of other saves, all waits together.
         check: Called while it waits here; it raises to end the wait.
 
@@ -304,7 +305,6 @@ class LocalTransaction(FilesTransaction):
         policy: CommitPolicy,
         *,
         durable: bool,
-        home_fd: int | None = None,
         lock_timeout: float = LOCK_TIMEOUT_SECONDS,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -316,14 +316,12 @@ class LocalTransaction(FilesTransaction):
         self._lock = ExitStack()  # holds the lock of the directory, where the commit needs it
         self._parents: dict[str, tuple[int, int]] = {}  # those of the destination that were made for this save
         try:
-            if home_fd is None:
-                home_fd, self._parents = make_and_open(destination.home, durable=durable)
-            self._home_fd = home_fd
+            self._home_fd, self._parents = open_home(destination, durable=durable)
             try:
                 self._recover(LockTimeout(min(_RECOVERY_SECONDS, lock_timeout)), check)
                 self._plan, self._staging = self._stage()
             except BaseException:
-                calls.close(home_fd)
+                calls.close(self._home_fd)
                 raise
         except StorageError:
             raise
@@ -332,7 +330,7 @@ class LocalTransaction(FilesTransaction):
         self._files_fd = self._staging.files_fd
         self._publication = Publication(
             destination=destination,
-            home_fd=home_fd,
+            home_fd=self._home_fd,
             staging=self._staging,
             lock=self._lock,
             plan=self._plan,
