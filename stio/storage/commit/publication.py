@@ -22,6 +22,7 @@ from stio.storage.commit.destination import (
     DirectoryIdentity,
     LocalDestination,
     directory_identity,
+    identities_at,
     identity_at,
 )
 from stio.storage.commit.directory_lock import is_same
@@ -103,11 +104,15 @@ class Publication:
     def _publish_directory(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Write index and notes into a fresh directory, and rename it."""
         files_fd, name = self.staging.files_fd, self.destination.name
-        for file, data in ((self.plan.index, index), *((note.name, note.after) for note in notes)):
+        small = [(self.plan.index, index), *((note.name, note.after) for note in notes)]
+        names = [*self.plan.shards]
+        for file, data in small:
             if file is not None and data is not None:
                 write_small(files_fd, file, data, durable=self.durable)
+                names.append(file)
         self._sync(files_fd)
-        written = self._surveyed()
+        own = {self.destination.real: directory_identity(files_fd)}
+        written = self._written(self.destination.real, identities_at(files_fd, names), own)
         try:
             calls.rename_new(FILES_NAME, name, source_fd=self.staging.fd, target_fd=self.home_fd, is_directory=True)
         except OSError as error:
@@ -123,7 +128,8 @@ class Publication:
     def _replace_directory(self) -> None:
         """Rename a directory, whose files are durable; it replaces a directory of the same name."""
         home_fd, name = self.home_fd, self.destination.name
-        written = self._surveyed()
+        new = survey(self.staging.files_fd, self.destination.real)
+        written = self._written("", new.files, new.directories)
         with ExitStack() as stack:
             aside = None
             if calls.exists(name, dir_fd=home_fd):
@@ -168,7 +174,10 @@ class Publication:
                 raise self._uncertain(_SHADOWED, error) from error
             self.cleanup_error = error
         with suppress(OSError):  # retention does not delete what is not described
-            self.written = self._written(files, notes)
+            for note in notes:
+                if read_small(self.home_fd, note.name, MAX_NOTE_BYTES) == note.after:
+                    files |= identities_at(self.home_fd, [note.name])
+            self.written = self._written(self.destination.home, files, {})
 
     def _require_unchanged(self) -> None:
         """Require that the destination is as planned. Called under the lock, and also where locks do not exist."""
@@ -214,23 +223,21 @@ class Publication:
             self._sync(self.home_fd)  # the staging directory's own name
         return record, files
 
-    def _surveyed(self) -> WrittenFiles:
-        """Return what the rename of the staged directory will publish."""
-        new = survey(self.staging.files_fd, self.destination.real)
-        parents = {self.destination.home: directory_identity(self.home_fd), **self.parents}
-        return WrittenFiles(new.files, {**new.directories, **parents}, new.made | self.parents.keys())
+    def _written(
+        self, directory: str, files: Mapping[str, Identity], new: Mapping[str, DirectoryIdentity]
+    ) -> WrittenFiles:
+        """Return what was published.
 
-    def _written(self, files: Mapping[str, Identity], notes: Sequence[Note]) -> WrittenFiles:
-        """Return what was published in a directory that existed: files that were staged, and notes."""
-        home, published = self.destination.home, dict(files)
-        for note in notes:
-            identity = identity_at(self.home_fd, note.name)
-            if identity is not None and read_small(self.home_fd, note.name, MAX_NOTE_BYTES) == note.after:
-                published[note.name] = identity
+        Args:
+            directory: The directory of the files.
+            files: The files, by name.
+            new: The directories that were published, by path.
+        """
+        home = {self.destination.home: directory_identity(self.home_fd)}
         return WrittenFiles(
-            {os.path.join(home, name): identity for name, identity in published.items()},
-            {home: directory_identity(self.home_fd), **self.parents},
-            self.parents.keys(),
+            {os.path.join(directory, name): identity for name, identity in files.items()},
+            {**new, **home, **self.parents},
+            new.keys() | self.parents.keys(),
         )
 
     def _staged(self, name: str) -> Identity:
