@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Literal
@@ -102,11 +103,17 @@ class StagingDirectory:
         except OSError as error:
             message = "a staging directory is left, the next save here or `stio gc` removes it: %s"
             log(logging.WARNING, message, error)
+        if name is not None:
+            with suppress(OSError):
+                calls.unlink(LOCK_NAME, dir_fd=self.fd)
         # Before the removal: filesystems in user space keep the names of open files, and the directory with them. By
         # its new name it belongs to whoever deletes it.
         self.release()
         if name is not None:
-            calls.remove_tree(name, dir_fd=self._home_fd)
+            try:
+                calls.remove_directory(name, dir_fd=self._home_fd)
+            except OSError:
+                calls.remove_tree(name, dir_fd=self._home_fd)
 
     def release(self) -> None:
         """Close the directory and release its lock; the next recovery handles it. Idempotent."""
