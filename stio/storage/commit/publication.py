@@ -38,6 +38,7 @@ from stio.storage.commit.files import (
 from stio.storage.commit.journal import (
     FILES_NAME,
     MAX_NOTE_BYTES,
+    STAGING_PREFIX,
     JournalRecord,
     StagingDirectory,
     apply_notes,
@@ -50,7 +51,7 @@ from stio.storage.commit.journal import (
     stage_notes,
     write_record,
 )
-from stio.storage.commit.retention import WrittenFiles, aside_directory, put_back, survey
+from stio.storage.commit.retention import WrittenFiles, put_back, set_aside, survey
 
 _INTERRUPTED = "replacing the files was interrupted; the next save here, or collect_garbage, completes it"
 _SHADOWED = "the old index could not be removed, so readers load the old checkpoint; the next save here removes it"
@@ -130,25 +131,27 @@ class Publication:
         home_fd, name = self.home_fd, self.destination.name
         new = survey(self.staging.files_fd, self.destination.real)
         written = self._written("", new.files, new.directories)
-        with ExitStack() as stack:
-            aside = None
+        try:
             if calls.exists(name, dir_fd=home_fd):
-                aside = stack.enter_context(aside_directory(home_fd))
-                calls.rename(name, name, source_fd=home_fd, target_fd=aside.fd)
-            try:
-                calls.rename(FILES_NAME, name, source_fd=self.staging.fd, target_fd=home_fd)
-            except OSError:
-                if aside is not None:
-                    with suppress(OSError):  # recovery puts it back
-                        put_back(home_fd, self.destination.home, aside)
-                raise
-            self.written = written
-            self._confirm()
-            if aside is not None:
-                try:
-                    put_back(home_fd, self.destination.home, aside)
-                except OSError as error:
-                    self.cleanup_error = error
+                self.needs_recovery = True
+                set_aside(home_fd, name, self.staging.fd)
+            calls.rename(FILES_NAME, name, source_fd=self.staging.fd, target_fd=home_fd)
+        except OSError:
+            with suppress(OSError):  # recovery puts it back
+                self._put_back()
+            raise
+        self.written = written
+        self._confirm()
+        try:
+            self._put_back()
+        except OSError as error:
+            self.cleanup_error = error
+
+    def _put_back(self) -> None:
+        """Put back what was set aside, as far as its name is free; the staging directory can be removed then."""
+        staging = os.path.join(self.destination.home, STAGING_PREFIX + self.staging.save_id)
+        put_back(self.home_fd, self.staging.fd, staging, durable=self.durable)
+        self.needs_recovery = False
 
     def _publish_files(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Publish files in a directory that exists, under its lock."""
