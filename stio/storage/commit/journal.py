@@ -332,20 +332,21 @@ def is_committed(home_fd: int, record: JournalRecord) -> bool:
     return digest_of(read_small(home_fd, record.last, MAX_INDEX_BYTES)) == record.last_sha256
 
 
-def replace_files(home_fd: int, staging_fd: int, files_fd: int, record: JournalRecord, *, durable: bool) -> None:
-    """Replace the old files one by one, or the rest of them; only if the record is the commit.
+def make_visible(home_fd: int, staging_fd: int, files_fd: int, record: JournalRecord, *, durable: bool) -> None:
+    """Make the changes of a commit, or the rest of them. The last one is the commit, if the record is not.
 
     Raises:
-        OSError: The operating system reported an error; the rest can be done later.
+        FileExistsError: A name that was free is in use.
+        OSError: The operating system reported an error.
     """
+    replaces = record.commit == "files"
     apply_notes(home_fd, staging_fd, record.notes, "before")
     for name in (*record.moves, record.last):
-        if name == record.last and durable:
+        if name == record.last and durable and (record.moves or record.notes):
             calls.sync_directory(home_fd)  # the shards are durable before an index that names them
-        if stamp_of(files_fd, name) is not None:
-            calls.rename(name, name, source_fd=files_fd, target_fd=home_fd)
-    if durable:
-        calls.sync_directory(home_fd)
+        if not replaces or stamp_of(files_fd, name) is not None:
+            rename = calls.rename if replaces or name == record.last else calls.rename_new
+            rename(name, name, source_fd=files_fd, target_fd=home_fd)
 
 
 def clean_up(home_fd: int, staging_fd: int, record: JournalRecord, *, durable: bool) -> None:

@@ -41,12 +41,11 @@ from stio.storage.commit.journal import (
     STAGING_PREFIX,
     JournalRecord,
     StagingDirectory,
-    apply_notes,
     clean_up,
     has_old_index,
     is_committed,
+    make_visible,
     remove_record,
-    replace_files,
     roll_back,
     stage_notes,
     write_record,
@@ -55,6 +54,7 @@ from stio.storage.commit.retention import WrittenFiles, put_back, set_aside, sur
 
 _INTERRUPTED = "replacing the files was interrupted; the next save here, or collect_garbage, completes it"
 _SHADOWED = "the old index could not be removed, so readers load the old checkpoint; the next save here removes it"
+_RENAMED = "the system reported an error for a rename that it did"
 _UNREADABLE = (
     "publishing failed, and it cannot be read whether the new checkpoint is in place; check the destination, or save "
     "again"
@@ -120,7 +120,7 @@ class Publication:
             if error.errno in _TAKEN:
                 raise self._conflict() from error
             if is_same(self.home_fd, name, files_fd):
-                raise self._uncertain("the system reported an error for a rename that it did", error) from error
+                raise self._uncertain(_RENAMED, error) from error
             raise
         self.written = written
         self.close()
@@ -156,19 +156,24 @@ class Publication:
     def _publish_files(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Publish files in a directory that exists, under its lock."""
         self._require_unchanged()
+        record, files = self._record(index, notes)
+        home_fd, staging, durable = self.home_fd, self.staging, self.durable
+        needs_record = bool(record.moves or record.unlink or record.notes)  # otherwise the commit is one rename
+        self.needs_recovery = True
         try:
-            record, files = self._record(index, notes)
-        except OSError as error:
-            self._withdraw(error)
+            if needs_record:
+                write_record(staging.fd, record, durable=durable)
+                self._sync(home_fd)  # the staging directory's own name
+            make_visible(home_fd, staging.fd, staging.files_fd, record, durable=durable)
+        except BaseException as error:
+            self._undo(record, error)
+            if isinstance(error, FileExistsError):
+                raise self._conflict() from error
             raise
-        if record.commit == "files":
-            self._replace_files(record)
-        else:
-            self._rename_files(record)
-            self.needs_recovery = _needs_record(record)
-            if not self.needs_recovery:
-                self.close()
-            self._confirm()
+        self.needs_recovery = needs_record
+        if not needs_record:
+            self.close()
+        self._confirm()
         try:
             clean_up(self.home_fd, self.staging.fd, record, durable=self.durable)
             self.needs_recovery = False
@@ -194,10 +199,10 @@ class Publication:
                 raise self._conflict()
 
     def _record(self, index: bytes | None, notes: Sequence[Note]) -> tuple[JournalRecord, dict[str, Identity]]:
-        """Write index and notes into the staging directory, and the journal's record of the commit.
+        """Write index and notes into the staging directory; return the journal's record of the commit, and the files.
 
-        Returns:
-            The record, and the new files.
+        Raises:
+            OSError: The operating system reported an error.
         """
         plan, staging, shards = self.plan, self.staging, self.plan.shards
         assert plan.commit != "directory" and plan.commit != "replacement"
@@ -221,9 +226,6 @@ class Publication:
         )
         if record.commit == "files":
             self._sync(staging.files_fd)  # this record is the commit: all that it names must be durable
-        if _needs_record(record):
-            write_record(staging.fd, record, durable=self.durable)
-            self._sync(self.home_fd)  # the staging directory's own name
         return record, files
 
     def _written(
@@ -254,73 +256,37 @@ class Publication:
             )
         return identity
 
-    def _rename_files(self, record: JournalRecord) -> None:
-        """Make the changes that are visible before the commit, then the commit; undo them if it fails."""
-        files_fd, home_fd = self.staging.files_fd, self.home_fd
-        try:
-            apply_notes(home_fd, self.staging.fd, record.notes, "before")
-            for name in record.moves:
-                try:
-                    calls.rename_new(name, name, source_fd=files_fd, target_fd=home_fd)
-                except FileExistsError as error:
-                    raise self._conflict() from error
-            if record.moves or record.notes:
-                self._sync(home_fd)
-            calls.rename(record.last, record.last, source_fd=files_fd, target_fd=home_fd)
-        except BaseException:
-            self._undo(record)
-            raise
-
-    def _replace_files(self, record: JournalRecord) -> None:
-        """Replace the old files one by one; the record is the commit."""
-        staging = self.staging
-        self.needs_recovery = True
-        try:
-            replace_files(self.home_fd, staging.fd, staging.files_fd, record, durable=self.durable)
-        except OSError as error:
-            if self._are_all_staged(record):
-                self._undo(record)  # nothing was replaced yet
-                if not self.needs_recovery:
-                    self._withdraw(error)
-                    raise
-            raise self._uncertain(_INTERRUPTED, error) from error
-
-    def _are_all_staged(self, record: JournalRecord) -> bool:
-        """Return whether all new files are still in the staging directory; False if that cannot be read."""
-        files_fd = self.staging.files_fd
-        try:
-            return all(stamp_of(files_fd, name) is not None for name in (*record.moves, record.last))
-        except OSError:
-            return False
-
-    def _undo(self, record: JournalRecord) -> None:
+    def _undo(self, record: JournalRecord, error: BaseException) -> None:
         """Undo the visible changes; if that fails the record stays, for recovery.
 
-        Raises:
-            CommitUncertainError: The commit is in place, or that cannot be read.
-        """
-        self.needs_recovery = True
-        try:
-            committed = record.commit != "files" and is_committed(self.home_fd, record)
-        except OSError as error:
-            raise self._uncertain(_UNREADABLE, error) from error
-        if committed:
-            raise self._uncertain("the system reported an error for a rename that it did")
-        try:
-            roll_back(self.home_fd, self.staging.fd, record, durable=self.durable)
-            self.needs_recovery = False
-        except OSError as error:
-            self.cleanup_error = error
+        Args:
+            record: What was to be changed.
+            error: What ended that.
 
-    def _withdraw(self, error: OSError) -> None:
-        """Remove a record that is the commit, so that no recovery completes a save that has failed."""
-        if self.plan.commit == "files":
-            self.needs_recovery = True
-            try:
-                remove_record(self.staging.fd, durable=self.durable)
-                self.needs_recovery = False
-            except OSError:
+        Raises:
+            CommitUncertainError: The commit is in place, or that cannot be read; or files are replaced one by one, and
+                that has begun, or recovery will do it.
+        """
+        staging, replaces = self.staging, record.commit == "files"
+        try:
+            if not replaces:
+                is_begun = is_committed(self.home_fd, record)
+            else:
+                names = (*record.moves, record.last)
+                is_begun = any(stamp_of(staging.files_fd, name) is None for name in names)
+        except OSError as failure:
+            raise self._uncertain(_INTERRUPTED if replaces else _UNREADABLE, failure) from failure
+        if is_begun:
+            raise self._uncertain(_INTERRUPTED if replaces else _RENAMED, error) from error
+        try:
+            roll_back(self.home_fd, staging.fd, record, durable=self.durable)
+            if replaces:
+                remove_record(staging.fd, durable=self.durable)  # it is the commit
+            self.needs_recovery = False
+        except OSError as failure:
+            if replaces:
                 raise self._uncertain(_INTERRUPTED, error) from error
+            self.cleanup_error = failure
 
     def close(self) -> None:
         """Release the lock, and remove the staging directory, unless recovery reads it. Idempotent; never raises.
@@ -344,9 +310,10 @@ class Publication:
 
     # Errors.
 
-    def _uncertain(self, message: str, error: OSError | None = None) -> CommitUncertainError:
-        reason = f": {os.strerror(error.errno)}" if error is not None and error.errno else ""
-        return CommitUncertainError(message + reason, path=self.destination.path, errno=error.errno if error else None)
+    def _uncertain(self, message: str, error: BaseException) -> CommitUncertainError:
+        number = error.errno if isinstance(error, OSError) else None
+        reason = f": {os.strerror(number)}" if number else ""
+        return CommitUncertainError(message + reason, path=self.destination.path, errno=number)
 
     def _conflict(self) -> ConcurrentSaveError:
         return ConcurrentSaveError(
@@ -354,7 +321,3 @@ class Publication:
             "rolled back",
             path=self.destination.path,
         )
-
-
-def _needs_record(record: JournalRecord) -> bool:
-    return bool(record.moves or record.unlink or record.notes)  # otherwise the commit is one rename

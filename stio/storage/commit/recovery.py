@@ -50,9 +50,9 @@ from stio.storage.commit.journal import (
     clean_up,
     has_version,
     is_committed,
+    make_visible,
     read_record,
     rename_for_deletion,
-    replace_files,
     roll_back,
 )
 from stio.storage.commit.retention import put_back
@@ -334,7 +334,7 @@ def _roll(home_fd: int, fd: int) -> str:
         return "undone"
     if record.commit == "files":
         with closing(calls.open_directory(FILES_NAME, dir_fd=fd)) as files_fd:
-            replace_files(home_fd, fd, files_fd, record, durable=True)
+            make_visible(home_fd, fd, files_fd, record, durable=True)
     calls.sync_directory(home_fd)  # its owner may have died before the commit's own sync
     clean_up(home_fd, fd, record, durable=True)
     return "finished"
