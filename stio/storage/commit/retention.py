@@ -188,14 +188,14 @@ class _Removal:
         for path in self._files:
             if not is_below_any(path, ended):
                 by_directory.setdefault(os.path.dirname(path), []).append(os.path.basename(path))
-        emptied = [directory for directory, names in by_directory.items() if self._remove_files(directory, names)]
+        for directory, names in by_directory.items():
+            self._remove_files(directory, names)
         for path in sorted(self._made, reverse=True):
-            if any(is_below_any(directory, [path]) for directory in emptied):
-                parent, name = os.path.split(path)
-                with self._opened(parent) as fd, self._opened(path) as below:
-                    if fd is not None and below is not None:
-                        with suppress(OSError):  # it is not empty
-                            calls.remove_directory(name, dir_fd=fd)
+            parent, name = os.path.split(path)
+            with self._opened(parent) as fd, self._opened(path) as below:
+                if fd is not None and below is not None:
+                    with suppress(OSError):  # it is not empty
+                        calls.remove_directory(name, dir_fd=fd)
 
     def _remove_whole(self, path: str) -> bool:
         """Delete a directory that the save made, if it holds only what was written with it.
