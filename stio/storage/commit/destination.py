@@ -122,7 +122,26 @@ def _require_kind(path: str, status: os.stat_result | None, *, is_file: bool) ->
     raise StorageError(message, path=path, errno=number)
 
 
-def open_home(destination: LocalDestination, *, durable: bool) -> tuple[int, dict[str, DirectoryIdentity]]:
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The directory in which a save works, open."""
+
+    destination: LocalDestination
+    """The save's destination, which has its path."""
+    fd: int
+    """The directory."""
+    durable: bool
+    """Whether anything is synced."""
+    made: dict[str, DirectoryIdentity]
+    """The directories that were made for this save, by path: this one, and those above it."""
+
+    def sync(self, fd: int | None = None) -> None:
+        """Make the names in this directory, or in another one, durable."""
+        if self.durable:
+            calls.sync_directory(self.fd if fd is None else fd)
+
+
+def open_home(destination: LocalDestination, *, durable: bool) -> Home:
     """Open the home of a destination; make it if it is missing, and make its name durable, also if it existed.
 
     What was made stays if the save fails: another save may work in it.
@@ -130,9 +149,6 @@ def open_home(destination: LocalDestination, *, durable: bool) -> tuple[int, dic
     Args:
         destination: The destination; its `above_fd` is closed.
         durable: Whether names are made durable.
-
-    Returns:
-        The home, open, and the directories that were made, by path.
 
     Raises:
         OSError: The operating system reported an error.
@@ -159,7 +175,7 @@ def open_home(destination: LocalDestination, *, durable: bool) -> tuple[int, dic
     except BaseException:
         calls.close(fd)
         raise
-    return fd, made
+    return Home(destination, fd, durable, made)
 
 
 _durable_names: dict[str, tuple[int, int, float]] = {}

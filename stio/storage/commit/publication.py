@@ -20,7 +20,7 @@ from stio.storage.commit import syscalls as calls
 from stio.storage.commit.destination import (
     CommitPlan,
     DirectoryIdentity,
-    LocalDestination,
+    Home,
     directory_identity,
     identities_at,
     identity_at,
@@ -62,24 +62,18 @@ _UNREADABLE = (
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Publication:
     """The commit of one transaction. Its files are complete and durable, and it holds the lock that the plan needs."""
 
-    destination: LocalDestination
-    """The destination."""
-    home_fd: int
-    """`destination.home`, open; owned by the transaction."""
+    home: Home
+    """The directory in which the save works; owned by the transaction."""
     staging: StagingDirectory
     """The staging directory with the new files."""
     lock: ExitStack
     """Holds the lock of the directory, where the plan needs it."""
     plan: CommitPlan
     """Their names, the files that they replace, and the step that commits."""
-    durable: bool
-    """Whether anything is synced."""
-    parents: Mapping[str, DirectoryIdentity]
-    """The parents of the destination that were made for this save."""
     written: WrittenFiles = field(default_factory=WrittenFiles)
     """What was published."""
     needs_recovery: bool = False
@@ -104,22 +98,22 @@ class Publication:
 
     def _publish_directory(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Write index and notes into a fresh directory, and rename it."""
-        files_fd, name = self.staging.files_fd, self.destination.name
+        files_fd, name = self.staging.files_fd, self.home.destination.name
         small = [(self.plan.index, index), *((note.name, note.after) for note in notes)]
         names = [*self.plan.shards]
         for file, data in small:
             if file is not None and data is not None:
-                write_small(files_fd, file, data, durable=self.durable)
+                write_small(files_fd, file, data, durable=self.home.durable)
                 names.append(file)
-        self._sync(files_fd)
-        own = {self.destination.real: directory_identity(files_fd)}
-        written = self._written(self.destination.real, identities_at(files_fd, names), own)
+        self.home.sync(files_fd)
+        own = {self.home.destination.real: directory_identity(files_fd)}
+        written = self._written(self.home.destination.real, identities_at(files_fd, names), own)
         try:
-            calls.rename_new(FILES_NAME, name, source_fd=self.staging.fd, target_fd=self.home_fd, is_directory=True)
+            calls.rename_new(FILES_NAME, name, source_fd=self.staging.fd, target_fd=self.home.fd, is_directory=True)
         except OSError as error:
             if error.errno in _TAKEN:
                 raise self._conflict() from error
-            if is_same(self.home_fd, name, files_fd):
+            if is_same(self.home.fd, name, files_fd):
                 raise self._uncertain(_RENAMED, error) from error
             raise
         self.written = written
@@ -128,8 +122,8 @@ class Publication:
 
     def _replace_directory(self) -> None:
         """Rename a directory, whose files are durable; it replaces a directory of the same name."""
-        home_fd, name = self.home_fd, self.destination.name
-        new = survey(self.staging.files_fd, self.destination.real)
+        home_fd, name = self.home.fd, self.home.destination.name
+        new = survey(self.staging.files_fd, self.home.destination.real)
         written = self._written("", new.files, new.directories)
         try:
             if calls.exists(name, dir_fd=home_fd):
@@ -149,21 +143,21 @@ class Publication:
 
     def _put_back(self) -> None:
         """Put back what was set aside, as far as its name is free; the staging directory can be removed then."""
-        staging = os.path.join(self.destination.home, STAGING_PREFIX + self.staging.save_id)
-        put_back(self.home_fd, self.staging.fd, staging, durable=self.durable)
+        staging = os.path.join(self.home.destination.home, STAGING_PREFIX + self.staging.save_id)
+        put_back(self.home.fd, self.staging.fd, staging, durable=self.home.durable)
         self.needs_recovery = False
 
     def _publish_files(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Publish files in a directory that exists, under its lock."""
         self._require_unchanged()
         record, files = self._record(index, notes)
-        home_fd, staging, durable = self.home_fd, self.staging, self.durable
+        home_fd, staging, durable = self.home.fd, self.staging, self.home.durable
         needs_record = bool(record.moves or record.unlink or record.notes)  # otherwise the commit is one rename
         self.needs_recovery = True
         try:
             if needs_record:
                 write_record(staging.fd, record, durable=durable)
-                self._sync(home_fd)  # the staging directory's own name
+                self.home.sync()  # the staging directory's own name
             make_visible(home_fd, staging.fd, staging.files_fd, record, durable=durable)
         except BaseException as error:
             self._undo(record, error)
@@ -175,28 +169,27 @@ class Publication:
             self.close()
         self._confirm()
         try:
-            clean_up(self.home_fd, self.staging.fd, record, durable=self.durable)
+            clean_up(self.home.fd, self.staging.fd, record, durable=self.home.durable)
             self.needs_recovery = False
         except OSError as error:
-            if has_old_index(self.home_fd, record):
+            if has_old_index(self.home.fd, record):
                 raise self._uncertain(_SHADOWED, error) from error
             self.cleanup_error = error
         with suppress(OSError):  # retention does not delete what is not described
             for note in notes:
-                if read_small(self.home_fd, note.name, MAX_NOTE_BYTES) == note.after:
-                    files |= identities_at(self.home_fd, [note.name])
-            self.written = self._written(self.destination.home, files, {})
+                if read_small(self.home.fd, note.name, MAX_NOTE_BYTES) == note.after:
+                    files |= identities_at(self.home.fd, [note.name])
+            self.written = self._written(self.home.destination.home, files, {})
 
     def _require_unchanged(self) -> None:
         """Require that the destination is as planned. Called under the lock, and also where locks do not exist."""
         existing = self.plan.existing
         if existing.index is not None:
-            index = read_small(self.home_fd, existing.index, MAX_INDEX_BYTES)
+            index = read_small(self.home.fd, existing.index, MAX_INDEX_BYTES)
             if digest_of(index) != existing.index_sha256:
                 raise self._conflict()
-        for name in dict.fromkeys((*existing.files, *self.plan.shards)):
-            if identity_at(self.home_fd, name) != existing.files.get(name):
-                raise self._conflict()
+        if identities_at(self.home.fd, (*existing.files, *self.plan.shards)) != existing.files:
+            raise self._conflict()
 
     def _record(self, index: bytes | None, notes: Sequence[Note]) -> tuple[JournalRecord, dict[str, Identity]]:
         """Write index and notes into the staging directory; return the journal's record of the commit, and the files.
@@ -209,14 +202,14 @@ class Publication:
         moves, last = (shards, plan.index) if plan.index is not None else ((), shards[0])
         if plan.index is not None:
             assert index is not None
-            attributes = attributes_at(self.home_fd, plan.index)
-            write_small(staging.files_fd, plan.index, index, attributes=attributes, durable=self.durable)
+            attributes = attributes_at(self.home.fd, plan.index)
+            write_small(staging.files_fd, plan.index, index, attributes=attributes, durable=self.home.durable)
         files = {name: self._staged(name) for name in (*moves, last)}
         record = JournalRecord(
             version=1,
             save_id=staging.save_id,
             commit=plan.commit,
-            notes=stage_notes(self.home_fd, staging.fd, notes, durable=self.durable),
+            notes=stage_notes(self.home.fd, staging.fd, notes, durable=self.home.durable),
             last=last,
             last_stamp=Stamp.of(files[last]),
             last_sha256=digest_of(index),
@@ -225,7 +218,7 @@ class Publication:
             unlink={name: Stamp.of(old) for name, old in plan.existing.files.items() if name not in shards},
         )
         if record.commit == "files":
-            self._sync(staging.files_fd)  # this record is the commit: all that it names must be durable
+            self.home.sync(staging.files_fd)  # this record is the commit: all that it names must be durable
         return record, files
 
     def _written(
@@ -238,11 +231,11 @@ class Publication:
             files: The files, by name.
             new: The directories that were published, by path.
         """
-        home = {self.destination.home: directory_identity(self.home_fd)}
+        home = {self.home.destination.home: directory_identity(self.home.fd)}
         return WrittenFiles(
             {os.path.join(directory, name): identity for name, identity in files.items()},
-            {**new, **home, **self.parents},
-            new.keys() | self.parents.keys(),
+            {**new, **home, **self.home.made},
+            new.keys() | self.home.made.keys(),
         )
 
     def _staged(self, name: str) -> Identity:
@@ -250,7 +243,7 @@ class Publication:
         if identity is None:
             raise StorageError(
                 "a new file was removed from the staging directory during the save; save again",
-                path=self.destination.path,
+                path=self.home.destination.path,
                 errno=errno.ENOENT,
                 expected=name,
             )
@@ -270,7 +263,7 @@ class Publication:
         staging, replaces = self.staging, record.commit == "files"
         try:
             if not replaces:
-                is_begun = is_committed(self.home_fd, record)
+                is_begun = is_committed(self.home.fd, record)
             else:
                 names = (*record.moves, record.last)
                 is_begun = any(stamp_of(staging.files_fd, name) is None for name in names)
@@ -279,9 +272,9 @@ class Publication:
         if is_begun:
             raise self._uncertain(_INTERRUPTED if replaces else _RENAMED, error) from error
         try:
-            roll_back(self.home_fd, staging.fd, record, durable=self.durable)
+            roll_back(self.home.fd, staging.fd, record, durable=self.home.durable)
             if replaces:
-                remove_record(staging.fd, durable=self.durable)  # it is the commit
+                remove_record(staging.fd, durable=self.home.durable)  # it is the commit
             self.needs_recovery = False
         except OSError as failure:
             if replaces:
@@ -300,24 +293,20 @@ class Publication:
     def _confirm(self) -> None:
         """Make the commit durable."""
         try:
-            self._sync(self.home_fd)
+            self.home.sync()
         except OSError as error:
             raise self._uncertain("syncing the directory failed after the commit", error) from error
-
-    def _sync(self, directory_fd: int) -> None:
-        if self.durable:
-            calls.sync_directory(directory_fd)
 
     # Errors.
 
     def _uncertain(self, message: str, error: BaseException) -> CommitUncertainError:
         number = error.errno if isinstance(error, OSError) else None
         reason = f": {os.strerror(number)}" if number else ""
-        return CommitUncertainError(message + reason, path=self.destination.path, errno=number)
+        return CommitUncertainError(message + reason, path=self.home.destination.path, errno=number)
 
     def _conflict(self) -> ConcurrentSaveError:
         return ConcurrentSaveError(
             "another save, or another program, changed the destination while this save was under way; this one was "
             "rolled back",
-            path=self.destination.path,
+            path=self.home.destination.path,
         )

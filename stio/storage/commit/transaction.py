@@ -79,9 +79,9 @@ _NONCE_BYTES = 16
 _ATTEMPTS = 8
 _RECOVERY_SECONDS = 1.0
 """Longest time that a save waits for a lock in the recovery that it begins with, which it can do without."""
-_DEFAULT_NAME_BYTES = 255
 _VISIBLE_SECONDS = 5.0
 """Longest time after which a network filesystem shows a new directory to another machine."""
+_USUAL_NAME_BYTES = 255
 _HASHED_BYTES = 4 << 20
 
 
@@ -262,6 +262,10 @@ class FilesTransaction(Transaction):
         finally:
             file.close()
 
+    def _end(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
     def _writer(self, name: str, nbytes: int, attributes: FileAttributes | None = None) -> LocalFileWriter:
         """Return the writer of a shard, of which this process writes so many bytes."""
         return LocalFileWriter(
@@ -314,33 +318,24 @@ class LocalTransaction(FilesTransaction):
         self._finished: set[str] = set()  # names of the files that other libraries or processes wrote
         self._timeout = LockTimeout(lock_timeout)
         self._lock = ExitStack()  # holds the lock of the directory, where the commit needs it
-        self._parents: dict[str, tuple[int, int]] = {}  # those of the destination that were made for this save
         try:
-            self._home_fd, self._parents = open_home(destination, durable=durable)
+            self._home = open_home(destination, durable=durable)
             try:
                 self._recover(LockTimeout(min(_RECOVERY_SECONDS, lock_timeout)), check)
                 self._plan, self._staging = self._stage()
             except BaseException:
-                calls.close(self._home_fd)
+                calls.close(self._home.fd)
                 raise
         except StorageError:
             raise
         except OSError as error:
             raise self._begin_refused(error) from error
         self._files_fd = self._staging.files_fd
-        self._publication = Publication(
-            destination=destination,
-            home_fd=self._home_fd,
-            staging=self._staging,
-            lock=self._lock,
-            plan=self._plan,
-            durable=durable,
-            parents=self._parents,
-        )
+        self._publication = Publication(self._home, self._staging, self._lock, self._plan)
         self.shard_names, self.takes_index = self._plan.shards, self._plan.index is not None
 
     def _recover(self, timeout: LockTimeout, check: Callable[[], None]) -> None:
-        left = recover(self._home_fd, self._destination.home, timeout, check)
+        left = recover(self._home.fd, self._destination.home, timeout, check)
         if left.newer and self._destination.kind != "fresh":  # beside a new directory it concerns another destination
             raise StorageError(
                 "a save by another version of stio was interrupted here; run `stio gc` of that version, or delete this "
@@ -356,7 +351,7 @@ class LocalTransaction(FilesTransaction):
                 "; a save publishes by a rename, which this filesystem does not have: save to another one, or to a "
                 "bucket that is mounted here (mount-s3) by its URL, s3://bucket/path"
             )
-            for parent in reversed(self._parents):
+            for parent in reversed(self._home.made):
                 with suppress(OSError):  # it has been used meanwhile
                     calls.remove_directory(parent)
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -369,13 +364,13 @@ class LocalTransaction(FilesTransaction):
             plan = self._planned(save_id)  # first: it raises before anything is made
             self.require_names(*plan.shards, *([] if plan.index is None else [plan.index]))
             with suppress(FileExistsError):
-                return plan, StagingDirectory(self._home_fd, save_id)
+                return plan, StagingDirectory(self._home.fd, save_id)
         raise OSError(f"no staging directory in {_ATTEMPTS} attempts")
 
     def _planned(self, save_id: str) -> CommitPlan:
         """Return the policy's plan; it reads the old checkpoint."""
         try:
-            return self._policy(self._home_fd, save_id)
+            return self._policy(self._home.fd, save_id)
         except StorageError:
             raise
         except OSError as error:
@@ -398,9 +393,9 @@ class LocalTransaction(FilesTransaction):
             StorageError: One is too long.
         """
         try:
-            limit = os.fpathconf(self._home_fd, "PC_NAME_MAX")
-        except (OSError, ValueError):
-            limit = _DEFAULT_NAME_BYTES
+            limit = os.fpathconf(self._home.fd, "PC_NAME_MAX")
+        except OSError:  # a sandbox refuses it
+            limit = _USUAL_NAME_BYTES
         for name in names:
             if len(os.fsencode(name)) > limit:
                 raise StorageError(
@@ -443,7 +438,7 @@ class LocalTransaction(FilesTransaction):
     def _replaced_attributes(self, shard: str) -> FileAttributes | None:
         """Return the attributes that a new shard keeps: of the file that it replaces, else of an old shard."""
         existing = self._plan.existing
-        own = attributes_at(self._home_fd, shard) if shard in existing.files else None
+        own = attributes_at(self._home.fd, shard) if shard in existing.files else None
         return own or existing.shard_attributes
 
     def finish_file(self, name: str, nbytes: int | None = None) -> None:
@@ -481,7 +476,7 @@ class LocalTransaction(FilesTransaction):
         if self._destination.kind == "fresh":
             return None
         with refusals(f"reading {name}", self.path):
-            return read_small(self._home_fd, name, MAX_NOTE_BYTES, where=self.path)
+            return read_small(self._home.fd, name, MAX_NOTE_BYTES, where=self.path)
 
     def _prepare(self, check: Callable[[], None]) -> None:
         """Take the directory's lock where the commit needs it; complete a directory that other libraries have filled.
@@ -494,9 +489,9 @@ class LocalTransaction(FilesTransaction):
             return
         with refusals("publishing the checkpoint", self.path):
             if self._plan.commit == "replacement":
-                _finish_tree(self._files_fd, self._home_fd, self._destination.name, check, durable=self._durable)
+                _finish_tree(self._files_fd, self._home.fd, self._destination.name, check, durable=self._durable)
             home, path = self._destination.home, self._destination.path
-            self._lock.enter_context(directory_lock(self._home_fd, home, self._timeout, check, destination=path))
+            self._lock.enter_context(directory_lock(self._home.fd, home, self._timeout, check, destination=path))
 
     # Commit.
 
@@ -527,11 +522,10 @@ class LocalTransaction(FilesTransaction):
 
     def _end(self) -> None:
         """Close everything, and remove the staging directory, unless recovery reads it; see `Publication`."""
-        for writer in self._writers:
-            writer.close()
+        super()._end()
         publication = self._publication
         publication.close()
-        calls.close(self._home_fd)
+        calls.close(self._home.fd)
         if publication.cleanup_error is not None:
             message = "%s: cleaning up failed, the next save here or `stio gc` completes it: %s"
             log(logging.WARNING, message, self._destination.path, publication.cleanup_error)
@@ -619,8 +613,7 @@ class JoinedTransaction(FilesTransaction):
 
     def _end(self) -> None:
         """Close all descriptors; no write may be under way."""
-        for writer in self._writers:
-            writer.close()
+        super()._end()
         calls.close(self._files_fd)
 
 
