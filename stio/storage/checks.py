@@ -284,7 +284,6 @@ _LISTED = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC",
 # With O_PATH the right to pass through a directory is enough. Other systems need the right to list it.
 _PASSED = _LISTED | getattr(os, "O_PATH", 0)
 _MAX_LINKS = 40  # as the kernel
-_HAVE_DIR_FD = os.open in os.supports_dir_fd
 
 
 def local_directory(path: object, keyword: str) -> str:
@@ -341,11 +340,20 @@ def resolve_links(path: str) -> str:
         OSError: The operating system reported an error.
         ValueError: The path contains a NUL.
     """
-    if not _HAVE_DIR_FD:
-        return os.path.realpath(path)
-    fd, passed, rest = _follow(path if os.path.isabs(path) else os.path.join(os.getcwd(), path), None)
+    fd, real, rest = open_existing(path)
     os.close(fd)
-    return os.sep + os.sep.join((*passed, *rest))
+    return os.path.join(real, *rest)
+
+
+def open_existing(path: str) -> tuple[int, str, list[str]]:
+    """Open the part of a path that exists, links followed by the rule of this module; raises as `resolve_links` does.
+
+    Returns:
+        The last directory, open, not for reading; its path without links; the names that are left: the first is no
+        directory or does not exist.
+    """
+    fd, passed, rest = _follow(path if os.path.isabs(path) else os.path.join(os.getcwd(), path), None)
+    return fd, os.sep + os.sep.join(passed), rest
 
 
 def open_resolved(path: str) -> int:
@@ -356,9 +364,7 @@ def open_resolved(path: str) -> int:
         OSError: The operating system reported an error.
     """
     names = path.strip(os.sep).split(os.sep) if path != os.sep else []
-    if not _HAVE_DIR_FD or not names:
-        return os.open(path, _LISTED)
-    fd = os.open(os.sep, _PASSED)
+    fd = os.open(os.sep, _PASSED if names else _LISTED)
     for position, name in enumerate(names, 1):
         try:
             below = os.open(name, (_LISTED if position == len(names) else _PASSED) | _NO_FOLLOW, dir_fd=fd)

@@ -9,13 +9,13 @@ commits. `syscalls.py` has every call that changes a disk.
 
 After a crash, the next save in the directory, or `collect_garbage` (`stio gc`), cleans up by `recovery.py`:
 
-- a staging directory without a record: removed, with the new files in it; nothing was visible yet;
+- a staging directory without a record: removed, with the new files in it; nothing was visible yet. If it holds a
+  directory that another one was to replace, its content is put back before, or gets a name `.stio-kept-<id>` if its own
+  is in use; what has that name is never deleted;
 - one with a record, its commit not in place: rolled back: new files that were moved into the destination are removed,
   notes get their old content; then the staging directory is removed;
 - one with a record, its commit in place: rolled forward: the remaining files are replaced, notes get their new
   content, old files are removed; then the staging directory is removed;
-- `.stio-aside-<id>`, which holds a directory while another one takes its place: its content is put back, or gets a name
-  `.stio-kept-<id>` if its own is in use; what has that name is never deleted;
 - `.stio-trash-<id>`, a directory whose deletion was interrupted: deleted;
 - `.stio-<id>.file`, a small file that was not renamed (`write_small_file`): deleted.
 

@@ -15,7 +15,7 @@ from stio.errors import StioError, StorageError
 from stio.format.files import FILE_SUFFIX, FilePattern, parse_index
 from stio.limits import Limits
 from stio.storage.base import Identity, SaveRules
-from stio.storage.checks import identity_of, kind_of_file, refusals, resolve_links
+from stio.storage.checks import identity_of, kind_of_file, open_existing, refusals
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.files import (
     MAX_INDEX_BYTES,
@@ -62,6 +62,10 @@ class LocalDestination:
     """Name in `home` of the file or the fresh directory; empty for an update."""
     last_wins: bool = False
     """Whether, of several saves at once, the last one replaces the others. Otherwise the first one wins."""
+    above_fd: int = -1
+    """The last directory on the way to `home` that exists, or `home`, open; `open_home` closes it."""
+    missing: tuple[str, ...] = ()
+    """Names of the directories below that one which are made for `home`."""
 
     @property
     def real(self) -> str:
@@ -70,7 +74,7 @@ class LocalDestination:
 
 
 def resolve(destination: str | os.PathLike[str]) -> LocalDestination:
-    """Return what a path means as a destination.
+    """Return what a path means as a destination, and open the directory above it.
 
     Args:
         destination: A file if it ends in `.safetensors` or is a `SingleFile`, else a directory. Links are followed,
@@ -81,72 +85,97 @@ def resolve(destination: str | os.PathLike[str]) -> LocalDestination:
             the way (`stio.storage.checks`), or the operating system reported an error.
     """
     path = os.fsdecode(destination)
-
-    def wrong(number: int, message: str) -> StorageError:
-        return StorageError(message, path=path, errno=number)
-
     if not path:
         raise StorageError("the destination is an empty path; give a file, a directory or a URL", errno=errno.ENOENT)
-    mode = 0
+    is_file, last_wins = is_one_file(destination), isinstance(destination, SingleFile)
     with refusals("examining the destination", path):
-        if isinstance(destination, SingleFile) and destination.replaces_link and os.path.islink(path):
-            folder, name = os.path.split(path)
-            real = os.path.join(resolve_links(folder or "."), name)
-        else:
-            real = resolve_links(path)
-            with suppress(FileNotFoundError):
-                mode = os.stat(real, follow_symlinks=False).st_mode
-    parent, name = os.path.split(real)
+        replaces_link = isinstance(destination, SingleFile) and destination.replaces_link and os.path.islink(path)
+        folder, link = os.path.split(path) if replaces_link else (path, "")
+        fd, real, rest = open_existing(folder or ".")
+        try:
+            if replaces_link:
+                rest.append(link)
+            else:
+                status = status_at(fd, os.path.join(*rest)) if rest else os.fstat(fd)
+                _require_kind(path, status, is_file=is_file)
+        except BaseException:
+            calls.close(fd)
+            raise
+    if not rest:
+        return LocalDestination(path, "update", real, "", last_wins, fd)
+    *missing, name = rest
+    home = os.path.join(real, *missing)
+    return LocalDestination(path, "file" if is_file else "fresh", home, name, last_wins, fd, tuple(missing))
+
+
+def _require_kind(path: str, status: os.stat_result | None, *, is_file: bool) -> None:
+    """Require that what is at a destination, None if nothing is, may be replaced by what is saved there."""
+    mode = 0 if status is None else status.st_mode
     if mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise wrong(errno.EINVAL, f"the destination is {kind_of_file(mode)}; choose another path")
-    if is_one_file(destination):
-        if stat.S_ISDIR(mode):
-            raise wrong(errno.EISDIR, f"the destination is a directory; a name ending in {FILE_SUFFIX} means one file")
-        return LocalDestination(path, "file", parent, name, last_wins=isinstance(destination, SingleFile))
-    if stat.S_ISREG(mode):
-        raise wrong(errno.ENOTDIR, f"the destination is a file; a name that means one file ends in {FILE_SUFFIX}")
-    return LocalDestination(path, "update", real, "") if mode else LocalDestination(path, "fresh", parent, name)
+        number, message = errno.EINVAL, f"the destination is {kind_of_file(mode)}; choose another path"
+    elif is_file and stat.S_ISDIR(mode):
+        number, message = errno.EISDIR, f"the destination is a directory; a name ending in {FILE_SUFFIX} means one file"
+    elif not is_file and stat.S_ISREG(mode):
+        number, message = errno.ENOTDIR, f"the destination is a file; a name that means one file ends in {FILE_SUFFIX}"
+    else:
+        return
+    raise StorageError(message, path=path, errno=number)
 
 
-def make_and_open(directory: str, *, durable: bool) -> tuple[int, dict[str, DirectoryIdentity]]:
-    """Open a directory; make it and its missing parents, and make their names durable; also its own name if it existed.
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The directory in which a save works, open."""
+
+    destination: LocalDestination
+    """The save's destination, which has its path."""
+    fd: int
+    """The directory."""
+    durable: bool
+    """Whether anything is synced."""
+    made: dict[str, DirectoryIdentity]
+    """The directories that were made for this save, by path: this one, and those above it."""
+
+    def sync(self, fd: int | None = None) -> None:
+        """Make the names in this directory, or in another one, durable."""
+        if self.durable:
+            calls.sync_directory(self.fd if fd is None else fd)
+
+
+def open_home(destination: LocalDestination, *, durable: bool) -> Home:
+    """Open the home of a destination; make it if it is missing, and make its name durable, also if it existed.
 
     What was made stays if the save fails: another save may work in it.
 
     Args:
-        directory: Path without links.
-        durable: Whether their names are made durable.
-
-    Returns:
-        The directory, open, and the directories that were made, by path.
+        destination: The destination; its `above_fd` is closed.
+        durable: Whether names are made durable.
 
     Raises:
         OSError: The operating system reported an error.
     """
-    parent, name = os.path.split(directory)
+    path, made = destination.home, {}
+    for _ in destination.missing:
+        path = os.path.dirname(path)
+    with closing(destination.above_fd):
+        fd = calls.open_directory(".", dir_fd=destination.above_fd)
     try:
-        fd = calls.open_directory(directory)
-    except FileNotFoundError:
-        if not name:
-            raise
-    else:
-        try:
-            if durable:
-                _sync_name(directory, fd)
-        except BaseException:
-            calls.close(fd)
-            raise
-        return fd, {}
-    above, made = make_and_open(parent, durable=durable)
-    is_made = False
-    with closing(above):
-        with suppress(FileExistsError):  # another save has just made it, and may not have synced it yet
-            calls.make_directory(name, dir_fd=above)
-            is_made = True
         if durable:
-            calls.sync_directory(above)
-        fd = calls.open_directory(name, dir_fd=above)
-    return fd, {**made, directory: directory_identity(fd)} if is_made else made
+            _sync_name(path, fd)
+        for name in destination.missing:
+            path, above, is_made = os.path.join(path, name), fd, False
+            with suppress(FileExistsError):  # another save has just made it, and may not have synced it yet
+                calls.make_directory(name, dir_fd=above)
+                is_made = True
+            if durable:
+                calls.sync_directory(above)
+            fd = calls.open_directory(name, dir_fd=above)
+            calls.close(above)
+            if is_made:
+                made[path] = directory_identity(fd)
+    except BaseException:
+        calls.close(fd)
+        raise
+    return Home(destination, fd, durable, made)
 
 
 _durable_names: dict[str, tuple[int, int, float]] = {}
@@ -203,12 +232,21 @@ def identity_at(dir_fd: int, name: str) -> Identity | None:
     Raises:
         OSError: The operating system reported an error.
     """
-    status = file_at(dir_fd, name)
-    if status is None:
-        return None
-    identity = identity_of(status)
+    return identities_at(dir_fd, [name]).get(name)
+
+
+def identities_at(dir_fd: int, names: Iterable[str]) -> dict[str, Identity]:
+    """Return the identities of those of these names that regular files or links have, without repetitions.
+
+    Raises:
+        OSError: The operating system reported an error.
+    """
+    statuses = {name: status for name in dict.fromkeys(names) if (status := file_at(dir_fd, name)) is not None}
+    files = {name: identity_of(status) for name, status in statuses.items()}
     # Some FUSE filesystems assign a new inode at each call.
-    return identity if is_local(dir_fd) else Identity(0, 0, identity.nbytes, identity.mtime_ns)
+    if files and not is_local(dir_fd):
+        files = {name: Identity(0, 0, file.nbytes, file.mtime_ns) for name, file in files.items()}
+    return files
 
 
 def describe_existing(home_fd: int, destination: LocalDestination, pattern: str) -> ExistingCheckpoint:
@@ -225,8 +263,7 @@ def describe_existing(home_fd: int, destination: LocalDestination, pattern: str)
     if destination.kind == "fresh":
         return ExistingCheckpoint()
     if destination.kind == "file":
-        identity = identity_at(home_fd, destination.name)
-        files = {destination.name: identity} if identity else {}
+        files = identities_at(home_fd, [destination.name])
         return ExistingCheckpoint(files=files, shard_attributes=attributes_at(home_fd, destination.name))
     index = FilePattern(pattern).index
     raw = read_small(home_fd, index, MAX_INDEX_BYTES, where=destination.path)
@@ -252,7 +289,7 @@ def existing_checkpoint(home_fd: int, index: str, raw: bytes | None, names: Iter
     Raises:
         OSError: The operating system reported an error.
     """
-    files = {name: file for name in dict.fromkeys(names) if (file := identity_at(home_fd, name)) is not None}
+    files = identities_at(home_fd, names)
     statuses = {name: status_at(home_fd, name, follow_symlinks=True) for name in files if name != index}
     readers = {name: status.st_mode & 0o044 for name, status in statuses.items() if status is not None}
     shard = attributes_at(home_fd, min(readers, key=readers.__getitem__)) if readers else None

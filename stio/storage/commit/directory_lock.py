@@ -151,7 +151,8 @@ class FileLock:
     Args:
         name: Name of the lock file.
         dir_fd: Its directory; the caller keeps it open.
-        stays: The file is removed with its directory. Then it may be needed where there are no locks: it has the owner.
+        stays: The file is removed with its directory, which the caller compares. Then it may be needed where there are
+            no locks: it has the owner.
     """
 
     def __init__(self, name: str, dir_fd: int, *, stays: bool = False) -> None:
@@ -177,7 +178,7 @@ class FileLock:
                 with suppress(FileNotFoundError):  # it has no use where there are no locks; another save may remove it
                     calls.unlink(self.name, dir_fd=self._dir_fd)
                 raise NoLocksError("the filesystem has no locks")
-            if taken is not False and is_same(self._dir_fd, self.name, fd):
+            if taken is not False and (self._stays or is_same(self._dir_fd, self.name, fd)):
                 try:
                     calls.write_bytes(fd, owner_record().ljust(_OWNER_BYTES), 0)
                 except OSError:

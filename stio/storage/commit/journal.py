@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Literal
@@ -105,11 +106,17 @@ class StagingDirectory:
         except OSError as error:
             message = "a staging directory is left, the next save here or `stio gc` removes it: %s"
             log(logging.WARNING, message, error)
+        if name is not None:
+            with suppress(OSError):
+                calls.unlink(LOCK_NAME, dir_fd=self.fd)
         # Before the removal: filesystems in user space keep the names of open files, and the directory with them. By
         # its new name it belongs to whoever deletes it.
         self.release()
         if name is not None:
-            calls.remove_tree(name, dir_fd=self._home_fd)
+            try:
+                calls.remove_directory(name, dir_fd=self._home_fd)
+            except OSError:
+                calls.remove_tree(name, dir_fd=self._home_fd)
 
     def release(self) -> None:
         """Close the directory and release its lock; the next recovery handles it. Idempotent."""
@@ -328,20 +335,21 @@ def is_committed(home_fd: int, record: JournalRecord) -> bool:
     return digest_of(read_small(home_fd, record.last, MAX_INDEX_BYTES)) == record.last_sha256
 
 
-def replace_files(home_fd: int, staging_fd: int, files_fd: int, record: JournalRecord, *, durable: bool) -> None:
-    """Replace the old files one by one, or the rest of them; only if the record is the commit.
+def make_visible(home_fd: int, staging_fd: int, files_fd: int, record: JournalRecord, *, durable: bool) -> None:
+    """Make the changes of a commit, or the rest of them. The last one is the commit, if the record is not.
 
     Raises:
-        OSError: The operating system reported an error; the rest can be done later.
+        FileExistsError: A name that was free is in use.
+        OSError: The operating system reported an error.
     """
+    replaces = record.commit == "files"
     apply_notes(home_fd, staging_fd, record.notes, "before")
     for name in (*record.moves, record.last):
-        if name == record.last and durable:
+        if name == record.last and durable and (record.moves or record.notes):
             calls.sync_directory(home_fd)  # the shards are durable before an index that names them
-        if stamp_of(files_fd, name) is not None:
-            calls.rename(name, name, source_fd=files_fd, target_fd=home_fd)
-    if durable:
-        calls.sync_directory(home_fd)
+        if not replaces or stamp_of(files_fd, name) is not None:
+            rename = calls.rename if replaces or name == record.last else calls.rename_new
+            rename(name, name, source_fd=files_fd, target_fd=home_fd)
 
 
 def clean_up(home_fd: int, staging_fd: int, record: JournalRecord, *, durable: bool) -> None:

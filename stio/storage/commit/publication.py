@@ -20,8 +20,9 @@ from stio.storage.commit import syscalls as calls
 from stio.storage.commit.destination import (
     CommitPlan,
     DirectoryIdentity,
-    LocalDestination,
+    Home,
     directory_identity,
+    identities_at,
     identity_at,
 )
 from stio.storage.commit.directory_lock import is_same
@@ -37,22 +38,23 @@ from stio.storage.commit.files import (
 from stio.storage.commit.journal import (
     FILES_NAME,
     MAX_NOTE_BYTES,
+    STAGING_PREFIX,
     JournalRecord,
     StagingDirectory,
-    apply_notes,
     clean_up,
     has_old_index,
     is_committed,
+    make_visible,
     remove_record,
-    replace_files,
     roll_back,
     stage_notes,
     write_record,
 )
-from stio.storage.commit.retention import WrittenFiles, aside_directory, put_back, survey
+from stio.storage.commit.retention import WrittenFiles, put_back, set_aside, survey
 
 _INTERRUPTED = "replacing the files was interrupted; the next save here, or collect_garbage, completes it"
 _SHADOWED = "the old index could not be removed, so readers load the old checkpoint; the next save here removes it"
+_RENAMED = "the system reported an error for a rename that it did"
 _UNREADABLE = (
     "publishing failed, and it cannot be read whether the new checkpoint is in place; check the destination, or save "
     "again"
@@ -60,24 +62,18 @@ _UNREADABLE = (
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Publication:
     """The commit of one transaction. Its files are complete and durable, and it holds the lock that the plan needs."""
 
-    destination: LocalDestination
-    """The destination."""
-    home_fd: int
-    """`destination.home`, open; owned by the transaction."""
+    home: Home
+    """The directory in which the save works; owned by the transaction."""
     staging: StagingDirectory
     """The staging directory with the new files."""
     lock: ExitStack
     """Holds the lock of the directory, where the plan needs it."""
     plan: CommitPlan
     """Their names, the files that they replace, and the step that commits."""
-    durable: bool
-    """Whether anything is synced."""
-    parents: Mapping[str, DirectoryIdentity]
-    """The parents of the destination that were made for this save."""
     written: WrittenFiles = field(default_factory=WrittenFiles)
     """What was published."""
     needs_recovery: bool = False
@@ -102,19 +98,23 @@ class Publication:
 
     def _publish_directory(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Write index and notes into a fresh directory, and rename it."""
-        files_fd, name = self.staging.files_fd, self.destination.name
-        for file, data in ((self.plan.index, index), *((note.name, note.after) for note in notes)):
+        files_fd, name = self.staging.files_fd, self.home.destination.name
+        small = [(self.plan.index, index), *((note.name, note.after) for note in notes)]
+        names = [*self.plan.shards]
+        for file, data in small:
             if file is not None and data is not None:
-                write_small(files_fd, file, data, durable=self.durable)
-        self._sync(files_fd)
-        written = self._surveyed()
+                write_small(files_fd, file, data, durable=self.home.durable)
+                names.append(file)
+        self.home.sync(files_fd)
+        own = {self.home.destination.real: directory_identity(files_fd)}
+        written = self._written(self.home.destination.real, identities_at(files_fd, names), own)
         try:
-            calls.rename_new(FILES_NAME, name, source_fd=self.staging.fd, target_fd=self.home_fd, is_directory=True)
+            calls.rename_new(FILES_NAME, name, source_fd=self.staging.fd, target_fd=self.home.fd, is_directory=True)
         except OSError as error:
             if error.errno in _TAKEN:
                 raise self._conflict() from error
-            if is_same(self.home_fd, name, files_fd):
-                raise self._uncertain("the system reported an error for a rename that it did", error) from error
+            if is_same(self.home.fd, name, files_fd):
+                raise self._uncertain(_RENAMED, error) from error
             raise
         self.written = written
         self.close()
@@ -122,84 +122,94 @@ class Publication:
 
     def _replace_directory(self) -> None:
         """Rename a directory, whose files are durable; it replaces a directory of the same name."""
-        home_fd, name = self.home_fd, self.destination.name
-        written = self._surveyed()
-        with ExitStack() as stack:
-            aside = None
+        home_fd, name = self.home.fd, self.home.destination.name
+        new = survey(self.staging.files_fd, self.home.destination.real)
+        written = self._written("", new.files, new.directories)
+        try:
             if calls.exists(name, dir_fd=home_fd):
-                aside = stack.enter_context(aside_directory(home_fd))
-                calls.rename(name, name, source_fd=home_fd, target_fd=aside.fd)
-            try:
-                calls.rename(FILES_NAME, name, source_fd=self.staging.fd, target_fd=home_fd)
-            except OSError:
-                if aside is not None:
-                    with suppress(OSError):  # recovery puts it back
-                        put_back(home_fd, self.destination.home, aside)
-                raise
-            self.written = written
-            self._confirm()
-            if aside is not None:
-                try:
-                    put_back(home_fd, self.destination.home, aside)
-                except OSError as error:
-                    self.cleanup_error = error
+                self.needs_recovery = True
+                set_aside(home_fd, name, self.staging.fd)
+            calls.rename(FILES_NAME, name, source_fd=self.staging.fd, target_fd=home_fd)
+        except OSError:
+            with suppress(OSError):  # recovery puts it back
+                self._put_back()
+            raise
+        self.written = written
+        self._confirm()
+        try:
+            self._put_back()
+        except OSError as error:
+            self.cleanup_error = error
+
+    def _put_back(self) -> None:
+        """Put back what was set aside, as far as its name is free; the staging directory can be removed then."""
+        staging = os.path.join(self.home.destination.home, STAGING_PREFIX + self.staging.save_id)
+        put_back(self.home.fd, self.staging.fd, staging, durable=self.home.durable)
+        self.needs_recovery = False
 
     def _publish_files(self, index: bytes | None, notes: Sequence[Note]) -> None:
         """Publish files in a directory that exists, under its lock."""
         self._require_unchanged()
+        record, files = self._record(index, notes)
+        home_fd, staging, durable = self.home.fd, self.staging, self.home.durable
+        needs_record = bool(record.moves or record.unlink or record.notes)  # otherwise the commit is one rename
+        self.needs_recovery = True
         try:
-            record, files = self._record(index, notes)
-        except OSError as error:
-            self._withdraw(error)
+            if needs_record:
+                write_record(staging.fd, record, durable=durable)
+                self.home.sync()  # the staging directory's own name
+            make_visible(home_fd, staging.fd, staging.files_fd, record, durable=durable)
+        except BaseException as error:
+            self._undo(record, error)
+            if isinstance(error, FileExistsError):
+                raise self._conflict() from error
             raise
-        if record.commit == "files":
-            self._replace_files(record)
-        else:
-            self._rename_files(record)
-            self.needs_recovery = _needs_record(record)
-            if not self.needs_recovery:
-                self.close()
-            self._confirm()
+        self.needs_recovery = needs_record
+        if not needs_record:
+            self.close()
+        self._confirm()
         try:
-            clean_up(self.home_fd, self.staging.fd, record, durable=self.durable)
+            clean_up(self.home.fd, self.staging.fd, record, durable=self.home.durable)
             self.needs_recovery = False
         except OSError as error:
-            if has_old_index(self.home_fd, record):
+            if has_old_index(self.home.fd, record):
                 raise self._uncertain(_SHADOWED, error) from error
             self.cleanup_error = error
         with suppress(OSError):  # retention does not delete what is not described
-            self.written = self._written(files, notes)
+            for note in notes:
+                if read_small(self.home.fd, note.name, MAX_NOTE_BYTES) == note.after:
+                    files |= identities_at(self.home.fd, [note.name])
+            self.written = self._written(self.home.destination.home, files, {})
 
     def _require_unchanged(self) -> None:
         """Require that the destination is as planned. Called under the lock, and also where locks do not exist."""
         existing = self.plan.existing
         if existing.index is not None:
-            index = read_small(self.home_fd, existing.index, MAX_INDEX_BYTES)
+            index = read_small(self.home.fd, existing.index, MAX_INDEX_BYTES)
             if digest_of(index) != existing.index_sha256:
                 raise self._conflict()
-        for name in dict.fromkeys((*existing.files, *self.plan.shards)):
-            if identity_at(self.home_fd, name) != existing.files.get(name):
-                raise self._conflict()
+        if identities_at(self.home.fd, (*existing.files, *self.plan.shards)) != existing.files:
+            raise self._conflict()
 
     def _record(self, index: bytes | None, notes: Sequence[Note]) -> tuple[JournalRecord, dict[str, Identity]]:
-        """Write index and notes into the staging directory, and the journal's record of the commit.
+        """Write index and notes into the staging directory; return the journal's record of the commit, and the files.
 
-        Returns:
-            The record, and the new files.
+        Raises:
+            OSError: The operating system reported an error.
         """
         plan, staging, shards = self.plan, self.staging, self.plan.shards
         assert plan.commit != "directory" and plan.commit != "replacement"
         moves, last = (shards, plan.index) if plan.index is not None else ((), shards[0])
         if plan.index is not None:
             assert index is not None
-            attributes = attributes_at(self.home_fd, plan.index)
-            write_small(staging.files_fd, plan.index, index, attributes=attributes, durable=self.durable)
+            attributes = attributes_at(self.home.fd, plan.index)
+            write_small(staging.files_fd, plan.index, index, attributes=attributes, durable=self.home.durable)
         files = {name: self._staged(name) for name in (*moves, last)}
         record = JournalRecord(
             version=1,
             save_id=staging.save_id,
             commit=plan.commit,
-            notes=stage_notes(self.home_fd, staging.fd, notes, durable=self.durable),
+            notes=stage_notes(self.home.fd, staging.fd, notes, durable=self.home.durable),
             last=last,
             last_stamp=Stamp.of(files[last]),
             last_sha256=digest_of(index),
@@ -208,29 +218,24 @@ class Publication:
             unlink={name: Stamp.of(old) for name, old in plan.existing.files.items() if name not in shards},
         )
         if record.commit == "files":
-            self._sync(staging.files_fd)  # this record is the commit: all that it names must be durable
-        if _needs_record(record):
-            write_record(staging.fd, record, durable=self.durable)
-            self._sync(self.home_fd)  # the staging directory's own name
+            self.home.sync(staging.files_fd)  # this record is the commit: all that it names must be durable
         return record, files
 
-    def _surveyed(self) -> WrittenFiles:
-        """Return what the rename of the staged directory will publish."""
-        new = survey(self.staging.files_fd, self.destination.real)
-        parents = {self.destination.home: directory_identity(self.home_fd), **self.parents}
-        return WrittenFiles(new.files, {**new.directories, **parents}, new.made | self.parents.keys())
+    def _written(
+        self, directory: str, files: Mapping[str, Identity], new: Mapping[str, DirectoryIdentity]
+    ) -> WrittenFiles:
+        """Return what was published.
 
-    def _written(self, files: Mapping[str, Identity], notes: Sequence[Note]) -> WrittenFiles:
-        """Return what was published in a directory that existed: files that were staged, and notes."""
-        home, published = self.destination.home, dict(files)
-        for note in notes:
-            identity = identity_at(self.home_fd, note.name)
-            if identity is not None and read_small(self.home_fd, note.name, MAX_NOTE_BYTES) == note.after:
-                published[note.name] = identity
+        Args:
+            directory: The directory of the files.
+            files: The files, by name.
+            new: The directories that were published, by path.
+        """
+        home = {self.home.destination.home: directory_identity(self.home.fd)}
         return WrittenFiles(
-            {os.path.join(home, name): identity for name, identity in published.items()},
-            {home: directory_identity(self.home_fd), **self.parents},
-            self.parents.keys(),
+            {os.path.join(directory, name): identity for name, identity in files.items()},
+            {**new, **home, **self.home.made},
+            new.keys() | self.home.made.keys(),
         )
 
     def _staged(self, name: str) -> Identity:
@@ -238,79 +243,43 @@ class Publication:
         if identity is None:
             raise StorageError(
                 "a new file was removed from the staging directory during the save; save again",
-                path=self.destination.path,
+                path=self.home.destination.path,
                 errno=errno.ENOENT,
                 expected=name,
             )
         return identity
 
-    def _rename_files(self, record: JournalRecord) -> None:
-        """Make the changes that are visible before the commit, then the commit; undo them if it fails."""
-        files_fd, home_fd = self.staging.files_fd, self.home_fd
-        try:
-            apply_notes(home_fd, self.staging.fd, record.notes, "before")
-            for name in record.moves:
-                try:
-                    calls.rename_new(name, name, source_fd=files_fd, target_fd=home_fd)
-                except FileExistsError as error:
-                    raise self._conflict() from error
-            if record.moves or record.notes:
-                self._sync(home_fd)
-            calls.rename(record.last, record.last, source_fd=files_fd, target_fd=home_fd)
-        except BaseException:
-            self._undo(record)
-            raise
-
-    def _replace_files(self, record: JournalRecord) -> None:
-        """Replace the old files one by one; the record is the commit."""
-        staging = self.staging
-        self.needs_recovery = True
-        try:
-            replace_files(self.home_fd, staging.fd, staging.files_fd, record, durable=self.durable)
-        except OSError as error:
-            if self._are_all_staged(record):
-                self._undo(record)  # nothing was replaced yet
-                if not self.needs_recovery:
-                    self._withdraw(error)
-                    raise
-            raise self._uncertain(_INTERRUPTED, error) from error
-
-    def _are_all_staged(self, record: JournalRecord) -> bool:
-        """Return whether all new files are still in the staging directory; False if that cannot be read."""
-        files_fd = self.staging.files_fd
-        try:
-            return all(stamp_of(files_fd, name) is not None for name in (*record.moves, record.last))
-        except OSError:
-            return False
-
-    def _undo(self, record: JournalRecord) -> None:
+    def _undo(self, record: JournalRecord, error: BaseException) -> None:
         """Undo the visible changes; if that fails the record stays, for recovery.
 
-        Raises:
-            CommitUncertainError: The commit is in place, or that cannot be read.
-        """
-        self.needs_recovery = True
-        try:
-            committed = record.commit != "files" and is_committed(self.home_fd, record)
-        except OSError as error:
-            raise self._uncertain(_UNREADABLE, error) from error
-        if committed:
-            raise self._uncertain("the system reported an error for a rename that it did")
-        try:
-            roll_back(self.home_fd, self.staging.fd, record, durable=self.durable)
-            self.needs_recovery = False
-        except OSError as error:
-            self.cleanup_error = error
+        Args:
+            record: What was to be changed.
+            error: What ended that.
 
-    def _withdraw(self, error: OSError) -> None:
-        """Remove a record that is the commit, so that no recovery completes a save that has failed."""
-        if self.plan.commit == "files":
-            self.needs_recovery = True
-            try:
-                remove_record(self.staging.fd, durable=self.durable)
-                self.needs_recovery = False
-            except OSError:
+        Raises:
+            CommitUncertainError: The commit is in place, or that cannot be read; or files are replaced one by one, and
+                that has begun, or recovery will do it.
+        """
+        staging, replaces = self.staging, record.commit == "files"
+        try:
+            if not replaces:
+                is_begun = is_committed(self.home.fd, record)
+            else:
+                names = (*record.moves, record.last)
+                is_begun = any(stamp_of(staging.files_fd, name) is None for name in names)
+        except OSError as failure:
+            raise self._uncertain(_INTERRUPTED if replaces else _UNREADABLE, failure) from failure
+        if is_begun:
+            raise self._uncertain(_INTERRUPTED if replaces else _RENAMED, error) from error
+        try:
+            roll_back(self.home.fd, staging.fd, record, durable=self.home.durable)
+            if replaces:
+                remove_record(staging.fd, durable=self.home.durable)  # it is the commit
+            self.needs_recovery = False
+        except OSError as failure:
+            if replaces:
                 raise self._uncertain(_INTERRUPTED, error) from error
+            self.cleanup_error = failure
 
     def close(self) -> None:
         """Release the lock, and remove the staging directory, unless recovery reads it. Idempotent; never raises.
@@ -324,27 +293,20 @@ class Publication:
     def _confirm(self) -> None:
         """Make the commit durable."""
         try:
-            self._sync(self.home_fd)
+            self.home.sync()
         except OSError as error:
             raise self._uncertain("syncing the directory failed after the commit", error) from error
 
-    def _sync(self, directory_fd: int) -> None:
-        if self.durable:
-            calls.sync_directory(directory_fd)
-
     # Errors.
 
-    def _uncertain(self, message: str, error: OSError | None = None) -> CommitUncertainError:
-        reason = f": {os.strerror(error.errno)}" if error is not None and error.errno else ""
-        return CommitUncertainError(message + reason, path=self.destination.path, errno=error.errno if error else None)
+    def _uncertain(self, message: str, error: BaseException) -> CommitUncertainError:
+        number = error.errno if isinstance(error, OSError) else None
+        reason = f": {os.strerror(number)}" if number else ""
+        return CommitUncertainError(message + reason, path=self.home.destination.path, errno=number)
 
     def _conflict(self) -> ConcurrentSaveError:
         return ConcurrentSaveError(
             "another save, or another program, changed the destination while this save was under way; this one was "
             "rolled back",
-            path=self.destination.path,
+            path=self.home.destination.path,
         )
-
-
-def _needs_record(record: JournalRecord) -> bool:
-    return bool(record.moves or record.unlink or record.notes)  # otherwise the commit is one rename

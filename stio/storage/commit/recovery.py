@@ -2,7 +2,7 @@
 
 A save works in `.stio-<id>` and holds a lock on a file in it until it ends. On a filesystem of this machine a
 free lock means a dead owner: the save is rolled forward or back by its journal record, then the directory is renamed to
-`.stio-trash-<id>` and deleted. What a dead owner has set aside is put back. On other filesystems locks may not reach
+`.stio-trash-<id>` and deleted. What it has set aside is put back before. On other filesystems locks may not reach
 other machines: there the age decides too. It is measured by the clock of the filesystem, since the clocks of machines
 differ.
 
@@ -51,12 +51,12 @@ from stio.storage.commit.journal import (
     clean_up,
     has_version,
     is_committed,
+    make_visible,
     read_record,
     rename_for_deletion,
-    replace_files,
     roll_back,
 )
-from stio.storage.commit.retention import ASIDE_PREFIX, Aside, entries, put_back, remove_aside
+from stio.storage.commit.retention import put_back
 from stio.storage.local import is_local
 from stio.text import log
 
@@ -78,8 +78,7 @@ class GarbageReport:
     finished: tuple[str, ...] = ()
     """Staging directories whose save had committed and was rolled forward."""
     undone: tuple[str, ...] = ()
-    """Staging directories whose save had not committed and was rolled back; and directories with what a save had set
-    aside, which was put back."""
+    """Staging directories whose save had not committed and was rolled back."""
     kept: tuple[str, ...] = ()
     """Staging directories whose owner runs or may run, or that could not be removed."""
     removed: tuple[str, ...] = ()
@@ -194,7 +193,7 @@ class _Recovery:
                 remove_free_lock(self.home_fd, name)
             return ()
         is_file = _STAGED_FILE.fullmatch(name) is not None
-        if not is_file and not _STAGING_NAME.fullmatch(name) and not name.startswith(ASIDE_PREFIX):
+        if not is_file and not _STAGING_NAME.fullmatch(name):
             return ()
         try:
             outcome, deleted = (self._remove_staged(name), None) if is_file else self._recover(name)
@@ -232,19 +231,17 @@ class _Recovery:
             return "kept"  # that of another user
 
     def _recover(self, name: str) -> tuple[str | None, str | None]:
-        """Roll one save forward or back, or put back what was set aside, if its owner is dead.
+        """Roll one save forward or back, if its owner is dead.
 
         Returns:
             What was done, None if another recovery did it; and the directory's new name, to delete it by. It is deleted
             when none of its files is open: filesystems in user space keep the names of open files.
         """
-        home_fd, is_aside, fd = self.home_fd, name.startswith(ASIDE_PREFIX), -1
+        home_fd, fd = self.home_fd, -1
         with ExitStack() as stack:
             try:
                 fd = stack.enter_context(closing(calls.open_directory(name, dir_fd=home_fd)))
-                lock = None
-                if self._is_trusted(os.fstat(fd)):
-                    lock = fd if is_aside else self._open_lock(fd)
+                lock = self._open_lock(fd) if self._is_trusted(os.fstat(fd)) else None
             except FileNotFoundError:
                 return None, None
             except PermissionError:
@@ -253,26 +250,23 @@ class _Recovery:
                 return "kept", None  # that of another user, whose save may run
             if lock is None:
                 return "kept", None
-            if lock != fd:
-                stack.callback(calls.close, lock)
+            stack.callback(calls.close, lock)
             held = calls.try_lock(lock)
             if held:
                 stack.callback(calls.unlock, lock)
-            if held is False or not ((held and is_local(lock)) or self._is_old(lock, is_aside=is_aside)):
+            if held is False or not ((held and is_local(lock)) or self._is_old(lock)):
                 return "kept", None
             if not is_same(home_fd, name, fd):
                 return None, None
-            # What is set aside has names of its own; in a staging directory a record with another name has a version.
-            if not is_aside and has_version(read_small(fd, LOCK_NAME, _MAX_LOCK_BYTES) or b""):
+            # Another version may have a record of another name; its lock says so.
+            if has_version(read_small(fd, LOCK_NAME, _MAX_LOCK_BYTES) or b""):
                 raise UnknownRecordError(errno.ENOTSUP, "the lock of another version of stio")
             if self.dry_run:
-                return "finished" if not is_aside and _is_forward(home_fd, read_record(fd)) else "undone", None
+                return "finished" if _is_forward(home_fd, read_record(fd)) else "undone", None
             with directory_lock(home_fd, self.path, self.timeout, self.check):
-                if not is_aside:
-                    return _roll(home_fd, fd), rename_for_deletion(home_fd, name)
-                put_back(home_fd, self.path, Aside(name, fd))
-            remove_aside(home_fd, Aside(name, fd))
-            return "kept" if entries(Aside(name, fd)) else "undone", None
+                outcome = _roll(home_fd, fd)
+                put_back(home_fd, fd, os.path.join(self.path, name), durable=True)
+                return outcome, rename_for_deletion(home_fd, name)
 
     def _is_trusted(self, status: os.stat_result | None) -> bool:
         """Return whether a directory may be deleted, and its record may decide what is deleted beside it.
@@ -298,9 +292,9 @@ class _Recovery:
         except FileExistsError:
             return None
 
-    def _is_old(self, lock: int, *, is_aside: bool) -> bool:
+    def _is_old(self, lock: int) -> bool:
         """Return whether the owner of a lock counts as dead where the lock proves nothing."""
-        return self._age_seconds(lock) >= self.max_age_seconds and (is_aside or not _owner_runs_here(lock))
+        return self._age_seconds(lock) >= self.max_age_seconds and not _owner_runs_here(lock)
 
     def _age_seconds(self, fd: int) -> float:
         """Return the time since a file, or a directory, of a directory was changed.
@@ -358,7 +352,7 @@ def _roll(home_fd: int, fd: int) -> str:
         return "undone"
     if record.commit == "files":
         with closing(calls.open_directory(FILES_NAME, dir_fd=fd)) as files_fd:
-            replace_files(home_fd, fd, files_fd, record, durable=True)
+            make_visible(home_fd, fd, files_fd, record, durable=True)
     calls.sync_directory(home_fd)  # its owner may have died before the commit's own sync
     clean_up(home_fd, fd, record, durable=True)
     return "finished"

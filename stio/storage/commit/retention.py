@@ -13,7 +13,7 @@ What earlier processes have saved has no such record. Complete checkpoints are f
 is read as untrusted data: it can name only files and directories below its own directory. A copy on the same
 filesystem is another directory, so its list is not valid.
 
-A directory that another one replaces is moved under its own name into a new directory, `.stio-aside-<id>`. If the save
+A directory that another one replaces is moved under its own name into the staging directory of that one. If the save
 dies, recovery puts it back. If the name is in use by then, what is in the list and unchanged is deleted. If anything is
 left, it gets a name `.stio-kept-<id>`, which nothing in stio deletes, and a warning says so.
 """
@@ -28,7 +28,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from stio.errors import StioError, StorageError, listed, printable
 from stio.format.files import FILE_SUFFIX, INDEX_SUFFIX, MANIFEST_SUFFIX, FileName, parse_index
@@ -36,10 +36,10 @@ from stio.process import contextmanager
 from stio.storage.base import Identity
 from stio.storage.checks import refusals, resolve_links
 from stio.storage.commit import syscalls as calls
-from stio.storage.commit.destination import DirectoryIdentity, directory_identity, identity_at
+from stio.storage.commit.destination import DirectoryIdentity, directory_identity, identities_at, identity_at
 from stio.storage.commit.directory_lock import is_directory_lock, remove_free_lock
 from stio.storage.commit.files import MAX_INDEX_BYTES, closing, read_small, status_at, write_small
-from stio.storage.commit.journal import DELETED_PREFIX, KEPT_BY_SYSTEM, rename_for_deletion
+from stio.storage.commit.journal import DELETED_PREFIX, KEPT_BY_SYSTEM
 from stio.text import log
 
 
@@ -170,7 +170,7 @@ def raise_error(error: OSError) -> None:
 
 def _identities(fd: int, path: str, names: Iterable[str]) -> dict[str, Identity]:
     """Return the identities of those of these files that exist in a directory, by path."""
-    return {os.path.join(path, name): file for name in names if (file := identity_at(fd, name)) is not None}
+    return {os.path.join(path, name): file for name, file in identities_at(fd, names).items()}
 
 
 class _Removal:
@@ -188,14 +188,14 @@ class _Removal:
         for path in self._files:
             if not is_below_any(path, ended):
                 by_directory.setdefault(os.path.dirname(path), []).append(os.path.basename(path))
-        emptied = [directory for directory, names in by_directory.items() if self._remove_files(directory, names)]
+        for directory, names in by_directory.items():
+            self._remove_files(directory, names)
         for path in sorted(self._made, reverse=True):
-            if any(is_below_any(directory, [path]) for directory in emptied):
-                parent, name = os.path.split(path)
-                with self._opened(parent) as fd, self._opened(path) as below:
-                    if fd is not None and below is not None:
-                        with suppress(OSError):  # it is not empty
-                            calls.remove_directory(name, dir_fd=fd)
+            parent, name = os.path.split(path)
+            with self._opened(parent) as fd, self._opened(path) as below:
+                if fd is not None and below is not None:
+                    with suppress(OSError):  # it is not empty
+                        calls.remove_directory(name, dir_fd=fd)
 
     def _remove_whole(self, path: str) -> bool:
         """Delete a directory that the save made, if it holds only what was written with it.
@@ -416,89 +416,67 @@ def _below(path: str, name: str) -> str:
     return os.path.join(path, *parts)
 
 
-ASIDE_PREFIX = ".stio-aside-"
-"""Prefix of the name of a directory for what is set aside."""
+_ASIDE_NAME = "aside"
+"""Directory in a staging directory for what the new directory replaces."""
 
-KEPT_PREFIX = ".stio-kept-"
+_KEPT_PREFIX = ".stio-kept-"
 """Prefix of the name of what could not be put back."""
 
 
-class Aside(NamedTuple):
-    """An open directory for what is set aside."""
-
-    name: str
-    """Its name in the directory that holds it."""
-    fd: int
-    """The directory itself."""
-
-
-@contextmanager
-def aside_directory(home_fd: int) -> Iterator[Aside]:
-    """Make a directory for what is set aside. At the end it is removed if it is empty.
-
-    Args:
-        home_fd: The directory that will hold it; the caller has its lock, for which recovery waits.
+def set_aside(home_fd: int, name: str, staging_fd: int) -> None:
+    """Move what has a name into a staging directory, which must not be removed until it is put back.
 
     Raises:
         OSError: The operating system reported an error.
     """
-    name = f"{ASIDE_PREFIX}{secrets.token_hex(5)}"
-    calls.make_directory(name, dir_fd=home_fd, mode=0o700)
-    with closing(calls.open_directory(name, dir_fd=home_fd)) as fd:
-        try:
-            yield Aside(name, fd)
-        finally:
-            remove_aside(home_fd, Aside(name, fd))
+    calls.make_directory(_ASIDE_NAME, dir_fd=staging_fd, mode=0o700)
+    with closing(calls.open_directory(_ASIDE_NAME, dir_fd=staging_fd)) as fd:
+        calls.rename(name, name, source_fd=home_fd, target_fd=fd)
 
 
-def entries(aside: Aside) -> list[str]:
-    """Return the names of what is set aside."""
-    return [name for name in sorted(os.listdir(aside.fd)) if not name.startswith(KEPT_BY_SYSTEM)]
-
-
-def remove_aside(home_fd: int, aside: Aside) -> None:
-    """Remove the directory if nothing is left in it. Never raises."""
-    with suppress(OSError):
-        if not entries(aside):
-            try:
-                calls.remove_directory(aside.name, dir_fd=home_fd)
-            except OSError:
-                rename_for_deletion(home_fd, aside.name)  # the system keeps a file; the next recovery deletes it
-
-
-def put_back(home_fd: int, home: str, aside: Aside) -> None:
-    """Put all that is set aside back to its names. Where a name is in use by now, keep what no save has written.
+def put_back(home_fd: int, staging_fd: int, staging: str, *, durable: bool) -> None:
+    """Put back what is set aside, if anything is. Where its name is in use by now, keep what no save has written.
 
     Args:
         home_fd: The directory that it comes from.
-        home: Path of this directory.
-        aside: Where it is.
+        staging_fd: The staging directory.
+        staging: Its path.
+        durable: Whether that is made durable: the staging directory is removed next.
 
     Raises:
-        OSError: The operating system reported an error.
+        OSError: The operating system reported an error; the rest can be put back later.
     """
-    for name in entries(aside):
-        status = status_at(aside.fd, name)
-        is_directory = status is not None and stat.S_ISDIR(status.st_mode)
-        try:
-            calls.rename_new(name, name, source_fd=aside.fd, target_fd=home_fd, is_directory=is_directory)
-            continue
-        except FileNotFoundError:
-            continue
-        except OSError:
-            if not calls.exists(name, dir_fd=home_fd):
-                raise
-        path = os.path.join(home, aside.name, name)
-        if is_directory and (written := WrittenFiles.listed_in(path)) is not None:
-            with suppress(StorageError):
-                written.remove(warns=False)
-            if not calls.exists(name, dir_fd=aside.fd):
-                continue
-        kept = f"{KEPT_PREFIX}{secrets.token_hex(5)}"
-        calls.rename(name, kept, source_fd=aside.fd, target_fd=home_fd)
-        log(
-            logging.WARNING,
-            "%s was replaced; what stio did not write, or others have changed, is kept as %s",
-            printable(os.path.join(home, name)),
-            printable(os.path.join(home, kept)),
-        )
+    if not calls.exists(_ASIDE_NAME, dir_fd=staging_fd):
+        return
+    with closing(calls.open_directory(_ASIDE_NAME, dir_fd=staging_fd)) as fd:
+        for name in sorted(os.listdir(fd)):
+            if not name.startswith(KEPT_BY_SYSTEM):
+                _put_back(home_fd, fd, name, staging)
+    if durable:
+        calls.sync_directory(home_fd)
+
+
+def _put_back(home_fd: int, aside_fd: int, name: str, staging: str) -> None:
+    status = status_at(aside_fd, name)
+    is_directory = status is not None and stat.S_ISDIR(status.st_mode)
+    try:
+        calls.rename_new(name, name, source_fd=aside_fd, target_fd=home_fd, is_directory=is_directory)
+        return
+    except FileNotFoundError:
+        return
+    except OSError:
+        if not calls.exists(name, dir_fd=home_fd):
+            raise
+    if is_directory and (written := WrittenFiles.listed_in(os.path.join(staging, _ASIDE_NAME, name))) is not None:
+        with suppress(StorageError):
+            written.remove(warns=False)
+        if not calls.exists(name, dir_fd=aside_fd):
+            return
+    kept = f"{_KEPT_PREFIX}{secrets.token_hex(5)}"
+    calls.rename(name, kept, source_fd=aside_fd, target_fd=home_fd)
+    log(
+        logging.WARNING,
+        "%s was replaced; what stio did not write, or others have changed, is kept as %s",
+        printable(os.path.join(os.path.dirname(staging), name)),
+        printable(os.path.join(os.path.dirname(staging), kept)),
+    )

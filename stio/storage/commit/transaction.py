@@ -32,7 +32,7 @@ from stio.format.files import INDEX_SUFFIX, MANIFEST_SUFFIX, Hasher
 from stio.runtime import mark_progress
 from stio.runtime.memory import allocate
 from stio.storage.base import Note, SaveRules, Transaction, digest_of_source
-from stio.storage.checks import refusals, refused, resolve_links
+from stio.storage.checks import open_existing, refusals, refused, resolve_links
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.destination import (
     CommitPlan,
@@ -42,7 +42,8 @@ from stio.storage.commit.destination import (
     choose_names,
     describe_existing,
     existing_checkpoint,
-    make_and_open,
+    is_one_file,
+    open_home,
     require_replaceable,
     resolve,
 )
@@ -81,9 +82,9 @@ _NONCE_BYTES = 16
 _ATTEMPTS = 8
 _RECOVERY_SECONDS = 1.0
 """Longest time that a save waits for a lock in the recovery that it begins with, which it can do without."""
-_DEFAULT_NAME_BYTES = 255
 _VISIBLE_SECONDS = 5.0
 """Longest time after which a network filesystem shows a new directory to another machine."""
+_USUAL_NAME_BYTES = 255
 _HASHED_BYTES = 4 << 20
 
 
@@ -110,9 +111,9 @@ def begin_local(
         ValueError: Arguments contradict each other, or do not fit the content of the destination.
         StorageError: The destination is of another kind, or cannot be written.
     """
+    if num_shards != 1 and is_one_file(destination):
+        raise ValueError(f"{os.fsdecode(destination)}: one file cannot hold {num_shards} shards; give a directory")
     local = resolve(destination)
-    if local.kind == "file" and num_shards != 1:
-        raise ValueError(f"{local.path}: one file cannot hold {num_shards} shards; give a directory")
 
     def policy(home_fd: int, save_id: str) -> CommitPlan:
         existing = describe_existing(home_fd, local, rules.filename_pattern)
@@ -146,7 +147,9 @@ def begin_directory(path: str | os.PathLike[str], *, durable: bool) -> LocalTran
         home, name = os.path.split(os.path.abspath(path))  # raises if there is no working directory
         if "\0" in name:
             raise ValueError("a path cannot contain NUL")
-        destination = LocalDestination(os.fspath(path), "fresh", resolve_links(home), name)
+        fd, real, rest = open_existing(home)
+    home = os.path.join(real, *rest)
+    destination = LocalDestination(os.fspath(path), "fresh", home, name, above_fd=fd, missing=tuple(rest))
     return LocalTransaction(destination, lambda home_fd, save_id: CommitPlan("replacement", (), None), durable=durable)
 
 
@@ -171,8 +174,8 @@ def write_small_file(destination: SingleFile, data: bytes) -> bool:
     local = resolve(destination)
     name = f"{STAGING_PREFIX}{secrets.token_hex(_ID_BYTES)}{STAGED_FILE_SUFFIX}"
     with refusals("saving", local.path, caught=(OSError,)):
-        home_fd, _ = make_and_open(local.home, durable=True)
-        with closing(home_fd):
+        home = open_home(local, durable=True)
+        with closing(home_fd := home.fd):
             if not is_local(home_fd) or any(map(_concerns_transactions, os.listdir(home_fd))):
                 return False
             require_replaceable(home_fd, local, (local.name,))
@@ -190,7 +193,7 @@ def write_small_file(destination: SingleFile, data: bytes) -> bool:
                     calls.unlink(name, dir_fd=home_fd)
                     calls.unlock(fd)
             try:
-                calls.sync_directory(home_fd)
+                home.sync()
             except OSError as error:
                 reason = f"syncing the directory failed after the commit: {os.strerror(error.errno or errno.EIO)}"
                 raise CommitUncertainError(reason, path=local.path, errno=error.errno) from error
@@ -223,8 +226,8 @@ class NamedFiles:
             StorageError: The operating system refused.
         """
         real, home_fd = self._open()
-        destination = LocalDestination(self.path, "update", real, "", last_wins=True)
-        return LocalTransaction(destination, self._plan, durable=True, home_fd=home_fd)
+        destination = LocalDestination(self.path, "update", real, "", last_wins=True, above_fd=home_fd)
+        return LocalTransaction(destination, self._plan, durable=True)
 
     def clear(self) -> None:
         """Remove the old files if no new ones replace them; an index first."""
@@ -313,6 +316,10 @@ class FilesTransaction(Transaction):
         finally:
             file.close()
 
+    def _end(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
     def _writer(self, name: str, nbytes: int, attributes: FileAttributes | None = None) -> LocalFileWriter:
         """Return the writer of a shard, of which this process writes so many bytes."""
         return LocalFileWriter(
@@ -336,11 +343,9 @@ class LocalTransaction(FilesTransaction):
     moment. Otherwise it raises if the destination has changed since the first plan.
 
     Args:
-        destination: Its destination.
+        destination: Its destination; its `above_fd` is closed, also if this raises.
         policy: Makes the plan: names of new files, files to replace, step that commits.
         durable: Whether anything is synced.
-        home_fd: `destination.home`, open; owned by the transaction, also if this raises. None: it is opened, and made
-            if it does not exist.
         lock_timeout: Seconds for which it waits for locks of other saves, all waits together.
         check: Called while it waits here; it raises to end the wait.
 
@@ -358,7 +363,6 @@ class LocalTransaction(FilesTransaction):
         policy: CommitPolicy,
         *,
         durable: bool,
-        home_fd: int | None = None,
         lock_timeout: float = LOCK_TIMEOUT_SECONDS,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -368,35 +372,24 @@ class LocalTransaction(FilesTransaction):
         self._finished: set[str] = set()  # names of the files that other libraries or processes wrote
         self._timeout = LockTimeout(lock_timeout)
         self._lock = ExitStack()  # holds the lock of the directory, where the commit needs it
-        self._parents: dict[str, tuple[int, int]] = {}  # those of the destination that were made for this save
         try:
-            if home_fd is None:
-                home_fd, self._parents = make_and_open(destination.home, durable=durable)
-            self._home_fd = home_fd
+            self._home = open_home(destination, durable=durable)
             try:
                 self._recover(LockTimeout(min(_RECOVERY_SECONDS, lock_timeout)), check)
                 self._plan, self._staging = self._stage()
             except BaseException:
-                calls.close(home_fd)
+                calls.close(self._home.fd)
                 raise
         except StorageError:
             raise
         except OSError as error:
             raise self._begin_refused(error) from error
         self._files_fd = self._staging.files_fd
-        self._publication = Publication(
-            destination=destination,
-            home_fd=home_fd,
-            staging=self._staging,
-            lock=self._lock,
-            plan=self._plan,
-            durable=durable,
-            parents=self._parents,
-        )
+        self._publication = Publication(self._home, self._staging, self._lock, self._plan)
         self.shard_names, self.takes_index = self._plan.shards, self._plan.index is not None
 
     def _recover(self, timeout: LockTimeout, check: Callable[[], None]) -> None:
-        left = recover(self._home_fd, self._destination.home, timeout, check)
+        left = recover(self._home.fd, self._destination.home, timeout, check)
         if left.newer and self._destination.kind != "fresh":  # beside a new directory it concerns another destination
             raise StorageError(
                 "a save by another version of stio was interrupted here; run `stio gc` of that version, or delete this "
@@ -412,7 +405,7 @@ class LocalTransaction(FilesTransaction):
                 "; a save publishes by a rename, which this filesystem does not have: save to another one, or to a "
                 "bucket that is mounted here (mount-s3) by its URL, s3://bucket/path"
             )
-            for parent in reversed(self._parents):
+            for parent in reversed(self._home.made):
                 with suppress(OSError):  # it has been used meanwhile
                     calls.remove_directory(parent)
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -425,13 +418,13 @@ class LocalTransaction(FilesTransaction):
             plan = self._planned(save_id)  # first: it raises before anything is made
             self.require_names(*plan.shards, *([] if plan.index is None else [plan.index]))
             with suppress(FileExistsError):
-                return plan, StagingDirectory(self._home_fd, save_id)
+                return plan, StagingDirectory(self._home.fd, save_id)
         raise OSError(f"no staging directory in {_ATTEMPTS} attempts")
 
     def _planned(self, save_id: str) -> CommitPlan:
         """Return the policy's plan; it reads the old checkpoint."""
         try:
-            return self._policy(self._home_fd, save_id)
+            return self._policy(self._home.fd, save_id)
         except StorageError:
             raise
         except OSError as error:
@@ -454,9 +447,9 @@ class LocalTransaction(FilesTransaction):
             StorageError: One is too long.
         """
         try:
-            limit = os.fpathconf(self._home_fd, "PC_NAME_MAX")
-        except (OSError, ValueError):
-            limit = _DEFAULT_NAME_BYTES
+            limit = os.fpathconf(self._home.fd, "PC_NAME_MAX")
+        except OSError:  # a sandbox refuses it
+            limit = _USUAL_NAME_BYTES
         for name in names:
             if len(os.fsencode(name)) > limit:
                 raise StorageError(
@@ -499,7 +492,7 @@ class LocalTransaction(FilesTransaction):
     def _replaced_attributes(self, shard: str) -> FileAttributes | None:
         """Return the attributes that a new shard keeps: of the file that it replaces, else of an old shard."""
         existing = self._plan.existing
-        own = attributes_at(self._home_fd, shard) if shard in existing.files else None
+        own = attributes_at(self._home.fd, shard) if shard in existing.files else None
         return own or existing.shard_attributes
 
     def finish_file(self, name: str, nbytes: int | None = None) -> None:
@@ -537,7 +530,7 @@ class LocalTransaction(FilesTransaction):
         if self._destination.kind == "fresh":
             return None
         with refusals(f"reading {name}", self.path):
-            return read_small(self._home_fd, name, MAX_NOTE_BYTES, where=self.path)
+            return read_small(self._home.fd, name, MAX_NOTE_BYTES, where=self.path)
 
     def _prepare(self, check: Callable[[], None]) -> None:
         """Take the directory's lock where the commit needs it; complete a directory that other libraries have filled.
@@ -550,9 +543,9 @@ class LocalTransaction(FilesTransaction):
             return
         with refusals("publishing the checkpoint", self.path):
             if self._plan.commit == "replacement":
-                _finish_tree(self._files_fd, self._home_fd, self._destination.name, check, durable=self._durable)
+                _finish_tree(self._files_fd, self._home.fd, self._destination.name, check, durable=self._durable)
             home, path = self._destination.home, self._destination.path
-            self._lock.enter_context(directory_lock(self._home_fd, home, self._timeout, check, destination=path))
+            self._lock.enter_context(directory_lock(self._home.fd, home, self._timeout, check, destination=path))
 
     # Commit.
 
@@ -583,11 +576,10 @@ class LocalTransaction(FilesTransaction):
 
     def _end(self) -> None:
         """Close everything, and remove the staging directory, unless recovery reads it; see `Publication`."""
-        for writer in self._writers:
-            writer.close()
+        super()._end()
         publication = self._publication
         publication.close()
-        calls.close(self._home_fd)
+        calls.close(self._home.fd)
         if publication.cleanup_error is not None:
             message = "%s: cleaning up failed, the next save here or `stio gc` completes it: %s"
             log(logging.WARNING, message, self._destination.path, publication.cleanup_error)
@@ -675,8 +667,7 @@ class JoinedTransaction(FilesTransaction):
 
     def _end(self) -> None:
         """Close all descriptors; no write may be under way."""
-        for writer in self._writers:
-            writer.close()
+        super()._end()
         calls.close(self._files_fd)
 
 

@@ -244,9 +244,10 @@ class Recorder:
         if name == "close":
             self._fds.pop(args[0], None)
         elif name == "open_directory":
-            self._fds[result] = (
-                self._find(Path(args[0])) if kwargs.get("dir_fd") is None else nodes[at["dir_fd"]].entries[args[0]]
-            )
+            if kwargs.get("dir_fd") is None or args[0] == ".":
+                self._fds[result] = self._find(Path(os.readlink(f"/proc/self/fd/{result}")))
+            else:
+                self._fds[result] = nodes[at["dir_fd"]].entries[args[0]]
         elif name == "open_file":
             entries = nodes[at["dir_fd"]].entries
             if args[0] not in entries:
@@ -259,7 +260,7 @@ class Recorder:
             self._do("content", self._fds[args[0]], *content)
         elif name in ("rename", "rename_new"):
             self._do("move", at["source_fd"], args[0], at["target_fd"], args[1])
-        elif name in ("unlink", "remove_tree"):
+        elif name in ("unlink", "remove_directory", "remove_tree"):
             if args[0] in nodes[at["dir_fd"]].entries:
                 self._do("change", at["dir_fd"], args[0], None)
         elif name in ("fsync", "sync_directory"):
@@ -489,24 +490,36 @@ def test_age_is_measured_by_the_clock_of_the_filesystem(
     assert collect_garbage(places[2], max_age_seconds=0).undone == (str(no_lock),)
     require_clean(places[1], ["old"])
     assert not [name for place in places for name in os.listdir(place) if name.startswith(".stio-trash")]
-    aside = places[0] / ".stio-aside-0123456789"
-    aside.mkdir()
-    assert str(aside) in collect_garbage(places[0], max_age_seconds=1800).kept
-    os.utime(aside, (hour_ago, hour_ago))
-    assert str(aside) in collect_garbage(places[0], max_age_seconds=1800).undone
 
 
 @pytest.mark.parametrize("kind", ["directory", "file"])
 def test_what_was_set_aside_may_have_the_name_of_a_lock(tmp_path: Path, kind: str) -> None:
-    aside = tmp_path / ".stio-aside-0123456789"
-    (aside / "lock").mkdir(parents=True)
+    staging = tmp_path / ".stio-0123456789"
+    aside = staging / "aside" / "lock"
     if kind == "file":
-        (aside / "lock").rmdir()
-        (aside / "lock").write_text('{"version": 9}')
-    old = time.time() - 3600
-    os.utime(aside, (old, old))
-    assert collect_garbage(tmp_path, max_age_seconds=1800).undone == (str(aside),)
-    assert (tmp_path / "lock").exists() and not aside.exists()
+        aside.parent.mkdir(parents=True)
+        aside.write_text('{"version": 9}')
+    else:
+        aside.mkdir(parents=True)
+    (staging / "lock").touch()
+    assert collect_garbage(tmp_path).undone == (str(staging),)
+    assert (tmp_path / "lock").exists() and not staging.exists()
+
+
+def test_what_was_set_aside_stays_while_it_cannot_be_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = tmp_path / ".stio-0123456789"
+    (staging / "aside" / "one").mkdir(parents=True)
+    (staging / "lock").touch()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "rename_new", refuse)
+        assert collect_garbage(tmp_path).failed == (str(staging),)
+    assert (staging / "aside" / "one").exists()
+    assert collect_garbage(tmp_path).undone == (str(staging),)
+    assert (tmp_path / "one").exists() and not staging.exists()
 
 
 def test_where_no_time_can_be_seen_nothing_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,10 +124,12 @@ def test_killed_at_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k
 
 
 def test_what_cannot_be_put_back_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / ".stio-aside-0123456789").mkdir()
-    (tmp_path / ".stio-aside-0123456789" / "x").write_text("first")
+    staging = tmp_path / ".stio-0123456789"
+    (staging / "aside").mkdir(parents=True)
+    (staging / "aside" / "x").write_text("first")
+    (staging / "lock").touch()
     (tmp_path / "x").write_text("second")
-    assert collect_garbage(tmp_path).undone == (str(tmp_path / ".stio-aside-0123456789"),)
+    assert collect_garbage(tmp_path).undone == (str(staging),)
     (kept,) = tmp_path.glob(".stio-kept-*")
     assert (kept.read_text(), (tmp_path / "x").read_text()) == ("first", "second")
     assert str(kept) in caplog.text

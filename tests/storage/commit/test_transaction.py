@@ -904,11 +904,11 @@ def test_an_interrupted_replacement_after_which_nothing_can_be_read_is_uncertain
     destination = FILES_CHANGE.prepare(tmp_path / "place")
     with monkeypatch.context() as patch:
 
-        def replace_files(*arguments: object, **options: object) -> None:
+        def make_visible(*arguments: object, **options: object) -> None:
             patch.setattr(publication, "stamp_of", unreadable)
             raise OSError(errno.EIO, "")
 
-        patch.setattr(publication, "replace_files", replace_files)
+        patch.setattr(publication, "make_visible", make_visible)
         with pytest.raises(CommitUncertainError, match="replacing the files was interrupted"):
             FILES_CHANGE.carry_out(destination)
     sweep(monkeypatch, destination)
