@@ -130,7 +130,7 @@ async def save(
     ranks = _ranks(process_group, rank_timeout)
     async with ranks.reports():
         options = SaveOptions(**keywords_for(SaveOptions, given))
-        pending = await _sharded(module_or_state, destination, options, ranks, budget_bytes=budget_bytes)
+        pending = await _sharded(module_or_state, destination, options, ranks, saver=PendingSave.alone(budget_bytes))
         return await pending.complete()
 
 
