@@ -170,7 +170,7 @@ def _save(
         return replace(made, metadata={**made.metadata, **counted})
 
     budget = max(4 << 20, budget_bytes)
-    pending = PendingSave(opened.tensors, destination, options, budget_bytes=budget, planner=plan)
+    pending = PendingSave(opened.tensors, destination, options, saver=PendingSave.alone(budget), planner=plan)
     operation.on_cancel(pending.cancel)
     try:
         return pending.start().result()

@@ -145,26 +145,22 @@ class Readiness:
             DeviceError: See `copy_out`.
             DeviceMemoryError: See `copy_out`.
         """
-        others: list[Copy] = []
         storages: list[Any] = []
-        address, size, plain = target.address, target.nbytes, PLAIN_LAYOUT
+        rows: list[tuple[int, int, int, int]] = []
+        others: list[Copy] = []
+        to, room = target.address, target.nbytes if ranges is not None else -1
         for number, start, at, nbytes, _ in pieces:
             source = sources[number]
-            tensor: torch.Tensor = source.data
-            # Since it was described a tensor may have changed: an access outside its memory would end the process.
-            begin, end, storage, _ = require_data(source.name, tensor)
-            if (
-                ranges is not None
-                and tensor.is_cpu
-                and source.layout == plain
-                and 0 <= start <= end - begin - nbytes
-                and 0 <= at <= size - nbytes
-                and tensor.is_contiguous()
-            ):
-                storages.append(tensor.untyped_storage())
-                ranges.host_to_host(group, storage + begin + start, nbytes, address + at, at)
+            found = _in_memory(source, start, nbytes) if 0 <= at <= room - nbytes else None
+            if found is None:
+                require_data(source.name, source.data)
+                others.append((source.data, start, target.sub(at, nbytes)))
             else:
-                others.append((tensor, start, target.sub(at, nbytes)))
+                address, storage = found
+                storages.append(storage)
+                rows.append((at, address, nbytes, to + at))
+        if ranges is not None:
+            ranges.host_to_host_each(group, rows)
         self.copy_out(others)
         return storages
 
@@ -184,13 +180,11 @@ class Readiness:
             ValueError: See `copy_out`.
             DeviceError: See `copy_out`.
         """
-        tensor: torch.Tensor = source.data
-        begin, end, storage, _ = require_data(source.name, tensor)
-        is_inside = 0 <= start <= end - begin - nbytes
-        if tensor.is_cpu and source.layout == PLAIN_LAYOUT and is_inside and tensor.is_contiguous():
-            return storage + begin + start, tensor.untyped_storage()
+        if (found := _in_memory(source, start, nbytes)) is not None:
+            return found
+        require_data(source.name, source.data)
         region = scratch().sub(0, nbytes)
-        self.copy_out([(tensor, start, region)])
+        self.copy_out([(source.data, start, region)])
         return region.address, region.owner
 
 
@@ -203,6 +197,20 @@ def _accelerator_of(tensor: object) -> torch.device | None:
             return None
         device = tensor.device
     return device if device.type != "meta" and TorchAccelerator.supports(device) else None
+
+
+def _in_memory(source: TensorSource, start: int, nbytes: int) -> tuple[int, torch.UntypedStorage] | None:
+    """Return the address of bytes of a tensor, and its storage; None if they are not consecutive in host memory.
+
+    The tensor may have changed since it was described: an access outside its memory would end the process.
+    """
+    tensor: torch.Tensor = source.data
+    if source.layout != PLAIN_LAYOUT or not tensor.is_cpu or not tensor.is_contiguous():
+        return None
+    storage, address, tensor_bytes = tensor.untyped_storage(), tensor.data_ptr(), tensor.nbytes
+    base = storage.data_ptr()
+    has_data = base and address + tensor_bytes <= base + storage.nbytes()
+    return (address + start, storage) if has_data and 0 <= start <= tensor_bytes - nbytes else None
 
 
 def _copy_on_cpu(tensor: torch.Tensor, start: int, region: Region) -> None:

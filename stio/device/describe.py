@@ -14,6 +14,8 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import add, attrgetter, gt, sub
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from stio.device.copy_out import PLAIN_LAYOUT
 from stio.device.cuda import require_streams
 from stio.device.tensors import FORMAT_DTYPES, GATHER_FSDP, PLAIN, dense_parts, require_data
-from stio.device.torch_private import traits_of, without_torch_function
+from stio.device.torch_private import all_traits_of, traits_of, without_torch_function
 from stio.errors import FormatError, UnsupportedDtypeError, printable
 from stio.format import TensorSource, tensor_nbytes
 
@@ -90,35 +92,19 @@ def describe_tensors(
     """
     _require_own_data(tensors, tensors.values())
     _require_scales(tensors)
-    sources = []
-    devices: set[torch.device] = set()
-    for number, (name, tensor) in enumerate(tensors.items()):
-        if number % _CHECK_EVERY == 0:
-            check()
-        if not isinstance(name, str):
-            raise TypeError(f"tensors are saved by name, and a name is a string, not {printable(name)}")
-        if isinstance(tensor, LazyTensor):
-            sources.append(_lazy_source(name, tensor))
-            continue
-        if hasattr(tensor, "global_offsets") and hasattr(tensor, "local_offsets"):
-            _require_whole(name, tensor)
-        if type(tensor) not in PLAIN:
-            tensor = _plain_tensor(name, tensor)
-        if not tensor.is_cpu and tensor.device not in devices:
-            if tensor.is_meta:
-                raise ValueError(f"tensor {printable(name)!r} {_ON_META}")
-            require_streams(tensor.device)
-            devices.add(tensor.device)
-        try:
-            sources.append(_source(name, tensor))
-        except RuntimeError as error:  # of torch: its tensors under a function transform have no storage
-            raise TypeError(
-                f"tensor {printable(name)!r}: no memory to save (a value inside torch.func's grad, vmap or "
-                "functionalize has none); save outside of the transform. torch says: "
-                f"{printable(str(error).partition(chr(10))[0])}"
-            ) from error
-    _require_no_shards({source.name: source.shape for source in sources}, tensors)
+    sources: list[TensorSource] = []
+    names, values = list(tensors), list(tensors.values())
+    for start in range(0, len(names), _CHECK_EVERY):
+        check()
+        rows = slice(start, start + _CHECK_EVERY)
+        sources += _plain_sources(names[rows], values[rows]) or map(_source, names[rows], values[rows])
+    _require_no_shards(tensors, [source.name for source in sources if source.shape == (0,)])
     return sources
+
+
+def _is_padded(tensor: object) -> bool:
+    """Return whether torch's `CheckpointableTensor` describes a tensor."""
+    return hasattr(tensor, "global_offsets") and hasattr(tensor, "local_offsets")
 
 
 def _require_whole(name: str, tensor: Any) -> None:
@@ -137,7 +123,58 @@ def _require_whole(name: str, tensor: Any) -> None:
         )
 
 
-def _source(name: str, tensor: torch.Tensor) -> TensorSource:
+def _plain_sources(names: Sequence[str], tensors: Sequence[Any]) -> list[TensorSource] | None:
+    """Describe contiguous tensors with elements on the CPU; None if one of the tensors is another one.
+
+    As `_source`, but column by column: 10,000 tensors take 20 ms and not 32.
+    """
+    if not ({*map(type, names)} == {str} and {*map(type, tensors)} <= PLAIN):
+        return None
+    if not all(traits.is_cpu and traits.is_dense and not any(traits.bits) for traits in all_traits_of(tensors)):
+        return None
+    dtypes = [FORMAT_DTYPES.get(tensor.dtype, "F4") for tensor in tensors]
+    if "F4" in dtypes or not all(map(torch.Tensor.is_contiguous, tensors)) or any(map(_is_padded, tensors)):
+        return None
+    try:
+        storages = list(map(torch.Tensor.untyped_storage, tensors))
+        bases = list(map(torch.UntypedStorage.data_ptr, storages))
+        held = list(map(torch.UntypedStorage.nbytes, storages))
+    except RuntimeError:  # `_source` raises it again
+        return None
+    sizes = [tensor.nbytes for tensor in tensors]
+    begins = list(map(sub, map(torch.Tensor.data_ptr, tensors), bases))
+    ends = list(map(add, begins, sizes))
+    if not (all(bases) and all(sizes)) or any(map(gt, ends, held)):
+        return None
+    shapes = map(tuple, map(attrgetter("shape"), tensors))
+    keys, spans = zip(repeat(None), bases, held), zip(begins, ends)  # noqa: B905
+    return list(map(TensorSource, names, dtypes, shapes, sizes, keys, spans, repeat(PLAIN_LAYOUT), tensors))
+
+
+def _source(name: str, tensor: Any) -> TensorSource:
+    if not isinstance(name, str):
+        raise TypeError(f"tensors are saved by name, and a name is a string, not {printable(name)}")
+    if isinstance(tensor, LazyTensor):
+        return _lazy_source(name, tensor)
+    if _is_padded(tensor):
+        _require_whole(name, tensor)
+    if type(tensor) not in PLAIN:
+        tensor = _plain_tensor(name, tensor)
+    if tensor.is_meta:
+        raise ValueError(f"tensor {printable(name)!r} {_ON_META}")
+    if not tensor.is_cpu:
+        require_streams(tensor.device)
+    try:
+        return _dense_source(name, tensor)
+    except RuntimeError as error:  # of torch: its tensors under a function transform have no storage
+        raise TypeError(
+            f"tensor {printable(name)!r}: no memory to save (a value inside torch.func's grad, vmap or "
+            "functionalize has none); save outside of the transform. torch says: "
+            f"{printable(str(error).partition(chr(10))[0])}"
+        ) from error
+
+
+def _dense_source(name: str, tensor: torch.Tensor) -> TensorSource:
     traits = traits_of(tensor)
     if not traits.is_dense:
         what = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
@@ -161,9 +198,7 @@ def _source(name: str, tensor: torch.Tensor) -> TensorSource:
             layout = strides, traits.bits
         elif traits.bits != PLAIN_LAYOUT[1]:
             layout = None, traits.bits  # the strides are those of the shape
-    return TensorSource(
-        name=name, dtype=dtype, shape=shape, nbytes=nbytes, storage_key=key, span=span, layout=layout, data=tensor
-    )
+    return TensorSource(name, dtype, shape, nbytes, key, span, layout, tensor)
 
 
 def _lazy_source(name: str, lazy: LazyTensor) -> TensorSource:
@@ -174,9 +209,7 @@ def _lazy_source(name: str, lazy: LazyTensor) -> TensorSource:
         nbytes = tensor_nbytes(dtype, shape)
     except FormatError as error:  # the caller's shape, not a file's
         raise ValueError(f"tensor {printable(name)!r}: {error}") from None
-    return TensorSource(
-        name=name, dtype=dtype, shape=shape, nbytes=nbytes, storage_key=None, span=(0, nbytes), layout=None, data=lazy
-    )
+    return TensorSource(name, dtype, shape, nbytes, None, (0, nbytes), None, lazy)
 
 
 def _format_dtype(name: str, dtype: torch.dtype) -> str:
@@ -289,7 +322,7 @@ def require_values(tensors: Mapping[str, object], parameters: Iterable[object] |
     _require_own_data(tensors, tensors.values())
     _require_scales(tensors)
     present = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
-    _require_no_shards({name: None if one.is_nested else tuple(one.shape) for name, one in present.items()}, present)
+    _require_no_shards(present, [name for name, one in present.items() if not one.is_nested and one.shape == (0,)])
     for name, tensor in present.items():
         for part in dense_parts(tensor):
             require_data(name, part)
@@ -303,17 +336,22 @@ def _require_own_data(tensors: Mapping[str, object], parameters: Iterable[object
             raise ValueError(f"tensor {printable(name)!r} {advice}")
 
 
-def _require_no_shards(shapes: Mapping[str, tuple[int, ...] | None], tensors: Mapping[str, Any]) -> None:
+def _require_no_shards(tensors: Mapping[str, object], empty: Sequence[str]) -> None:
     """Require that no tensor is a flat parameter of FSDP, and none without elements is a parameter of this process.
 
     `state_dict()` loses the attributes. To list all objects takes the collector tens of milliseconds, so this is done
     only where there is a tensor without elements in one dimension, which is rare.
+
+    Args:
+        tensors: All tensors by name.
+        empty: The names of those.
     """
-    for name in shapes:
-        if name.rpartition(".")[2] == "_flat_param":
+    for name in tensors:
+        if "_flat_param" in name and name.rpartition(".")[2] == "_flat_param":
             raise ValueError(f"tensor {printable(name)!r} {_FLAT}")
-    if empty := {name: tensors[name] for name, shape in shapes.items() if shape == (0,)}:
-        _require_own_data(empty, (item for item in gc.get_objects() if issubclass(type(item), torch.nn.Parameter)))
+    if empty:
+        parameters = (item for item in gc.get_objects() if issubclass(type(item), torch.nn.Parameter))
+        _require_own_data({name: tensors[name] for name in empty}, parameters)
 
 
 def _require_scales(tensors: Mapping[str, object]) -> None:
@@ -339,6 +377,8 @@ def _placeholders(parameters: Iterable[object]) -> Iterator[tuple[Hashable, str]
     """Yield the place of each parameter that stands for other data, and what to do about it."""
     flattened: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # by storage: all parts of one flat parameter
     for parameter in parameters:
+        if type(parameter) is torch.Tensor and not hasattr(parameter, "ds_shape"):  # nearly always
+            continue
         if not isinstance(parameter, torch.Tensor):
             continue
         if _is_partitioned(parameter):

@@ -183,6 +183,12 @@ def traits_of(tensor: torch.Tensor) -> Traits:
     return found
 
 
+def all_traits_of(tensors: Iterable[torch.Tensor]) -> set[Traits]:
+    """Return the traits that occur among tensors."""
+    keys_of = torch._C._dispatch_keys
+    return {traits_of(tensor) for tensor in {keys_of(tensor).raw_repr(): tensor for tensor in tensors}.values()}
+
+
 def conj_neg_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
     """Return whether a conjugation and a negation of a tensor are not carried out yet."""
     return traits_of(tensor).bits

@@ -285,7 +285,7 @@ class StioStorageWriter(StorageWriter):
             require_right_parts(plan.items, planner)
             require_values(state if isinstance(state := getattr(planner, "state_dict", None), Mapping) else {})
             options = replace(self._options, **layout.options)
-            save = _DcpSave(plan, planner, path, options, ranks, budget_bytes=self._budget_bytes)
+            save = _DcpSave(plan, planner, path, options, ranks, saver=ShardedSave.alone(self._budget_bytes))
             return await save.complete()
 
 

@@ -128,7 +128,7 @@ async def save(
     ranks = Ranks(process_group, about="save", timeout=rank_timeout)
     async with ranks.reports():
         options = SaveOptions(**keywords_for(SaveOptions, given))
-        pending = await _sharded(module_or_state, destination, options, ranks, budget_bytes=budget_bytes)
+        pending = await _sharded(module_or_state, destination, options, ranks, saver=PendingSave.alone(budget_bytes))
         return await pending.complete()
 
 

@@ -490,36 +490,34 @@ def build_header(
     entries: dict[str, tuple[str, int]] = {}  # the text before the offsets, and the size in bytes
     names_of: defaultdict[str, list[str]] = defaultdict(list)
     known: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # many tensors, few shapes
-    num_tensors = 0
     for name, dtype, shape in tensors:
         kind = dtype, tuple(shape)
-        if kind not in known:
-            known[kind] = _entry(name, *kind)
-        entries[name] = known[kind]
+        entry = known.get(kind)
+        if entry is None:
+            entry = known[kind] = _entry(name, *kind)
+        entries[name] = entry
         names_of[dtype].append(name)
-        num_tensors += 1
-    for name in entries:
-        check_name(name)
-    if len(entries) != num_tensors:
-        raise ValueError("two tensors have the same name")
     # Python orders text by code points, which is the order of its UTF-8 bytes.
     order = [name for dtype in DTYPES if dtype in names_of for name in sort_in_slices(names_of[dtype])]
+    if len(entries) != len(order):
+        raise ValueError("two tensors have the same name")
     parts = [] if metadata is None else [_metadata_json(metadata)]
-    offset = 0
+    end = 0
     for rows in row_slices(len(order)):
-        texts = []
-        for name in order[rows]:
-            text, nbytes = entries[name]
-            end = offset + nbytes
-            texts.append(f"{encode_basestring(name)}:{text}{offset},{end}]}}")
-            offset = end
-        parts.append(",".join(texts).encode())
-    body = b"{" + b",".join(parts) + b"}"
-    body += b" " * (-len(body) % HEADER_ALIGNMENT)
-    if len(body) > MAX_HEADER_BYTES:
+        names = order[rows]
+        _check_names(names)
+        texts, sizes = zip(*[entries[name] for name in names], strict=True)
+        edges = list(accumulate(sizes, initial=end))
+        end = edges[-1]
+        members = zip(map(encode_basestring, names), texts, edges, edges[1:], strict=False)
+        parts.append(",".join([f"{name}:{text}{begin},{end}]}}" for name, text, begin, end in members]).encode())
+    body = b",".join(parts)
+    padding = b" " * (-(len(body) + 2) % HEADER_ALIGNMENT)
+    nbytes = len(body) + 2 + len(padding)
+    if nbytes > MAX_HEADER_BYTES:
         message = "the header would be longer than the format allows; save in shards, or with less metadata"
-        raise LimitError(message, expected=f"at most {MAX_HEADER_BYTES} bytes", found=len(body))
-    return len(body).to_bytes(8, "little") + body, order
+        raise LimitError(message, expected=f"at most {MAX_HEADER_BYTES} bytes", found=nbytes)
+    return b"".join([nbytes.to_bytes(8, "little"), b"{", body, b"}", padding]), order
 
 
 def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
@@ -530,6 +528,13 @@ def _entry(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
         )
     dimensions = ",".join(map(str, shape))
     return f'{{"dtype":"{dtype}","shape":[{dimensions}],"data_offsets":[', tensor_nbytes(dtype, shape)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    text = "".join(names)
+    if METADATA_KEY in text or "\0" in text or not is_encodable(text):
+        for name in names:
+            check_name(name)
 
 
 def check_name(name: str) -> None:

@@ -278,6 +278,11 @@ class Ranges:
         """
         self._fields.extend((offset, source, target, nbytes, 0, -1, group))
 
+    def host_to_host_each(self, group: int, moves: Iterable[tuple[int, int, int, int]]) -> None:
+        """Add many, each as offset, source, length and target; faster than one by one."""
+        rows = [(offset, source, target, nbytes, 0, -1, group) for offset, source, nbytes, target in moves]
+        self._fields.fromlist(list(chain.from_iterable(rows)))
+
     def of_device(self, source: int, nbytes: int, target: int) -> None:
         """Add memory of a device at `source` for memory of it, or of the host, at `target`; for `queue_copies` only."""
         self._fields.extend((0, source, target, nbytes, 0, -1, 0))

@@ -131,7 +131,8 @@ async def save(
             the commit had begun: then the new checkpoint is complete.
     """
     options = SaveOptions(**keywords_for(SaveOptions, locals()))
-    return await PendingSave(tensors, destination, options, budget_bytes=budget_bytes, base=base).complete()
+    alone = PendingSave.alone(budget_bytes, base)
+    return await PendingSave(tensors, destination, options, saver=alone).complete()
 
 
 @described_by(save)
@@ -384,7 +385,8 @@ class Saver(AsyncOnly):
                 self._require_wait(destination)
                 await self._shared.notifier.wait_for(self._has_place)
                 continue
-            self._shared.retention.attempt(destination, options.filename_pattern)
+            if self._shared.retention is not None:
+                self._shared.retention.attempt(destination, options.filename_pattern)
             # Without a lock: this calls `state_dict` and other code of the user.
             save = await make(saver=self._shared)
             try:
@@ -496,16 +498,13 @@ class Saver(AsyncOnly):
             await end_saves()
         finally:
             self._collect()
-            pool, self._shared.pool = (
-                self._shared.pool,
-                StagingPool(self._budget_bytes),
-            )  # no save uses the old one any more
-            chain = self._shared.chain
+            shared = self._shared
+            pool, shared.pool = shared.pool, StagingPool(self._budget_bytes)  # no save uses the old one any more
             if pool.allocate != memory.allocate:
                 with suppress(StorageError):  # no more threads: the pool is released with the last save of the caller's
                     Operation(lambda _: pool.clear(), name="release").start()  # it takes a lock
-            if chain is not None:
-                chain.clear()
+            if shared.chain is not None:
+                shared.chain.clear()
             failures, self._failures = self._failures, deque()
         return failures
 

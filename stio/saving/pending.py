@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal, Self, TypeAlias
@@ -21,7 +21,7 @@ from stio import process
 from stio.device import Readiness, describe_tensors
 from stio.errors import SaveInProgressError, StorageError, printable
 from stio.format import TensorSource
-from stio.format.files import MANIFEST_SUFFIX, FilePattern, Hasher, HashName, manifest_change, new_hasher, step_of
+from stio.format.files import MANIFEST_SUFFIX, FilePattern, HashName, manifest_change, new_hasher, step_of
 from stio.limits import DEFAULT_BUDGET_BYTES, PAGE_BYTES
 from stio.runtime import Notifier, Operation, current_operation, memory
 from stio.runtime.reports import CALLER, progress_callback, shown, traced
@@ -71,16 +71,18 @@ LIFE_CYCLE: Mapping[tuple[State, Event], State] = {
 
 @dataclass(slots=True)
 class SharedBySaves:
-    """What all saves of one saver share."""
+    """What all saves of one saver share. A save without a saver has its own."""
 
     pool: StagingPool
     """Staging memory."""
-    notifier: Notifier
+    notifier: Notifier = field(default_factory=Notifier)
     """Notified when a save is staged, and when it has ended."""
-    retention: Retention
-    """Counts the steps."""
+    retention: Retention | None = None
+    """Counts the steps; None: there is no saver."""
     chain: Chain | None = None
     """What the next save may be a delta of; None: every save is full."""
+    base: str | os.PathLike[str] | None = None
+    """Without a saver: what the save is a delta of, if it is to be one."""
 
 
 class PendingSave:
@@ -90,9 +92,9 @@ class PendingSave:
     the wait; `cancel` rolls the save back.
     """
 
-    # The arguments are internal. With a `saver` the caller waits for the snapshot, so staging has priority. Without one
-    # the caller waits for the end: the save has staging memory of its own, `budget_bytes` (None: the default), and
-    # writing has priority. A `base` makes it a delta.
+    # The arguments are internal. In a saver the caller waits for the snapshot, so staging has priority. A save without
+    # one (`saver` is what `alone` returns, by default without arguments) has priority for writing: the caller waits for
+    # the end.
 
     def __init__(
         self,
@@ -101,8 +103,6 @@ class PendingSave:
         options: SaveOptions,
         *,
         saver: SharedBySaves | None = None,
-        budget_bytes: int | str | None = None,
-        base: str | os.PathLike[str] | None = None,
         planner: Planner | None = None,
     ) -> None:
         self.destination = destination
@@ -111,17 +111,18 @@ class PendingSave:
         self._tensors, tied = tensors_of(tensors)
         self._absolute_destination = absolute_destination(destination)
         self._max_shard_bytes = options.max_shard_bytes(destination)  # None: the destination is one file
+        saver = saver or self.alone()
         # A place without a step, such as `best`, is saved to again: nothing may be based on it.
-        chain = saver.chain if saver and step_of(str(destination)) is not None else None
+        chain = saver.chain if step_of(str(destination)) is not None else None
         self._delta: DeltaSave | None = None
-        if base is not None or chain is not None:
+        if saver.base is not None or chain is not None:
             self._delta = DeltaSave(
                 self._absolute_destination,
                 metadata=options.metadata,
                 max_shard_bytes=self._max_shard_bytes,
                 filename_pattern=options.filename_pattern,
                 chain=chain,
-                base=base,
+                base=saver.base,
             )
         self._planner: Planner = planner or partial(
             plan_writes,
@@ -130,12 +131,8 @@ class PendingSave:
             shared=options.shared,
             tied=tied,
         )
-        self._stage_first = saver is not None
-        self._retention = saver.retention if saver else None
-        self._notifier = saver.notifier if saver else Notifier()
-        self._pool = (
-            saver.pool if saver else StagingPool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes)
-        )
+        self._stage_first = saver.retention is not None
+        self._retention, self._notifier, self._pool = saver.retention, saver.notifier, saver.pool
         self._previous: PendingSave | None = None
         # "previous": a save that came between; None once this one has begun.
         self._order: dict[str, PendingSave | None] = {}
@@ -159,6 +156,16 @@ class PendingSave:
             exit_patience=EXIT_PATIENCE_SECONDS,
         )
         """Its thread."""
+
+    @staticmethod
+    def alone(budget_bytes: int | str | None = None, base: str | os.PathLike[str] | None = None) -> SharedBySaves:
+        """Return what a save has that belongs to no saver.
+
+        Args:
+            budget_bytes: Most bytes of staging memory; None: the default.
+            base: Path or URL of what it is a delta of; None: it is full.
+        """
+        return SharedBySaves(StagingPool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes), base=base)
 
     def start(self, previous: PendingSave | None = None) -> Self:
         """Begin the save, behind another one; returns at once.
@@ -212,7 +219,7 @@ class PendingSave:
         del planned
         transaction: Transaction | None = None
         try:
-            staged.start(self._ready)
+            staged.start(self._ready, self._on_staged)
             if self._previous is not None:
                 self._wait_for_previous(operation, staged)
                 self._previous = None  # or each save of a training run would hold the one before it
@@ -260,7 +267,6 @@ class PendingSave:
         with traced(self._options.trace, "compare"):
             planned = delta.compare(planned, self._pool, self._ready, operation)
         if delta.is_staged:
-            self._ready = Readiness()
             self._on_staged()
         if delta.kind == "delta":  # what other libraries look for is not there
             pattern = FilePattern(self._options.filename_pattern).of_delta
@@ -273,12 +279,10 @@ class PendingSave:
         blocks: Blocks | None = None if delta is None else delta.image(planned, self._pool, make)
         if blocks is None:
             self._pool.fit(planned.block_bytes, make, limit_bytes=planned.budget_bytes)
-        is_staged = delta is not None and delta.is_staged
         scheduler = SaveScheduler(
             planned.own,
             blocks or self._pool,
-            stage_first=self._stage_first and not is_staged,
-            on_staged=_nothing if is_staged else self._on_staged,
+            stage_first=self._stage_first and not self.staged,
             progress=progress_callback(self._options.progress, "saving"),
             trace=self._options.trace,
         )
@@ -316,6 +320,9 @@ class PendingSave:
         operation.check()
 
     def _on_staged(self) -> None:
+        if self.staged:  # by the comparison with the save before
+            return
+        self._ready = Readiness()  # what is written now is stio's own
         staged = perf_counter()
         self._staged_seconds = staged - self._called
         self._after("stage")
@@ -361,7 +368,7 @@ class PendingSave:
         hashes_blocks: bool,
     ) -> WrittenSave:
         """Write all files; return once they are durable."""
-        hasher = self._hasher()
+        hasher = None if self._hash is None else partial(new_hasher, self._hash)
         writers = transaction.create([shard.nbytes for shard in files.shards])
         staged.write_to(writers, hasher if hashes_blocks else None)
         digests = staged.complete()
@@ -438,10 +445,6 @@ class PendingSave:
     def _own_pattern(self) -> str | None:
         """The pattern of the file names of full saves in a directory, None if the destination is one file."""
         return None if self._max_shard_bytes is None else self._filename_pattern
-
-    def _hasher(self) -> Callable[[], Hasher] | None:
-        """Return what makes a hasher for each file, if there are to be digests."""
-        return None if self._hash is None else partial(new_hasher, self._hash)
 
     @property
     def _hash(self) -> HashName | None:
@@ -568,7 +571,3 @@ class PendingSave:
         error = operation.failure if operation is not None else None
         if error is not None and not self.delivered:
             log(logging.ERROR, "saving to %s failed, and was not awaited: %s", self.destination, error)
-
-
-def _nothing() -> None:
-    """Do nothing: the tensors were staged before."""

@@ -61,7 +61,6 @@ class SaveScheduler:
         plan: The files and their blocks; of a plan of parts, files with `write_strided`.
         pool: Staging memory, in the order of the blocks; its condition guards this run too.
         stage_first: Whether the snapshot is more urgent than the disk.
-        on_staged: Called once, on the thread that copied the last tensor, when every tensor was copied and may change.
         progress: Called with an event at the start and after each block that was written, one call at a time.
         trace: Records spans.
     """
@@ -72,7 +71,6 @@ class SaveScheduler:
         pool: Blocks,
         *,
         stage_first: bool = True,
-        on_staged: Callable[[], None] = lambda: None,
         progress: Callable[[ProgressEvent], object] | None = None,
         trace: Trace | None = None,
     ) -> None:
@@ -100,7 +98,6 @@ class SaveScheduler:
         self._moved: list[native.Done] = []  # groups that it has moved
         self._is_taking = False
         self._ready = Readiness()
-        self._on_staged = on_staged
         self._stage_first = stage_first
         self._progress: ProgressReporter | None = None
         if progress is not None:
@@ -132,15 +129,17 @@ class SaveScheduler:
         """Call `stop` when the run is stopped, or has failed. It must take no lock."""
         self._stops.append(stop)
 
-    def start(self, ready: Readiness | None = None) -> None:
+    def start(self, ready: Readiness | None = None, on_staged: Callable[[], None] = lambda: None) -> None:
         """Begin to fill blocks; `complete` or `stop`, and then `join`, must follow.
 
         A save of one block needs no other thread than the caller's: it is staged when this returns.
 
         Args:
             ready: When the devices' tensors may be read.
+            on_staged: Called once, on the thread that copied the last tensor, when every tensor was copied and may
+                change.
         """
-        self._ready = ready or Readiness()
+        self._ready, self._on_staged = ready or Readiness(), on_staged
         if self._progress is not None:
             self._progress.report()
         counters.add_run(self)

@@ -12,7 +12,6 @@ from collections.abc import Collection
 from contextlib import closing, nullcontext, suppress
 
 from stio.errors import StioError, printable
-from stio.format import PREFIX_BYTES, header_nbytes, parse_header
 from stio.format.files import (
     FILE_SUFFIX,
     INDEX_SUFFIX,
@@ -26,7 +25,8 @@ from stio.format.files import (
 from stio.limits import Limits
 from stio.saving.options import DEFAULT_PATTERN
 from stio.saving.plan import WrittenSave
-from stio.storage import ParallelRoot, Root, Source, open_directory, read_bytes
+from stio.storage import ParallelRoot, Root, open_directory, read_bytes
+from stio.storage.checkpoint import OpenOptions, open_checkpoint
 from stio.text import log
 
 _READ_BY_NAME = {"diffusion_pytorch_model.safetensors": "diffusers", "adapter_model.safetensors": "PEFT"}
@@ -131,8 +131,9 @@ def _hiding_index(root: Root, present: Collection[str] | None, written: WrittenS
 def _warn_of_another_name(root: Root, present: Collection[str], tensors: Collection[str]) -> None:
     """Log that a directory has a file with the saved tensors that a framework reads by its name."""
     for name in _READ_BY_NAME.keys() & present:
-        with suppress(StioError), closing(root.open(name)) as file:
-            if _tensors_of(file).isdisjoint(tensors):
+        path = os.path.join(root.path, name)
+        with suppress(StioError), closing(open_checkpoint(path, OpenOptions())) as opened:
+            if opened.dtypes_and_shapes().keys().isdisjoint(tensors):
                 continue
             log(
                 logging.WARNING,
@@ -143,15 +144,6 @@ def _warn_of_another_name(root: Root, present: Collection[str], tensors: Collect
                 name,
                 name.replace(FILE_SUFFIX, "{suffix}" + FILE_SUFFIX),
             )
-
-
-def _tensors_of(file: Source) -> set[str]:
-    """Return the names in a header."""
-    file_bytes = file.identity.nbytes
-    prefix = read_bytes(file, 0, min(PREFIX_BYTES, file_bytes))
-    nbytes = header_nbytes(prefix, file_bytes=file_bytes, path=file.path)
-    raw = read_bytes(file, PREFIX_BYTES, nbytes)
-    return {*parse_header(raw, file_bytes=file_bytes, path=file.path, shard="").names}
 
 
 def _exists(root: Root, name: str) -> bool:

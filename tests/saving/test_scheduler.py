@@ -51,7 +51,7 @@ class Saving:
         self.destination = destination or MemoryDestination()
         self.staged, self.over, self.error, self.digests = threading.Event(), threading.Event(), None, None
         self.num_staged = 0
-        options.setdefault("on_staged", self.tell_staged)
+        self.on_staged = options.pop("on_staged", self.tell_staged)
         self.hasher = options.pop("hasher", None)
         self.run = SaveScheduler(self.plan, self.pool, **options)
 
@@ -63,7 +63,7 @@ class Saving:
         """Do what a save's body does; whatever becomes of it, nothing may be left."""
         transaction = None
         try:
-            self.run.start()
+            self.run.start(on_staged=self.on_staged)
             transaction = self.destination.begin(num_shards=len(self.plan.shards))
             self.run.write_to(transaction.create([shard.nbytes for shard in self.plan.shards]), self.hasher)
             self.digests = self.run.complete()
@@ -264,7 +264,7 @@ def test_a_snapshot_does_not_wait_for_the_disk(gate):
 @pytest.mark.parametrize("tensors", [{"t": torch.tensor(1)}, {"t": pages(6)}], ids=["one block", "many"])
 def test_a_snapshot_does_not_wait_for_the_destination(tensors):
     made = Saving(tensors)
-    made.run.start()
+    made.run.start(on_staged=made.on_staged)
     try:
         assert made.staged.wait(PATIENCE_SECONDS)
         assert made.destination.writes == []
@@ -279,7 +279,7 @@ def test_writing_comes_first_where_the_caller_waits_for_the_end(gate):
     made = Saving({"t": pages(40)}, stage_first=False, destination=MemoryDestination(gate=gate))
     transaction = made.destination.begin(num_shards=1)
     made.run.write_to(transaction.create([made.plan.shards[0].nbytes]))
-    made.run.start()
+    made.run.start(on_staged=made.on_staged)
     made.destination.wait_for_writers(WRITE_DEPTH)
     assert eventually(lambda: len(made.pool.changed._waiting) == NUM_WORKERS - 1 - WRITE_DEPTH)  # the others wait
     assert made.pool.peak_bytes == (WRITE_DEPTH + AHEAD_BLOCKS) * BLOCK
@@ -325,8 +325,8 @@ def test_two_saves_share_one_budget(gate, by_engine):
     first.destination.wait_for_writers(1)
     second = Saving({"t": pages(6)}, destination=MemoryDestination())
     second.pool = first.pool
-    second.run = SaveScheduler(second.plan, first.pool, on_staged=second.tell_staged)
-    second.run.start()
+    second.run = SaveScheduler(second.plan, first.pool)
+    second.run.start(on_staged=second.on_staged)
     # With the engine there is one worker for the fills of a file: of each save, and the first has two that do not write.
     assert eventually(lambda: len(first.pool.changed._waiting) == (2 if by_engine else NUM_WORKERS))
     assert not second.staged.is_set()
@@ -367,7 +367,7 @@ def test_c111_tensors_are_released_once_they_are_staged(gate):
     made.plan = plan_writes([], max_shard_bytes=None, block_bytes=BLOCK)  # the caller's plan goes, as a save's does
     sizes = [len(expected)]
     transaction = made.destination.begin(num_shards=1)
-    made.run.start()
+    made.run.start(on_staged=made.on_staged)
     assert made.staged.wait(PATIENCE_SECONDS)
     tensors["t0"].zero_()
     tensors.clear()
@@ -385,7 +385,7 @@ def test_a_run_that_was_stopped_releases_its_tensors():
     made = Saving(tensors, blocks=2)
     made.plan = None
     del tensors
-    made.run.start()
+    made.run.start(on_staged=made.on_staged)
     assert eventually(lambda: len(made.run._full) == 2 and len(made.pool.changed._waiting) == made.run._num_threads)
     assert alive() is not None
     made.run.stop()
@@ -496,7 +496,7 @@ def test_an_engine_that_has_ended_ends_the_save(by_engine, monkeypatch):
 
 def test_stop_while_nothing_may_be_written():
     made = Saving({"t": pages(8)}, blocks=3)
-    made.run.start()
+    made.run.start(on_staged=made.on_staged)
     assert eventually(lambda: len(made.run._full) == 3)
     made.run.stop()
     with pytest.raises(Cancelled):
