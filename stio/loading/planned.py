@@ -387,7 +387,8 @@ def _is_at_hand(plan: ReadPlan, paths: Sequence[ReadPath], budget_bytes: int) ->
     for path in paths:
         if not (isinstance(path, CopiedPath) and path.is_native and path.image is None):
             return False
-        if path.file.identity.nbytes > _AT_ONCE_BYTES or path.file.resident_fraction() != 1:
+        file = path.file
+        if file.identity.nbytes > _AT_ONCE_BYTES or file.resident_fraction() != 1:
             return False
     return True
 

@@ -290,14 +290,15 @@ class CopiedPath(ReadPath):
         return self._tensors_over(group, self._regions.pop(group.index))
 
     def _tensors_over(self, group: Group, region: Region) -> LoadedGroup:
+        delivery = self._delivery
         with memory.reporting_shortage(self._source.path):
             is_worthwhile = len(group.names) > 1 or group.nbytes >= _MIN_IMAGE_BYTES
-            if is_worthwhile and GroupMemory.is_copied_whole(group, self._delivery.copied):
+            if is_worthwhile and delivery.copied and GroupMemory.is_copied_whole(group, delivery.copied):
                 whole = tensors_in(region, [""], ["U8"], [(group.nbytes,)], [0])
                 return LoadedGroup({}, GroupMemory.image_over(whole[""], group))
             tensors = tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets)
-            if self._delivery.casts is not None or group.posts:
-                tensors = self._delivery.finish(group, tensors, views=self._delivery.views)
+            if delivery.casts is not None or group.posts:
+                tensors = delivery.finish(group, tensors, views=delivery.views)
             return LoadedGroup(tensors)
 
     def held_bytes(self, group: Group) -> int:
@@ -344,7 +345,8 @@ class MappedPath(CopiedPath):
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the images of scattered groups."""
-        super().begin([group for group in groups if not self._is_mapped(group)])
+        if copied := [group for group in groups if not self._is_mapped(group)]:
+            super().begin(copied)
 
     def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
         """Add the group's pages."""
@@ -364,9 +366,9 @@ class MappedPath(CopiedPath):
         if not self._is_mapped(group):
             super().read(group, block, stopped)
             return
-        for ((offset, _, nbytes),) in reads_of(block, PIECE_BYTES) if self._populates else ():
+        for start in range(0, block.nbytes, PIECE_BYTES) if self._populates else ():
             require_not_stopped(stopped)
-            self._mapped.populate(offset, nbytes)
+            self._mapped.populate(block.offset + start, min(PIECE_BYTES, block.nbytes - start))
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the mapping, which they own together."""

@@ -94,9 +94,10 @@ class LoadScheduler:
         callback = self._progress_callback = (
             None if options.progress is None else progress_callback(options.progress, doing)
         )
-        self._progress = ProgressReporter(
-            callback, total_bytes=self.plan.total_bytes, total_tensors=self.plan.num_tensors
-        )
+        self._progress: ProgressReporter | None = None
+        if callback is not None:
+            totals = self.plan.total_bytes, self.plan.num_tensors
+            self._progress = ProgressReporter(callback, total_bytes=totals[0], total_tensors=totals[1])
         self._trace = options.trace
         self._reports_lost = options.lost is None
         self._waiting: deque[Group] = deque(self.plan.groups)
@@ -142,7 +143,8 @@ class LoadScheduler:
             closing.callback(self._executor.close)
             counters.add_run(self)
             closing.callback(counters.remove_run, self)
-            self._progress.report()
+            if self._progress is not None:
+                self._progress.report()
             self._load()
             self._require_unchanged()
 
@@ -236,7 +238,8 @@ class LoadScheduler:
         del loaded
         self._delivered_groups.add(group.index)
         self._free(group)
-        self._progress.report(group.payload_bytes, len(group.names))
+        if self._progress is not None:
+            self._progress.report(group.payload_bytes, len(group.names))
 
     def _count_down(self, group: Group) -> None:
         self._num_left[group.selection] -= 1
