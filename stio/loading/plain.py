@@ -4,6 +4,9 @@ It is used for sources that are no local files, for devices whose driver the eng
 no engine (`STIO_NATIVE=0`). Each worker reads a block, copies it, and waits for the copy. It also waits for what
 another load is reading into a cache.
 Beside a busy Python thread it is slower: each call needs the interpreter's lock when it ends.
+
+A small load out of the page cache that fits into its budget is read by an `InlineExecutor`, on the thread of the load:
+it is shorter than to wake another thread.
 """
 
 from __future__ import annotations
