@@ -169,8 +169,8 @@ MUTANTS = (
         "the plain executor delivers a group when the first of its blocks is there",
         "stio/loading/plain.py",
         (
-            "            if not self._num_left[group.index]:",
-            "            if self._num_left[group.index] == len(group.blocks) - 1:",
+            "        is_complete = not self._num_left[group.index]",
+            "        is_complete = self._num_left[group.index] == len(group.blocks) - 1",
         ),
         tests=(f"{BEHIND_LAST}[stream-root]", f"{BEHIND_LAST}[warm start-root]"),
     ),
@@ -342,9 +342,9 @@ MUTANTS = (
         "a load that was cancelled gives its memory back while copies of the plain executor are under way",
         "stio/loading/plain.py",
         (
-            '        """Stop, and wait until no worker is left."""\n        self._workers.stop()\n'
+            '        """Stop, and wait until no worker is left."""\n        self.stop()\n'
             "        self._workers.join()\n",
-            '        """Stop, and wait until no worker is left."""\n        self._workers.stop()\n',
+            '        """Stop, and wait until no worker is left."""\n        self.stop()\n',
         ),
         (
             "        if self._workers.stopped:\n            self._workers.join()\n",
@@ -379,8 +379,8 @@ MUTANTS = (
         "the memory of a cached file is released while copies of the load still read it",
         "stio/loading/planned.py",
         (
-            "            owned.callback(image.release)\n        paths = [load",
-            "            image.release()\n        paths = [load",
+            "            owned.callback(image.release)\n        paths = [read.load",
+            "            image.release()\n        paths = [read.load",
         ),
         tests=f"{ORDERS}test_a_cache_keeps_what_is_copied_from",
     ),

@@ -167,12 +167,18 @@ def _with_index(device: Any, current: torch.device | None) -> Any:
     return current if str(parsed) == current.type else device  # without an index
 
 
+_CPU = torch.device("cpu")
+"""Not made anew: the first such call of a thread, as of each small load, takes 20 microseconds or more."""
+
+
 def resolve_device(device: Any) -> torch.device:
     """Return the device for `"auto"`, a name, an index or a `torch.device`; its index is set.
 
     Raises:
         DeviceError: torch has no such device, or this machine does not.
     """
+    if device == "cpu":
+        return _CPU
     if device == "auto":
         device = _available_accelerator() or "cpu"
     try:
@@ -187,7 +193,7 @@ def resolve_device(device: Any) -> torch.device:
             raise DeviceError(
                 "tensors on 'meta' have no data to load", requested=device, expected="cpu or an accelerator"
             )
-        return torch.device("cpu")
+        return _CPU
     accelerator = _available_accelerator()
     if accelerator is None or parsed.type != accelerator.type:
         no_cuda = parsed.type == "cuda" and torch.version.cuda is None and torch.version.hip is None

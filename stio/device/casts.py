@@ -45,7 +45,7 @@ class Casts:
 def select_and_cast(
     tensors: dict[str, torch.Tensor],
     posts: Mapping[str, Selection],
-    casts: Casts,
+    casts: Casts | None,
     lost: Lost | None = None,
     *,
     views: bool = False,
@@ -55,7 +55,7 @@ def select_and_cast(
     Args:
         tensors: By name; the dictionary is changed and returned.
         posts: By name, the selection of a tensor of which more was read than is selected.
-        casts: What to cast.
+        casts: What to cast; None: nothing.
         lost: Where to count the values that leave the range of their new dtype; None: they are not counted.
         views: Selections that slices describe are views of what was read. Otherwise each has memory of its own.
 
@@ -72,7 +72,9 @@ def select_and_cast(
             continue
         tensor = _selected(tensor, selection)
         tensors[name] = typed(tensor, tensor.shape, own)
-    for name, tensor in tensors.items() if casts else ():
+    if casts is None:
+        return tensors
+    for name, tensor in tensors.items():
         wanted = casts.dtype(name, tensor.dtype)
         if tensor.dtype != wanted:
             tensors[name] = _cast(name, tensor, wanted) if lost is None else lost.cast(name, tensor, wanted)

@@ -115,9 +115,10 @@ def parse_header(
     """
     columns = _Columns(Scanner(raw, path=path, base=PREFIX_BYTES, error=FormatError, what="header"), limits)
     columns.read()
-    columns.put_in_file_order()
     data_start = PREFIX_BYTES + len(raw)
-    columns.check_layout(data_start)
+    if not columns.is_sound():
+        columns.put_in_file_order()
+        columns.check_layout(data_start)
     data_end = data_start + (columns.ends[-1] if columns.ends else 0)
     if data_end > file_bytes:
         raise TruncatedError(
@@ -251,19 +252,40 @@ class _Columns:
 
     # The layout of the data.
 
-    def put_in_file_order(self) -> None:
-        """Sort the rows by their ranges, unless they follow one another already.
+    def is_sound(self) -> bool:
+        """Return whether the rows are certainly valid as they are, and in file order, as in most files.
 
-        Equal ranges, which only empty tensors have, keep the order of the text.
+        The sizes that follow from shapes and dtypes, added up, must give the offsets. If they do, no product
+        overflowed, and no dimension is large, since each is at most the last offset. Three kinds of headers are left to
+        `check_layout`: rows in another order, shapes with a zero, and dtypes below a byte.
         """
+        data_end = 0
+        for rows in row_slices(len(self.begins)):
+            if not self._are_sound(rows, data_end):
+                return False
+            data_end = self.ends[rows.stop - 1]
+        return True
+
+    def _are_sound(self, rows: slice, data_end: int) -> bool:
+        shapes = self.shapes[rows]
+        if max(map(len, shapes)) > self._limits.max_rank:  # first: the product of a million dimensions would take long
+            return False
+        num_elements = list(map(prod, shapes))
+        try:
+            widths = list(map(WHOLE_BYTES.__getitem__, self.dtypes[rows]))
+        except KeyError:
+            return False
+        edges = list(accumulate(map(mul, num_elements, widths), initial=data_end))
+        return (
+            0 not in num_elements
+            and edges[1:] == self.ends[rows]
+            and edges[:-1] == self.begins[rows]
+            and edges[-1] <= MAX_ELEMENTS
+        )
+
+    def put_in_file_order(self) -> None:
+        """Sort the rows by their ranges. Equal ranges, which only empty tensors have, keep the order of the text."""
         begins, ends = self.begins, self.ends
-        previous_end = 0
-        for rows in row_slices(len(begins)):
-            if begins[rows] != [previous_end, *ends[rows][:-1]]:
-                break
-            previous_end = ends[rows.stop - 1]
-        else:
-            return
         order = sort_in_slices(range(len(begins)), key=lambda row: (begins[row], ends[row]))
         # Comprehensions, because the interpreter can release its lock inside them.
         self.names = [self.names[row] for row in order]
@@ -281,33 +303,9 @@ class _Columns:
         """
         data_end = 0
         for rows in row_slices(len(self.begins)):
-            if not self._is_sound(rows, data_end):
+            if not self._are_sound(rows, data_end):
                 self._check_rows(rows, data_end, data_start)
             data_end = self.ends[rows.stop - 1]
-
-    def _is_sound(self, rows: slice, data_end: int) -> bool:
-        """Return whether these rows are certainly valid.
-
-        The sizes that follow from shapes and dtypes, added up, must give the offsets. If they do, no product
-        overflowed, and no dimension is large, since each is at most the last offset. Two kinds of rows are left to
-        `_check_rows`: shapes with a zero, and dtypes below a byte. The rank is checked first: the product of a
-        million dimensions would take long.
-        """
-        shapes = self.shapes[rows]
-        if max(map(len, shapes)) > self._limits.max_rank:
-            return False
-        num_elements = list(map(prod, shapes))
-        try:
-            widths = list(map(WHOLE_BYTES.__getitem__, self.dtypes[rows]))
-        except KeyError:
-            return False
-        edges = list(accumulate(map(mul, num_elements, widths), initial=data_end))
-        return (
-            0 not in num_elements
-            and edges[1:] == self.ends[rows]
-            and edges[:-1] == self.begins[rows]
-            and edges[-1] <= MAX_ELEMENTS
-        )
 
     def _check_rows(self, rows: slice, data_end: int, data_start: int) -> None:
         offsets = zip(self.begins[rows], self.ends[rows], strict=True)

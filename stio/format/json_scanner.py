@@ -109,6 +109,8 @@ class Scanner:
 
     def accept_key(self, key: str) -> bool:
         """Step over a key and its colon, if the key is this one, with or without escapes."""
+        if self.raw[self.pos + 1 : self.pos + 2] not in (key[:1].encode(), b"\\"):
+            return False
         match = _SHORT_STRING.match(self.raw, self.pos, self.end)
         if match is None:
             return False
@@ -129,7 +131,8 @@ class Scanner:
         has_members = not self.accept(b"}")
         while has_members:
             yield self.pos
-            self.skip_space()
+            if self.pos < self.end and self.raw[self.pos] in _WHITE:
+                self.skip_space()
             has_members = not self.accept(b"}")
             if has_members:
                 self.expect(b",")

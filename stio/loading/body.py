@@ -114,7 +114,7 @@ def collect(operation: Operation[Any], selected: SelectedTensors) -> Callable[[]
     The tensors are in the order of the checkpoint's data, aliases last.
     """
     groups, opened = gather(operation, selected), selected.opened
-    headers, aliases = opened.headers, opened.aliases
+    names = [name for header in opened.headers for name in header.names] + list(opened.aliases)
 
     def take() -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
@@ -122,8 +122,8 @@ def collect(operation: Operation[Any], selected: SelectedTensors) -> Callable[[]
         # frees a tensor aborts the process.
         while groups:
             tensors |= groups.pop(0).take()
-        ordered = {name: tensors[name] for header in headers for name in header.names if name in tensors}
-        return ordered | {name: tensors[name] for name in aliases if name in tensors} if aliases else ordered
+        in_order = list(tensors) == names
+        return tensors if in_order else {name: tensors[name] for name in names if name in tensors}
 
     return take
 

@@ -184,11 +184,7 @@ class GdsPath(DevicePath):
         super().__init__(file, slots, delivery)
         self._device = device
         self._direct = direct
-
-    @property
-    def memory(self) -> object:
-        """Of the device, but it is waited for (see `begin`)."""
-        return self._device
+        self.memory = device  # its allocations are waited for, see `begin`
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the tensors of groups; wait until nothing that is queued uses their memory."""

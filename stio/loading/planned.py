@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
-from typing import TypeAlias
+from typing import NamedTuple
 
 import torch
 
@@ -34,10 +34,10 @@ from stio.loading.engine import EngineExecutor
 from stio.loading.gds_path import GdsDevice, GdsPath
 from stio.loading.options import LoadOptions
 from stio.loading.patching import PatchingExecutor, SelectedPatches
-from stio.loading.plain import PlainExecutor
+from stio.loading.plain import InlineExecutor, PlainExecutor
 from stio.loading.plan import GAP_BYTES, FileSelection, ReadPlan, plan_reads
 from stio.loading.read_paths import CacheFillPath, CopiedPath, Delivery, DevicePath, MappedPath, ReadPath, StagingSlots
-from stio.loading.scheduler import FIRST_BYTES, PlannedLoad
+from stio.loading.scheduler import FIRST_BYTES, Executor, PlannedLoad
 from stio.loading.select import DeviceSelection, SelectedTensors, selected_bytes
 from stio.runtime import memory
 from stio.runtime.reports import traced
@@ -77,12 +77,12 @@ def plan_load(selected: SelectedTensors, delivery: Delivery, *, max_workers: int
         files = _open_files(selected, sorted({*shards, *of_patches}), of_patches, owned)
         lost = Lost() if options.lost is None else options.lost
         copied = frozenset() if selected.casts else delivery.copied
-        delivery = replace(delivery, casts=selected.casts, copied=copied, lost=lost)
+        delivery = replace(delivery, casts=selected.casts or None, copied=copied, lost=lost)
         loads = _device_loads([files[shard] for shard in shards], selected, delivery, patches)
         for load in loads:
             undo.callback(load.close)
         reads = _reads(opened, files, loads)
-        plan = plan_reads([selection for _, _, selection in reads], selected.slices)
+        plan = plan_reads([read.selection for read in reads], selected.slices)
         cached = (
             {}
             if options.host_cache is None
@@ -92,28 +92,33 @@ def plan_load(selected: SelectedTensors, delivery: Delivery, *, max_workers: int
         )
         for image in cached.values():
             owned.callback(image.release)
-        paths = [load.read_path(file, cached.get(id(file))) for file, load, _ in reads]
+        paths = [read.load.read_path(read, cached.get(id(read.file))) for read in reads]
         budget_bytes = _budget_bytes(plan, paths, loads, keeps=delivery.keeps, path=opened.path)
-        on_top = SelectedPatches.within(
-            budget_bytes,
-            patches,
-            {shard: (files[shard], cached.get(id(files[shard]))) for shard in of_patches},
-        )
-        budget_bytes = max(1, budget_bytes - on_top.total_bytes)
+        on_top = None
+        if patches:
+            held = {shard: (files[shard], cached.get(id(files[shard]))) for shard in of_patches}
+            on_top = SelectedPatches.within(budget_bytes, patches, held)
+            budget_bytes = max(1, budget_bytes - on_top.total_bytes)
         num_workers = min(loads[0].num_workers if loads else 1, max_workers or sys.maxsize)
+        executor: Executor
+        if on_top is None and _is_at_hand(plan, paths, budget_bytes):
+            executor = InlineExecutor(paths, trace=options.trace)
+        else:
+            executor = moving = _executor(plan, paths, budget_bytes, options, num_workers)
+            if on_top is not None:
+                headers = [read.selection.header for read in reads]
+                executor = PatchingExecutor(moving, paths, headers, on_top, trace=options.trace)
         must_grow = plan.total_bytes > FIRST_BYTES and any(load.must_grow for load in loads)
-        executor = _executor(plan, paths, budget_bytes, options, num_workers)
-        headers = [selection.header for _, _, selection in reads]
         planned = PlannedLoad(
             opened.path,
             plan,
             paths,
-            PatchingExecutor(executor, paths, headers, on_top, trace=options.trace) if patches else executor,
+            executor,
             budget_bytes,
-            names=[load.selected.names for _, load, _ in reads],
+            names=[read.load.selected.names for read in reads],
             make_results=None if selected.placed is None else selected.placed.made,
             first_bytes=FIRST_BYTES if must_grow else sys.maxsize,
-            files=list(dict.fromkeys([*(file for file, _, _ in reads), *(files[shard] for shard in of_patches)])),
+            files=list(dict.fromkeys([read.file for read in reads] + [files[shard] for shard in of_patches])),
             owned=owned,
             lost=lost,
         )
@@ -179,6 +184,8 @@ class DeviceLoad:
 
     selected: DeviceSelection
     """The tensors."""
+    accelerator: Accelerator | None
+    """The device; None: the CPU."""
     options: LoadOptions
     """Options of the load."""
     delivery: Delivery
@@ -198,7 +205,6 @@ class DeviceLoad:
         requests, options = self.requests, self.options
         self.num_workers = NUM_WORKERS if requests is None else requests.num_in_flight
         """Threads of the plain executor that read for it."""
-        self._mapped: dict[LocalFile, MappedFile | None] = {}
         self._slots: StagingSlots | None = None
         self._gds: GdsDevice | None = None
         self.block_bytes = (
@@ -207,8 +213,7 @@ class DeviceLoad:
         """Size of its groups, and of requests behind a network."""
         self.staging_bytes = 0
         """Part of the budget that slots of the plain executor use."""
-        accelerator = _accelerator(self.selected.device, options)
-        if accelerator is not None:
+        if (accelerator := self.accelerator) is not None:
             slot_bytes = min(_SLOT_BYTES, self.budget_bytes // (2 * self.num_workers * self.num_accelerators))
             if requests is not None:
                 slot_bytes = requests.nbytes
@@ -224,7 +229,7 @@ class DeviceLoad:
     @property
     def must_grow(self) -> bool:
         """Whether the device's allocator has not enough memory at hand for all tensors, as far as it says so."""
-        accelerator = None if self._slots is None else self._slots.accelerator
+        accelerator = self.accelerator
         if self.selected.total_bytes <= FIRST_BYTES or not isinstance(accelerator, TorchAccelerator):
             return False
         return accelerator.must_grow(self.selected.total_bytes)
@@ -236,36 +241,36 @@ class DeviceLoad:
                 if part is not None:
                     closing.callback(part.close)
 
-    def selection(self, file: Source, header: Header, shard: int) -> FileSelection:
+    def read(self, file: Source, header: Header, shard: int) -> _Read:
         """Return what is read of a shard for this device."""
         requests, positions = self.requests, self.selected.positions[shard]
-        if isinstance(file, LocalFile) and self.patches and any(header.names[k] in self.patches for k in positions):
-            self._mapped[file] = None
-        maps = isinstance(file, LocalFile) and self._mapping(file) is not None
-        return FileSelection(
+        mapped = None
+        if isinstance(file, LocalFile) and self._maps(file):
+            if not (self.patches and any(header.names[k] in self.patches for k in positions)):
+                mapped = file.map(lazy=not self._populates)
+        selection = FileSelection(
             header=header,
             positions=positions,
             block_bytes=self.block_bytes,
             gap_bytes=GAP_BYTES if requests is None else requests.gap_bytes,
             rest_bytes=0 if requests is None or self._slots is not None else PAGE_BYTES,
-            image_bytes=sys.maxsize if maps else self.budget_bytes // 4,
+            image_bytes=self.budget_bytes // 4 if mapped is None else sys.maxsize,
         )
+        return _Read(file, self, selection, mapped)
 
-    def read_path(self, file: Source, cached: CachedFile | None) -> ReadPath:
+    def read_path(self, read: _Read, cached: CachedFile | None) -> ReadPath:
         """Choose the read path of a file.
 
         Args:
-            file: The open file.
+            read: What is read of it.
             cached: Its image in a cache, if there is one.
         """
-        fraction, delivery = UNKNOWN, self.delivery
+        file, fraction, delivery = read.file, UNKNOWN, self.delivery
         if isinstance(file, LocalFile):
             fraction = self.resident[file]
-            mapped = self._mapping(file)
-            del self._mapped[file]  # the read path refers to it as long as it needs it
-            if mapped is not None:
+            if read.mapped is not None:
                 cold = self._populates and fraction < UNKNOWN
-                return MappedPath(mapped, delivery, populates=self._populates, cold=cold)
+                return MappedPath(read.mapped, delivery, populates=self._populates, cold=cold)
             read_past_cache(file, fraction)
         if self._slots is None:
             return CopiedPath(file, delivery, cached)
@@ -276,14 +281,12 @@ class DeviceLoad:
                 return GdsPath(self._gds, direct, file, self._slots, delivery)
         return DevicePath(file, self._slots, delivery, cached, trace=self.options.trace)
 
-    def _mapping(self, file: LocalFile) -> MappedFile | None:
-        """Return the mapping of a file; None if it is not to be mapped, or cannot be."""
-        if file not in self._mapped:
-            memory_, on_host = self.options.memory, self._slots is None
-            copies = memory_ == "copy" or self.options.host_cache is not None
-            maps = on_host and not copies and (memory_ in ("map", "lazy") or file.on_local_filesystem)
-            self._mapped[file] = file.map(lazy=not self._populates) if maps else None
-        return self._mapped[file]
+    def _maps(self, file: LocalFile) -> bool:
+        """Return whether a file is to be mapped."""
+        kind = self.options.memory
+        if self._slots is not None or kind == "copy" or self.options.host_cache is not None:
+            return False
+        return kind in ("map", "lazy") or file.on_local_filesystem
 
     @cached_property
     def _populates(self) -> bool:
@@ -298,7 +301,8 @@ def _device_loads(
 ) -> list[DeviceLoad]:
     """Return the load of each device; all share one budget."""
     devices, options, total_bytes = selected.devices, selected.options, selected.total_bytes
-    num_accelerators = sum([not _is_cpu(device.device) for device in devices])
+    accelerators = [_accelerator(device.device, options) for device in devices]
+    num_accelerators = len(devices) - accelerators.count(None)
     if options.memory == "gds" and devices and not num_accelerators:
         raise DeviceError("memory='gds' reads to an accelerator", requested="cpu", expected="an accelerator")
     max_bytes = ACCELERATOR_BUDGET_BYTES if num_accelerators else DEFAULT_BUDGET_BYTES
@@ -318,6 +322,7 @@ def _device_loads(
     return [
         DeviceLoad(
             selected=device,
+            accelerator=accelerator,
             options=options,
             delivery=delivery,
             num_accelerators=num_accelerators,
@@ -326,12 +331,21 @@ def _device_loads(
             requests=requests,
             patches=patches,
         )
-        for device in devices
+        for device, accelerator in zip(devices, accelerators, strict=True)
     ]
 
 
-_Read: TypeAlias = tuple[Source, DeviceLoad, FileSelection]
-"""A file, the device that it is read for, and what is read."""
+class _Read(NamedTuple):
+    """What is read of one file for one device."""
+
+    file: Source
+    """The file."""
+    load: DeviceLoad
+    """The device."""
+    selection: FileSelection
+    """The tensors."""
+    mapped: MappedFile | None
+    """The mapping of the file, if it is mapped."""
 
 
 def _reads(opened: OpenCheckpoint, files: Sequence[Source], loads: Sequence[DeviceLoad]) -> list[_Read]:
@@ -341,13 +355,13 @@ def _reads(opened: OpenCheckpoint, files: Sequence[Source], loads: Sequence[Devi
         UnsupportedDtypeError: torch does not have the dtype of a tensor.
     """
     reads = [
-        (file, load, load.selection(file, header, shard))
+        load.read(file, header, shard)
         for shard, (file, header) in enumerate(zip(files, opened.headers, strict=True))
         for load in loads
         if load.selected.positions[shard]
     ]
-    for _, _, selection in reads:
-        dtypes = selection.header.dtypes
+    for read in reads:
+        dtypes, selection = read.selection.header.dtypes, read.selection
         TORCH_DTYPES.require(
             dtypes if selection.is_whole else [dtypes[k] for k in selection.positions], path=opened.path
         )
@@ -357,13 +371,8 @@ def _reads(opened: OpenCheckpoint, files: Sequence[Source], loads: Sequence[Devi
 def _executor(
     plan: ReadPlan, paths: Sequence[ReadPath], budget_bytes: int, options: LoadOptions, num_workers: int
 ) -> EngineExecutor | PlainExecutor:
-    """Return the engine if it can move the bytes of all files, otherwise the plain executor.
-
-    A small load out of the page cache is read on this thread: to wake another one takes longer.
-    """
+    """Return the engine if it can move the bytes of all files, otherwise the plain executor."""
     if paths and all(map(_is_native, paths)):
-        if plan.total_bytes <= _AT_ONCE_BYTES and all(map(_is_at_hand, paths)):
-            return PlainExecutor(paths, num_workers=0, trace=options.trace)
         try:
             return EngineExecutor(paths, len(plan.groups), budget_bytes=budget_bytes, trace=options.trace)
         except OSError:
@@ -371,11 +380,17 @@ def _executor(
     return PlainExecutor(paths, num_workers=max(1, min(num_workers, plan.num_reads)), trace=options.trace)
 
 
-def _is_at_hand(path: ReadPath) -> bool:
-    """Return whether a path reads a small file that is wholly in the page cache into host memory."""
-    if not isinstance(path, CopiedPath) or path.image is not None:
+def _is_at_hand(plan: ReadPlan, paths: Sequence[ReadPath], budget_bytes: int) -> bool:
+    """Return whether a load is small, out of the page cache, and waits for nothing: to wake a thread takes longer."""
+    if plan.total_bytes > _AT_ONCE_BYTES or sum([group.nbytes for group in plan.groups]) > budget_bytes:
         return False
-    return path.file.identity.nbytes <= _AT_ONCE_BYTES and path.file.resident_fraction() == 1
+    for path in paths:
+        if not (isinstance(path, CopiedPath) and path.is_native and path.image is None):
+            return False
+        file = path.file
+        if file.identity.nbytes > _AT_ONCE_BYTES or file.resident_fraction() != 1:
+            return False
+    return True
 
 
 def _held_images(
@@ -389,10 +404,10 @@ def _held_images(
         plan: Its plan.
         patched: Further files, and how much is read of each.
     """
-    files = {id(file): file for file, _, _ in reads}
-    nbytes = {id(file): selection.header.data_start for file, _, selection in reads}  # of a whole file: its header too
+    files = {id(read.file): read.file for read in reads}
+    nbytes = {id(read.file): read.selection.header.data_start for read in reads}  # of a whole file: its header too
     for group in plan.groups:
-        nbytes[id(reads[group.selection][0])] += group.payload_bytes
+        nbytes[id(reads[group.selection].file)] += group.payload_bytes
     for file, length in patched:
         files[id(file)] = file
         nbytes[id(file)] = nbytes.get(id(file), 0) + length
@@ -427,14 +442,10 @@ def _requests(files: Sequence[Source]) -> Requests | None:
     return min(remote, key=lambda requests: requests.nbytes, default=None)
 
 
-def _is_cpu(device: torch.device | Accelerator) -> bool:
-    return isinstance(device, torch.device) and device.type == "cpu"
-
-
 def _accelerator(device: torch.device | Accelerator, options: LoadOptions) -> Accelerator | None:
     if not isinstance(device, torch.device):
         return device
-    if _is_cpu(device):
+    if device.type == "cpu":
         return None
     if options.streams == "copy":
         return TorchAccelerator(device)

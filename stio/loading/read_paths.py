@@ -90,20 +90,6 @@ def read_ranges(source: Source, read: Sequence[tuple[int, int, int]], target: Re
 # Tensors.
 
 
-def _is_final(group: Group, casts: Casts) -> bool:
-    """Return whether what is read of a group is what the consumer gets: no selection, no cast."""
-    return not casts and not group.posts
-
-
-def _finished(
-    group: Group, tensors: dict[str, torch.Tensor], delivery: Delivery, *, views: bool = False
-) -> dict[str, torch.Tensor]:
-    if _is_final(group, delivery.casts):
-        return tensors
-    posts = {group.names[k]: post for k, post in group.posts.items()}
-    return select_and_cast(tensors, posts, delivery.casts, delivery.lost, views=views)
-
-
 def elements_in(changes: Changes, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tensors over changed elements: codes, U8 or U16, and values of this dtype."""
     num_codes = changes.codes.nbytes // changes.code_bytes
@@ -131,10 +117,15 @@ class Delivery:
     only it gets the bytes, and no tensors (`LoadedGroup.image`). Each is a name that has data."""
     prompt: bool = False
     """Make small groups, so that the first ones are loaded early. Otherwise large ones, for a short load."""
-    casts: Casts = field(default_factory=Casts)
-    """What the load casts; set when it is planned."""
+    casts: Casts | None = None
+    """What the load casts, None: nothing; set when it is planned."""
     lost: Lost = field(default_factory=Lost)
     """Values that the casts of the load have lost; set when it is planned."""
+
+    def finish(self, group: Group, tensors: dict[str, torch.Tensor], *, views: bool = False) -> dict[str, torch.Tensor]:
+        """Return what the consumer gets for what was read of a group: selections and casts are made."""
+        posts = {group.names[k]: post for k, post in group.posts.items()}
+        return select_and_cast(tensors, posts, self.casts, self.lost, views=views)
 
 
 AS_READ = Delivery()
@@ -156,17 +147,14 @@ class ReadPath:
     def __init__(self, source: Source, delivery: Delivery = AS_READ, cached: CachedFile | None = None) -> None:
         self._source = source
         self._delivery = delivery
+        self.memory: object = self
+        """What its groups are allocated from. Groups of paths with the same one begin in one call."""
         self.image = None if cached is None else cached.image
         """The file in a cache. The engine fills it first; what there is no memory for is read from the file."""
         is_there = self.image is not None and self.image.holds(0, self.image.nbytes)
         is_local = getattr(type(source), "read_into", None) is LocalFile.read_into  # also one of `DiskCache`
         self.is_native = (is_there or is_local) and native.available()
         """Whether the engine can move its bytes."""
-
-    @property
-    def memory(self) -> object:
-        """What its groups are allocated from. Groups of paths with the same one begin in one call."""
-        return self
 
     @property
     def file(self) -> LocalFile:
@@ -238,7 +226,8 @@ class ReadPath:
 
     def budget_bytes(self, group: Group) -> int:
         """Return how much of the load's budget a group uses: its memory, if it is not what the consumer keeps."""
-        return 0 if self._delivery.keeps and _is_final(group, self._delivery.casts) else group.nbytes
+        delivery = self._delivery
+        return 0 if delivery.keeps and delivery.casts is None and not group.posts else group.nbytes
 
     def held_bytes(self, group: Group) -> int:
         """Return how much host memory the tensors of a group will hold; pages of the page cache do not count."""
@@ -307,23 +296,26 @@ class CopiedPath(ReadPath):
         return self._tensors_over(group, self._regions.pop(group.index))
 
     def _tensors_over(self, group: Group, region: Region) -> LoadedGroup:
+        delivery = self._delivery
         with memory.reporting_shortage(self._source.path):
             is_worthwhile = len(group.names) > 1 or group.nbytes >= _MIN_IMAGE_BYTES
-            if is_worthwhile and GroupMemory.is_copied_whole(group, self._delivery.copied):
+            if is_worthwhile and delivery.copied and GroupMemory.is_copied_whole(group, delivery.copied):
                 whole = tensors_in(region, [""], ["U8"], [(group.nbytes,)], [0])
                 return LoadedGroup({}, GroupMemory.image_over(whole[""], group))
             tensors = tensors_in(region, group.names, group.dtypes, group.shapes, group.offsets)
-            return LoadedGroup(_finished(group, tensors, self._delivery, views=self._delivery.views))
+            if delivery.casts is not None or group.posts:
+                tensors = delivery.finish(group, tensors, views=delivery.views)
+            return LoadedGroup(tensors)
 
     def held_bytes(self, group: Group) -> int:
         """See `ReadPath.held_bytes`."""
         is_mapped, casts = self._is_mapped(group), self._delivery.casts
-        if _is_final(group, casts):
+        if casts is None and not group.posts:
             return 0 if is_mapped else group.nbytes
         total = 0
         for k, (name, stored, shape) in enumerate(zip(group.names, group.dtypes, group.shapes, strict=True)):
             own = TORCH_DTYPES[stored]
-            wanted = casts.dtype(name, own)
+            wanted = own if casts is None else casts.dtype(name, own)
             post = group.posts.get(k)
             if wanted != own or post is not None or not is_mapped:
                 num_bits = BITS[stored] if wanted == own else wanted.itemsize * 8
@@ -359,7 +351,8 @@ class MappedPath(CopiedPath):
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the images of scattered groups."""
-        super().begin([group for group in groups if not self._is_mapped(group)])
+        if copied := [group for group in groups if not self._is_mapped(group)]:
+            super().begin(copied)
 
     def add_ranges(self, group: Group, ranges: native.Ranges) -> None:
         """Add the group's pages."""
@@ -379,9 +372,9 @@ class MappedPath(CopiedPath):
         if not self._is_mapped(group):
             super().read(group, block, stopped)
             return
-        for ((offset, _, nbytes),) in reads_of(block, PIECE_BYTES) if self._populates else ():
+        for start in range(0, block.nbytes, PIECE_BYTES) if self._populates else ():
             require_not_stopped(stopped)
-            self._mapped.populate(offset, nbytes)
+            self._mapped.populate(block.offset + start, min(PIECE_BYTES, block.nbytes - start))
 
     def make_tensors(self, group: Group) -> LoadedGroup:
         """Make tensors over the mapping, which they own together."""
@@ -468,17 +461,13 @@ class DevicePath(ReadPath):
     ) -> None:
         super().__init__(source, delivery, cached)
         self._slots = slots
+        self.memory = slots
         self._accelerator = slots.accelerator
         self._trace = trace
         self._memories = slots.memories
         self._max_bytes = slots.slot_bytes
         self._ring: DeviceRing | None = DeviceRing.of(self._accelerator) if self.is_native else None
         self.is_native = self._ring is not None
-
-    @property
-    def memory(self) -> object:
-        """The device's."""
-        return self._slots
 
     def begin(self, groups: Sequence[Group]) -> None:
         """Allocate the tensors of groups, in one call."""
@@ -550,9 +539,9 @@ class DevicePath(ReadPath):
         tensors = made.tensors
         if self._ring is not None:
             self._ring.warn_if_refused()
-        if made.image is None and not _is_final(group, self._delivery.casts):
+        if made.image is None and (self._delivery.casts is not None or group.posts):
             with self._accelerator.on_stream():
-                tensors = _finished(group, tensors, self._delivery)
+                tensors = self._delivery.finish(group, tensors)
         return LoadedGroup(tensors, made.image)
 
     def close(self) -> None:

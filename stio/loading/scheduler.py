@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,7 +26,7 @@ from stio.device import Lost
 from stio.loading.engine import EngineExecutor
 from stio.loading.options import LoadOptions
 from stio.loading.patching import PatchingExecutor
-from stio.loading.plain import PlainExecutor
+from stio.loading.plain import InlineExecutor
 from stio.loading.plan import Group, ReadPlan
 from stio.loading.read_paths import Delivery, ReadPath
 from stio.runtime import Cancelled, Operation, WorkerPool
@@ -37,6 +37,9 @@ FIRST_BYTES = 512 << 20
 """The first groups, with so many bytes, are given to the executor alone. They move while the others are begun."""
 _MAX_CHECKS = 16
 """Files behind a network that are looked at together at the end of a load."""
+
+Executor: TypeAlias = EngineExecutor | InlineExecutor | PatchingExecutor
+"""What moves the bytes of a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class PlannedLoad:
     """The reads, in their order."""
     paths: Sequence[ReadPath]
     """The read path of each of the plan's selections. The run closes them."""
-    executor: EngineExecutor | PlainExecutor | PatchingExecutor
+    executor: Executor
     """Moves the bytes. The run closes it."""
     budget_bytes: int
     """Most bytes that may be under way."""
@@ -91,9 +94,10 @@ class LoadScheduler:
         callback = self._progress_callback = (
             None if options.progress is None else progress_callback(options.progress, doing)
         )
-        self._progress = ProgressReporter(
-            callback, total_bytes=self.plan.total_bytes, total_tensors=self.plan.num_tensors
-        )
+        self._progress: ProgressReporter | None = None
+        if callback is not None:
+            totals = self.plan.total_bytes, self.plan.num_tensors
+            self._progress = ProgressReporter(callback, total_bytes=totals[0], total_tensors=totals[1])
         self._trace = options.trace
         self._reports_lost = options.lost is None
         self._waiting: deque[Group] = deque(self.plan.groups)
@@ -139,7 +143,8 @@ class LoadScheduler:
             closing.callback(self._executor.close)
             counters.add_run(self)
             closing.callback(counters.remove_run, self)
-            self._progress.report()
+            if self._progress is not None:
+                self._progress.report()
             self._load()
             self._require_unchanged()
 
@@ -156,15 +161,12 @@ class LoadScheduler:
         self.run()
 
     def _load(self) -> None:
-        num_under_way, is_first = 0, True
+        num_under_way = self._begin_groups(self._planned.first_bytes)
+        if type(self._executor) is not InlineExecutor:  # that ends before other threads would have a turn
+            process.be_nice()  # after the start of threads, which inherit the priority and lower it once more
         while not self.is_stopped():
-            while self._reorderings:
-                self._reorderings.popleft()()
-            num_under_way += self._begin_groups(self._planned.first_bytes if is_first else sys.maxsize)
-            if is_first:
-                process.be_nice()  # after the start of threads, which inherit the priority and lower it once more
-                is_first = False
-                continue
+            if self._waiting or self._reorderings:
+                num_under_way += self._begin_groups(sys.maxsize)
             if not num_under_way and not self._waiting:
                 return
             start, waits_for_budget = perf_counter(), self._blocked and not num_under_way
@@ -182,6 +184,8 @@ class LoadScheduler:
         """Begin as many groups as the budget allows, until they have so many bytes; return their number."""
         begun: list[Group] = []
         nbytes = 0
+        while self._reorderings:
+            self._reorderings.popleft()()
         self._blocked = False
         while self._waiting and nbytes < max_bytes:
             group = self._waiting[0]
@@ -234,7 +238,8 @@ class LoadScheduler:
         del loaded
         self._delivered_groups.add(group.index)
         self._free(group)
-        self._progress.report(group.payload_bytes, len(group.names))
+        if self._progress is not None:
+            self._progress.report(group.payload_bytes, len(group.names))
 
     def _count_down(self, group: Group) -> None:
         self._num_left[group.selection] -= 1
@@ -249,6 +254,8 @@ class LoadScheduler:
                 file.check_unchanged()
             else:
                 others.append(file)
+        if not others:
+            return
         left = iter(others)
 
         def work() -> None:

@@ -114,6 +114,7 @@ def test_local_files_are_moved_by_the_engine(made, small, sparse, memory, monkey
     assert made(small, memory=memory)._executor.name == "engine"
 
 
+@needs_engine
 @pytest.mark.parametrize("memory", ["map", "copy"])
 def test_a_small_load_out_of_the_page_cache_wakes_no_other_thread(made, small, memory, monkeypatch):
     monkeypatch.setattr(LocalFile, "resident_fraction", lambda self: 1.0)

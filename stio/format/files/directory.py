@@ -199,6 +199,8 @@ def choose(
         AmbiguousCheckpointError: There are several.
     """
     present = [*map(FileName, names)]
+    if present == [_MODEL_NAME]:
+        return NamedCheckpoint(None, (_MODEL_NAME,), _MODEL_NAME)
     if _INDEX_NAME in present:
         return NamedCheckpoint.of_index(_INDEX_NAME)
     # A full save beside a delta has replaced it.
