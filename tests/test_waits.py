@@ -16,7 +16,6 @@ _SLEEP = re.compile(r"\b(u?)sleep[ (]([\d_.]*\d)")
 WITH_OTHER_TIME = {
     "native/__init__.py": "it imports nothing of stio",
     "clock.py": "it is the time of all others",
-    "process.py": "a wait for a lock lasts as long as the system says",
     "runtime/notifier.py": "a wait for a lock lasts as long as the system says",
 }
 """Files of `stio/` that call the functions of `time` which `stio.clock` stands for, with the reason."""

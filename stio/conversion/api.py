@@ -28,6 +28,7 @@ from stio.saving import (
     PendingSave,
     SaveOptions,
     SaveResult,
+    SharedBySaves,
     WritePlan,
     absolute_destination,
     plan_writes,
@@ -170,7 +171,7 @@ def _save(
         return replace(made, metadata={**made.metadata, **counted})
 
     budget = max(4 << 20, budget_bytes)
-    pending = PendingSave(opened.tensors, destination, options, saver=PendingSave.alone(budget), planner=plan)
+    pending = PendingSave(opened.tensors, destination, options, saver=SharedBySaves.alone(budget), planner=plan)
     operation.on_cancel(pending.cancel)
     try:
         return pending.start().result()

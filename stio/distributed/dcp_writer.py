@@ -65,6 +65,7 @@ from stio.saving import (
     SaveOptions,
     SaveResult,
     ShardNames,
+    SharedBySaves,
     StoredTensor,
     WritePlan,
     absolute_destination,
@@ -285,7 +286,7 @@ class StioStorageWriter(StorageWriter):
             require_right_parts(plan.items, planner)
             require_values(state if isinstance(state := getattr(planner, "state_dict", None), Mapping) else {})
             options = replace(self._options, **layout.options)
-            save = _DcpSave(plan, planner, path, options, ranks, saver=ShardedSave.alone(self._budget_bytes))
+            save = _DcpSave(plan, planner, path, options, ranks, saver=SharedBySaves.alone(self._budget_bytes))
             return await save.complete()
 
 

@@ -50,6 +50,7 @@ from stio.saving import (
     SaveOptions,
     SaveResult,
     ShardNames,
+    SharedBySaves,
     WritePlan,
     flatten,
     plan_writes,
@@ -128,7 +129,7 @@ async def save(
     ranks = Ranks(process_group, about="save", timeout=rank_timeout)
     async with ranks.reports():
         options = SaveOptions(**keywords_for(SaveOptions, given))
-        pending = await _sharded(module_or_state, destination, options, ranks, saver=PendingSave.alone(budget_bytes))
+        pending = await _sharded(module_or_state, destination, options, ranks, saver=SharedBySaves.alone(budget_bytes))
         return await pending.complete()
 
 

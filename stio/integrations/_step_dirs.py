@@ -22,7 +22,7 @@ from huggingface_hub import HfApi
 
 from stio.errors import StioError, printable
 from stio.runtime import Operation, run_blocking
-from stio.saving import EXIT_PATIENCE_SECONDS, PendingSave
+from stio.saving import PendingSave, SaveOptions
 from stio.storage.commit import WrittenFiles, begin_directory
 from stio.text import log
 
@@ -158,7 +158,7 @@ class PublishedSave(JoinedSave):
                     log(logging.WARNING, "old checkpoints could not be deleted: %s", error)
 
         about = os.path.join(self._all, f"checkpoint-{self._step}")
-        operation = Operation(publish, name="publish", about=about, exit_patience=EXIT_PATIENCE_SECONDS)
+        operation = Operation(publish, name="publish", about=about, exit_patience=SaveOptions.EXIT_PATIENCE_SECONDS)
         try:
             self._operation = operation.start()
         except BaseException:  # no thread publishes it

@@ -56,7 +56,7 @@ from stio.integrations._training import (
     to_plain,
 )
 from stio.runtime import Operation
-from stio.saving import EXIT_PATIENCE_SECONDS, PendingSave
+from stio.saving import PendingSave, SaveOptions
 from stio.storage.commit import SingleFile, WrittenFiles
 from stio.sync import load_state
 from stio.sync import open as open_checkpoint
@@ -263,7 +263,9 @@ class StioCheckpointIO(CheckpointIO):  # type: ignore[misc]  # lightning is not 
             _remove(file)
         elif file not in save.removals:
             removal: Operation[None] = Operation(
-                lambda _: _remove_after(save.pending, file), name="remove", exit_patience=EXIT_PATIENCE_SECONDS
+                lambda _: _remove_after(save.pending, file),
+                name="remove",
+                exit_patience=SaveOptions.EXIT_PATIENCE_SECONDS,
             )
             save.removals[file] = removal.start()
             if not is_beside:

@@ -147,8 +147,8 @@ class ReadPath:
     def __init__(self, source: Source, delivery: Delivery = AS_READ, cached: CachedFile | None = None) -> None:
         self._source = source
         self._delivery = delivery
-        self.memory: object = self
-        """What its groups are allocated from. Groups of paths with the same one begin in one call."""
+        self.memory: object = None
+        """What its groups are allocated from; None: of its own. Groups of paths with the same one begin in one call."""
         self.image = None if cached is None else cached.image
         """The file in a cache. The engine fills it first; what there is no memory for is read from the file."""
         is_there = self.image is not None and self.image.holds(0, self.image.nbytes)

@@ -210,7 +210,8 @@ class LoadScheduler:
         """Allocate the memory of groups, and add them to the executor: first those that move while it adds the rest."""
         together: dict[object, list[Group]] = {}
         for group in groups:
-            together.setdefault(self._paths[group.selection].memory, []).append(group)
+            path = self._paths[group.selection]
+            together.setdefault(path if path.memory is None else path.memory, []).append(group)
         for of_one_memory in together.values():
             self._paths[of_one_memory[0].selection].begin(of_one_memory)
         num_first = len(groups)

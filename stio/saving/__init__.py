@@ -42,14 +42,13 @@ from stio.saving.options import (
     ShardNames,
     absolute_destination,
 )
-from stio.saving.pending import EXIT_PATIENCE_SECONDS, PendingSave
+from stio.saving.pending import PendingSave, SharedBySaves
 from stio.saving.plan import Piece, Run, ShardPlan, WriteBlock, WritePlan, plan_files, plan_writes
 from stio.saving.retention import warn_of_higher_steps
 from stio.saving.tensors import tensors_of, tied_names
 
 __all__ = [
     "DEFAULT_PATTERN",
-    "EXIT_PATIENCE_SECONDS",
     "CommitStep",
     "DestinationLike",
     "Durability",
@@ -61,6 +60,7 @@ __all__ = [
     "Saver",
     "ShardNames",
     "ShardPlan",
+    "SharedBySaves",
     "StoredTensor",
     "WriteBlock",
     "WritePlan",

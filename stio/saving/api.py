@@ -131,7 +131,7 @@ async def save(
             the commit had begun: then the new checkpoint is complete.
     """
     options = SaveOptions(**keywords_for(SaveOptions, locals()))
-    alone = PendingSave.alone(budget_bytes, base)
+    alone = SharedBySaves.alone(budget_bytes, base)
     return await PendingSave(tensors, destination, options, saver=alone).complete()
 
 

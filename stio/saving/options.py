@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from threading import TIMEOUT_MAX
-from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 from stio import process
 from stio.errors import StorageError, printable
@@ -164,6 +164,9 @@ class SaveOptions:
         ValueError: A value is not allowed.
         ImportError: A package that a value needs is not installed.
     """
+
+    EXIT_PATIENCE_SECONDS: ClassVar[float] = 60.0
+    """Longest time that the interpreter's exit waits for saves that make no progress, before they are rolled back."""
 
     max_shard_size: int | str | None = None
     """Most bytes of tensors in one file of a directory; None: `"5GB"`. Not for a destination that is one file."""

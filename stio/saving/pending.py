@@ -44,9 +44,6 @@ from stio.storage import Note, Root, Transaction
 from stio.storage.commit import WrittenFiles, begin_local
 from stio.text import log
 
-EXIT_PATIENCE_SECONDS = 60.0
-"""Longest time that the interpreter's exit waits for saves that make no progress, before they are rolled back."""
-
 Planner: TypeAlias = Callable[[Sequence[TensorSource], int], WritePlan]
 """Assigns each tensor to a file, and makes the headers; called with the tensors and the block size in bytes."""
 
@@ -84,6 +81,16 @@ class SharedBySaves:
     base: str | os.PathLike[str] | None = None
     """Without a saver: what the save is a delta of, if it is to be one."""
 
+    @classmethod
+    def alone(cls, budget_bytes: int | str | None = None, base: str | os.PathLike[str] | None = None) -> SharedBySaves:
+        """Return what a save has that belongs to no saver.
+
+        Args:
+            budget_bytes: Most bytes of staging memory; None: the default.
+            base: Path or URL of what it is a delta of; None: it is full.
+        """
+        return cls(StagingPool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes), base=base)
+
 
 class PendingSave:
     """A save under way: its snapshot is complete, its checkpoint is not durable yet.
@@ -93,8 +100,8 @@ class PendingSave:
     """
 
     # The arguments are internal. In a saver the caller waits for the snapshot, so staging has priority. A save without
-    # one (`saver` is what `alone` returns, by default without arguments) has priority for writing: the caller waits for
-    # the end.
+    # one (`saver` is what `SharedBySaves.alone` returns, by default without arguments) has priority for writing: its
+    # caller waits for the end.
 
     def __init__(
         self,
@@ -111,7 +118,7 @@ class PendingSave:
         self._tensors, tied = tensors_of(tensors)
         self._absolute_destination = absolute_destination(destination)
         self._max_shard_bytes = options.max_shard_bytes(destination)  # None: the destination is one file
-        saver = saver or self.alone()
+        saver = saver or SharedBySaves.alone()
         # A place without a step, such as `best`, is saved to again: nothing may be based on it.
         chain = saver.chain if step_of(str(destination)) is not None else None
         self._delta: DeltaSave | None = None
@@ -153,19 +160,9 @@ class PendingSave:
             kind="save",
             about=shown(destination),
             notifier=self._notifier,
-            exit_patience=EXIT_PATIENCE_SECONDS,
+            exit_patience=options.EXIT_PATIENCE_SECONDS,
         )
         """Its thread."""
-
-    @staticmethod
-    def alone(budget_bytes: int | str | None = None, base: str | os.PathLike[str] | None = None) -> SharedBySaves:
-        """Return what a save has that belongs to no saver.
-
-        Args:
-            budget_bytes: Most bytes of staging memory; None: the default.
-            base: Path or URL of what it is a delta of; None: it is full.
-        """
-        return SharedBySaves(StagingPool(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes), base=base)
 
     def start(self, previous: PendingSave | None = None) -> Self:
         """Begin the save, behind another one; returns at once.

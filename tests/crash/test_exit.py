@@ -74,8 +74,8 @@ def test_c121_exit_gives_a_stuck_save_up(where, zygote):
     found = zygote.run(
         script(
             """
-            import stio.saving.pending
-            stio.saving.pending.EXIT_PATIENCE_SECONDS = 0.1
+            from stio.saving import SaveOptions
+            SaveOptions.EXIT_PATIENCE_SECONDS = 0.1
             saver = sync.Saver()
             saver.save(tensors_of(2), where, **keywords)
             assert reached.wait(20)

@@ -72,7 +72,8 @@ class Calls:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls()
-    init, write, parsed = _file.DropInFile.__init__, stio_torch._write, stio_torch.parsed
+    init, loaded = _file.DropInFile.__init__, stio_torch.loaded
+    write, write_if_small = stio_torch._write, stio_torch.write_if_small
 
     def opened(file: Any, path: str, *args: Any, **options: Any) -> None:
         calls.opened_by_stio.append(str(path))
@@ -82,13 +83,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         write(tensors, path, planner)
         calls.saved_by_stio.append(str(path))
 
-    def of_bytes(data: bytes) -> Any:
+    def written_if_small(path: str, nbytes: int, serialized: Any) -> bool:
+        if is_written := write_if_small(path, nbytes, serialized):
+            calls.saved_by_stio.append(str(path))
+        return is_written
+
+    def of_bytes(data: bytes, framework: Any) -> Any:
         calls.opened_by_stio.append("bytes")
-        return parsed(data)
+        return loaded(data, framework)
 
     monkeypatch.setattr(_file.DropInFile, "__init__", opened)
     monkeypatch.setattr(stio_torch, "_write", written)
-    monkeypatch.setattr(stio_torch, "parsed", of_bytes)
+    monkeypatch.setattr(stio_torch, "write_if_small", written_if_small)
+    monkeypatch.setattr(stio_torch, "loaded", of_bytes)
 
     # On the types: so a reference that a framework has kept anywhere is seen too.
     rust = import_module("safetensors._safetensors_rust")

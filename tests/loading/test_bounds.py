@@ -235,7 +235,7 @@ def mapped_bytes() -> int:
     """Return the bytes of checkpoints that are mapped, and one for each piece of anonymous memory of stio's."""
     with open("/proc/self/maps") as file:
         ranges = [line.split()[0].split("-") for line in file if line.rstrip().endswith(".safetensors")]
-    pieces = sum(mapping() is not None for mapping in list(memory_module.regions._mappings.values()))
+    pieces = sum(mapping() is not None for mapping in list(memory_module._mappings.values()))
     return sum(int(stop, 16) - int(start, 16) for start, stop in ranges) + pieces
 
 

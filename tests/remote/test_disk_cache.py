@@ -633,13 +633,13 @@ def test_a_forked_child_holds_no_lock(server: HttpServer, cache: stio.DiskCache)
 
 def test_a_forked_child_counts_beside_a_thread_of_the_parent(cache: stio.DiskCache) -> None:
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(disk_cache._counting.acquire).result()
+        pool.submit(disk_cache._counting.__enter__).result()
         child = os.fork()
         if not child:
             signal.alarm(30)
             cache._count(hits=1)
             os._exit(0 if cache.stats().hits == 1 else 1)
-        pool.submit(disk_cache._counting.release).result()
+        pool.submit(disk_cache._counting.__exit__).result()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -51,10 +51,10 @@ def test_a_hook_stays_until_all_other_parameters_of_its_module_are_filled(monkey
     class Counted:
         def __enter__(self) -> None:
             waits.append(self)
-            lock.acquire()
+            lock.__enter__()
 
         def __exit__(self, *_: object) -> None:
-            lock.release()
+            lock.__exit__()
 
     fill = Placeholder.fill
     hooks_at_fill = {}
@@ -86,10 +86,10 @@ def test_one_lock_and_no_hook_for_a_group_of_many_parameters() -> None:
         def __enter__(self) -> None:
             nonlocal num_taken
             num_taken += 1
-            lock.acquire()
+            lock.__enter__()
 
         def __exit__(self, *_: object) -> None:
-            lock.release()
+            lock.__exit__()
 
     load._lock = Counted()  # type: ignore[assignment]
     deliver(load, {name: torch.full(tensor.shape, 2.0) for name, tensor in module.named_parameters()})
