@@ -1,14 +1,14 @@
 """`stio verify PATH`: checks a checkpoint for damage. Imports no torch.
 
 From top to bottom: the command, the examination, the text of the result. The examination opens the checkpoint, which
-checks headers and index, and compares each file with the manifest if there is one.
+checks headers and index, compares each file with the manifest if there is one, and reads the tensors of dtype BOOL.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 
 import click
@@ -26,8 +26,11 @@ from stio.errors import (
     printable,
     without_path,
 )
+from stio.format import Header
 from stio.format.files import FILE_SUFFIXES, INDEX_SUFFIX, FileName, Manifest
 from stio.runtime import Operation
+from stio.runtime.memory import allocate
+from stio.storage import Source
 from stio.storage.checkpoint import (
     OpenCheckpoint,
     OpenOptions,
@@ -37,6 +40,9 @@ from stio.storage.checkpoint import (
     wrong_changes,
 )
 from stio.text import counted, show_bytes, without_secrets
+
+PIECE_BYTES = 4 << 20
+"""Bytes of a BOOL tensor that are read at once."""
 
 _OF_ALL = (FormatError, IndexFormatError, IntegrityError, MismatchError, UnsafePathError)
 """Damage of the whole checkpoint."""
@@ -52,8 +58,8 @@ def verify(path: str, hash_required: bool) -> int:
 
     Checks headers, index, gaps between tensors, and hashes if there is a manifest. PATH is a .safetensors file, a
     directory with a checkpoint, its index, or a URL of one of these. With a manifest, and in the hub's cache, all files
-    are read. Otherwise only headers and the positions in deltas are read. The checkpoints that a delta is based on are
-    checked too, each with its own manifest. Exit status 1: there is damage.
+    are read. Otherwise only headers, tensors of dtype BOOL and the positions in deltas are read. The checkpoints that a
+    delta is based on are checked too, each with its own manifest. Exit status 1: there is damage.
     """
     try:
         with Bar("verifying") as bar:
@@ -130,23 +136,36 @@ def examine(
         warnings: list[str] = []
         # A file alone may be one rank's part of a checkpoint, which is no damage: without `strict` that is a warning.
         strict = os.path.isdir(path) or not path.partition("?")[0].endswith(FILE_SUFFIXES)
-        how = OpenOptions(
-            strict=strict, with_manifest=True, examine_others=True, check=operation.check, warn=warnings.append
-        )
-        with closing(open_checkpoint(path, how)) as opened:
-            parts = [
-                (part, read_manifest(part, in_part=not hash_required, is_required=hash_required))
-                for part in opened.apart()
-            ]
+        with closing(
+            open_checkpoint(
+                path,
+                OpenOptions(
+                    strict=strict,
+                    with_manifest=True,
+                    examine_others=True,
+                    check=operation.check,
+                    warn=warnings.append,
+                ),
+            )
+        ) as opened:
+            how = {"in_part": not hash_required, "is_required": hash_required}
+            parts = [(part, read_manifest(part, **how)) for part in opened.apart()]
             total_bytes = sum(file.identity.nbytes for part, found in parts if found for file in part.files)
+            for part, manifest in parts:
+                if manifest is None and any(found for _, found in parts):
+                    warnings.append(f"{part.path} has no manifest with hashes: headers and sizes were checked")
             files: list[FileReport] = []
             for part, manifest in parts:
+                problems: dict[str, StioError | None] = {}
                 if manifest is not None:
-                    files += _compared(part, manifest, operation.check, lambda nbytes: progress(nbytes, total_bytes))
-                    continue
-                files += (_report(part, shard) for shard in range(len(part.files)))
-                if any(found for _, found in parts):
-                    warnings.append(f"{part.path} has no manifest with hashes: headers and sizes were checked")
+                    findings = judge_files(
+                        *(part, manifest),
+                        check=operation.check,
+                        to_the_end=True,
+                        advance=lambda nbytes: progress(nbytes, total_bytes),
+                    )
+                    problems = {finding.name: finding.error for finding in findings}
+                files += _reports(part, manifest, problems, warnings, operation.check)
             for shard, problem in wrong_changes(opened, operation.check):
                 if files[shard].problem is None:
                     files[shard] = replace(files[shard], problem=without_path(problem))
@@ -158,21 +177,26 @@ def examine(
     return Operation(body, name="verify", about=without_secrets(path)).result()
 
 
-def _compared(
-    part: OpenCheckpoint, manifest: Manifest, check: Callable[[], None], advance: Callable[[int], object]
+def _reports(
+    part: OpenCheckpoint,
+    manifest: Manifest | None,
+    problems: Mapping[str, StioError | None],
+    warnings: list[str],
+    check: Callable[[], None],
 ) -> Iterator[FileReport]:
-    """Yield a report of each file of a checkpoint with a manifest."""
-    assert part.manifest is not None
-    findings = judge_files(part, manifest, check=check, to_the_end=True, advance=advance)
-    for shard, (finding, name) in enumerate(zip(findings, part.manifest.names, strict=True)):
-        is_compared = any(state.digest for state in manifest.files.get(name, ()))
-        problem = None if finding.error is None else without_path(finding.error)
-        yield replace(_report(part, shard), is_compared=is_compared, problem=problem)
-
-
-def _report(part: OpenCheckpoint, shard: int) -> FileReport:
-    header = part.headers[shard]
-    return FileReport(header.shard, part.files[shard].identity.nbytes, header.data_bytes, len(header), False, None)
+    for shard, (file, header) in enumerate(zip(part.files, part.headers, strict=True)):
+        problem = problems.get(header.shard)
+        if problem is None:
+            try:
+                with ExitStack() as owned:
+                    warnings += _odd_bools(part.open_files([shard], owned)[shard], header, check)
+            except StioError as error:
+                problem = error
+        text = None if problem is None else without_path(problem)
+        states = () if manifest is None or part.manifest is None else manifest.files.get(part.manifest.names[shard], ())
+        is_compared = any(state.digest for state in states)
+        size = file.identity.nbytes
+        yield FileReport(header.shard, size, header.data_bytes, len(header), is_compared, text)
 
 
 def _steps_below(path: str) -> list[str]:
@@ -181,6 +205,33 @@ def _steps_below(path: str) -> list[str]:
             return sorted(one.name for one in entries if FileName(one.name).is_step and one.is_dir())
     except OSError:  # no directory of this machine
         return []
+
+
+def _odd_bools(file: Source, header: Header, check: Callable[[], None]) -> Iterator[str]:
+    """Yield a warning for each BOOL tensor with bytes other than 0 and 1.
+
+    A load does not change such bytes. Their meaning differs between readers, and between operations of torch.
+    """
+    memory = None
+    for name, dtype in zip(header.names, header.dtypes, strict=True):
+        if dtype != "BOOL":
+            continue
+        memory = memory or allocate(PIECE_BYTES)
+        info = header.info(name)
+        end = info.file_offset + info.nbytes
+        for offset in range(info.file_offset, end, PIECE_BYTES):
+            check()
+            piece = memory.sub(0, min(PIECE_BYTES, end - offset))
+            file.read_into(offset, [piece])
+            content = piece.tobytes()
+            odd = content.translate(None, b"\0\1")
+            if odd:
+                at = offset + content.index(odd[:1])
+                yield (
+                    f"the BOOL tensor {printable(name)!r} holds bytes other than 0 and 1, "
+                    f"the first one {odd[0]} at byte {at:,} of {printable(header.shard)}"
+                )
+                break
 
 
 # The text of the result.

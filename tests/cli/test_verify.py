@@ -13,6 +13,8 @@ from crash.zygote import Zygote
 from safetensors.torch import save_file
 from support import run_python
 
+from stio.text import show_bytes
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -143,6 +145,34 @@ def test_verify_as_json(sharded: Path) -> None:
     }
     (sharded / "model.safetensors.manifest.json").unlink()
     assert json.loads(run("verify", sharded, "--json").stdout)["algorithm"] is None
+
+
+def write_bools(path: Path, **tensors: bytes) -> Path:
+    header, data = {}, b""
+    for name, content in tensors.items():
+        header[name] = {"dtype": "BOOL", "shape": [len(content)], "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def test_c70_bool_bytes_other_than_0_and_1(tmp_path: Path) -> None:
+    far = bytes(5 << 20) + b"\1\xff\2"
+    path = write_bools(
+        tmp_path / "m.safetensors", good=b"\0\1\1", two=b"\0\2\xff", far=far, empty=b"", **{"\x1b[2J": b"\2"}
+    )
+    size = path.stat().st_size
+    start = size - len(far) - 7
+    lines = verified(path)
+    assert lines == [
+        f"warning: the BOOL tensor 'two' holds bytes other than 0 and 1, the first one 2 at byte {start + 4:,} of m.safetensors",
+        f"warning: the BOOL tensor 'far' holds bytes other than 0 and 1, the first one 255 at byte {size - 3:,} of m.safetensors",
+        f"warning: the BOOL tensor '\\\\x1b[2J' holds bytes other than 0 and 1, the first one 2 at byte {size - 1:,} of m.safetensors",
+        "there is no manifest with hashes: headers and sizes were checked, and not the values of tensors",
+        f"{path}: ok, header and sizes fit (5 tensors, {show_bytes(len(far) + 7)})",
+    ]
+    assert len(json.loads(run("verify", path, "--json").stdout)["warnings"]) == 3
 
 
 def test_verify_refuses_what_a_load_refuses(tmp_path: Path, sharded: Path) -> None:
