@@ -546,8 +546,6 @@ class EngineComparison:
 
     def __init__(self, num_elements: int, item_bytes: int, num_pieces: int) -> None:
         self._library = _functions()
-        self.item_bytes = item_bytes
-        """See above."""
         self._code_bytes = 0
         self._pointer: int | None = self._library.delta_new(num_elements, item_bytes, num_pieces)
         if not self._pointer:

@@ -93,9 +93,8 @@ async def save(
         base: A checkpoint in the same directory as the destination, or below that: only what differs from it is
             written, a delta, which is loaded together with it. It has the same names, dtypes and shapes, and is read
             tensor by tensor; one that no `Saver(full_every=)` has saved is also read whole once by each process that
-            loads the delta, to compare its digest. If more than half would be written, or without the engine, the save
-            is full; see `SaveResult.kind`. A `stio.LazyTensor` that changed much is produced twice. None: all tensors
-            are written.
+            loads the delta, to compare its digest. If more than half would be written, the save is full; see
+            `SaveResult.kind`. A `stio.LazyTensor` that changed much is produced twice. None: all tensors are written.
         budget_bytes: Most bytes of staging memory: a number, or text such as `"2GB"`. None: 512 MiB. A produced tensor
             is not included, and a tensor of the base neither.
         max_shard_size: Most bytes of tensors in one file of a directory: a number, or text such as `"5GB"`. None:
@@ -167,8 +166,8 @@ class Saver(AsyncOnly):
         full_every: Of so many saves one is full, and the others are deltas: they hold only what changed since the save
             before them, and are loaded together with it. None: every save is full. A save is full too if more than half
             would be written, if names, dtypes or shapes differ from the save before it, if its destination is in
-            another directory, has a lower step, is the same, holds a full checkpoint or has no number (`best`), after a
-            save that failed, and without the engine. The staging memory keeps the last snapshot, and each save waits
+            another directory, has a lower step, is the same, holds a full checkpoint or has no number (`best`), and
+            after a save that failed. The staging memory keeps the last snapshot, and each save waits
             for the end of the one before it. `keep_last` keeps what a delta that stays is loaded with.
         max_pending: Most saves under way at one time. Each holds its own snapshot.
         when_full: What `save` does when so many are under way: wait for the oldest, or raise `SaveInProgressError`.

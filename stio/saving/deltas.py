@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, TypeAlias
 
-from stio import native
 from stio.device import LazyTensor, Readiness, describe_tensors, tensors_in
 from stio.errors import MismatchError, printable
 from stio.format import TensorSource
@@ -161,11 +160,11 @@ class Chain:
     """What a saver knows of its last save. Its saves use it one after the other.
 
     Args:
-        full_every: Number of saves of which one is full, and the others are deltas. Without the engine all are full.
+        full_every: Number of saves of which one is full, and the others are deltas.
     """
 
     def __init__(self, full_every: int) -> None:
-        self.full_every = min(full_every, MAX_LINKS + 1) if native.available() else 1
+        self.full_every = min(full_every, MAX_LINKS + 1)
         """See above."""
         self.base: Base | None = None
         """The last save; None: there is none, or it failed, and the next one is full."""
@@ -271,7 +270,7 @@ class DeltaSave:
         """
         if self._base is not None:
             with self._opened_base(planned.files, operation) as (base, opened):
-                if native.available() and not self._holds_full():
+                if not self._holds_full():
                     self._run(planned, base, opened, pool, ready, operation)
             return planned
         chain = self._chain

@@ -166,7 +166,7 @@ def test_each_step_of_a_chain_is_what_was_saved(fast_path: Path, seed: int) -> N
 
 
 def test_without_the_engine(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "_library", lambda: None)
     load_chains(fast_path, "cpu", count(40, 1000), 100)
 
 

@@ -21,7 +21,6 @@ from support import before_writes, bits_of, cancelled_after_every_round, hook_wr
 import stio
 import stio.distributed
 import stio.sync
-from stio import native
 from stio.device.base import resolve_device
 from stio.device.tensors import TORCH_DTYPES
 from stio.errors import CheckpointNotFoundError, ClosedError, MismatchError, StorageError
@@ -79,21 +78,6 @@ def loads(path):
 
 
 # What is written.
-
-
-def test_without_the_engine_every_save_is_full(tmp_path, monkeypatch):
-    tensors = state()
-    with stio.sync.Saver(full_every=3) as saver:
-        saver.save(tensors, tmp_path / "step-0").result()
-    monkeypatch.setattr(native, "available", lambda: False)
-    changed(tensors)
-    assert stio.sync.save(tensors, tmp_path / "by-hand", base=tmp_path / "step-0").kind == "full"
-    with stio.sync.Saver(full_every=3) as saver:
-        for step in (1, 2):
-            changed(tensors, seed=step)
-            result = saver.save(tensors, tmp_path / f"step-{step}").result()
-            assert result.kind == "full"
-            require_saved(tmp_path / f"step-{step}", tensors)
 
 
 def test_of_so_many_saves_one_is_full(tmp_path):

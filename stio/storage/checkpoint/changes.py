@@ -1,7 +1,7 @@
 """The changed elements of a tensor, in memory: found by comparing two images, and written into one.
 
 Addresses are of host memory that the caller keeps. Everything runs on the calling thread, in the engine without the
-GIL; several threads may work on different memory at once. Only the engine compares. Without it numpy applies, slower.
+GIL; several threads may work on different memory at once. Without the engine numpy does the same, slower.
 
 An image of a tensor may lie in several blocks of memory, and its new bytes may arrive block by block. A `Comparison`
 takes them as pieces, in any order and on any threads:
@@ -21,12 +21,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from stio import native
 from stio.errors import FormatError
 from stio.runtime.memory import Region, allocate
+
+_WINDOW_BYTES = 4 << 20
+"""What numpy compares at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class Changes:
         return (gaps + is_element).cumsum()[is_element] - 1
 
 
-class Comparison(native.EngineComparison):
+class Comparison:
     """Compares an image of one tensor with its new bytes, piece by piece, and brings the image up to date.
 
     Args:
@@ -67,6 +70,13 @@ class Comparison(native.EngineComparison):
         num_pieces: Number of pieces, which together are the tensor.
     """
 
+    def __init__(self, num_elements: int, item_bytes: int, num_pieces: int) -> None:
+        kind = native.EngineComparison if native.available() else _PlainComparison
+        self._found = kind(num_elements, item_bytes, num_pieces)
+        self._item_bytes = item_bytes
+        self.compare = self._found.compare
+        """Compares one piece; see `native.EngineComparison.compare`."""
+
     def changes(self) -> Changes | None:
         """Return the changed elements of the whole tensor, when all pieces are compared.
 
@@ -74,15 +84,68 @@ class Comparison(native.EngineComparison):
             Codes of one or two bytes, whichever are shorter together; none may be changed. None: the tensor itself is
             not longer than codes and values, or there was no memory for them.
         """
-        found = self.size()
+        found = self._found.size()
         if found is None:
             return None
         count, code_bytes, codes_nbytes = found
-        values_nbytes = count * self.item_bytes
+        values_nbytes = count * self._item_bytes
         memory = allocate(values_nbytes + codes_nbytes)
         values, codes = memory.sub(0, values_nbytes), memory.sub(values_nbytes, codes_nbytes)
-        self.write(codes.address, values.address)
-        return Changes(codes, code_bytes, values, count, self.item_bytes)
+        self._found.write(codes.address, values.address)
+        return Changes(codes, code_bytes, values, count, self._item_bytes)
+
+
+class _PlainComparison:
+    """The same as `native.EngineComparison`, by numpy."""
+
+    def __init__(self, num_elements: int, item_bytes: int, num_pieces: int) -> None:
+        self._num_elements, self._item_bytes = num_elements, item_bytes
+        self._pieces: list[tuple[int, Any, Any]] = [(0, (), b"")] * num_pieces  # elements, positions, values
+        self._codes = b""
+
+    def compare(self, k: int, image: int, fresh: int, num_elements: int) -> None:
+        np = import_module("numpy")
+        nbytes, words = num_elements * self._item_bytes, max(1, self._item_bytes // 8)
+        # As integers: floats would compare NaN and zeros by value.
+        old, new = (
+            _array(Region(address, nbytes), f"u{min(self._item_bytes, 8)}").reshape(-1, words)
+            for address in (image, fresh)
+        )
+        step = _WINDOW_BYTES // self._item_bytes
+        found = [
+            start + np.flatnonzero((old[start : start + step] != new[start : start + step]).any(axis=1))
+            for start in range(0, num_elements, step)
+        ]
+        positions = np.concatenate([np.zeros(0, "i8"), *found])
+        values = new[positions]  # a copy
+        old[positions] = values  # the image is what it was with the changes
+        self._pieces[k] = num_elements, positions, values.tobytes()
+
+    def size(self) -> tuple[int, int, int] | None:
+        np = import_module("numpy")
+        starts = [0, *accumulate(length for length, *_ in self._pieces)]
+        if starts[-1] != self._num_elements:
+            raise ValueError("the pieces are not the whole tensor")
+        moved = (start + np.asarray(found, "i8") for start, (_, found, _) in zip(starts, self._pieces, strict=False))
+        positions = np.concatenate([np.zeros(0, "i8"), *moved])
+        gaps = np.diff(positions, prepend=-1) - 1
+        self._codes, code_bytes = min(((_coded(gaps, width), width) for width in (1, 2)), key=lambda one: len(one[0]))
+        nbytes = self._num_elements * self._item_bytes
+        is_shorter = not nbytes or len(self._codes) + len(positions) * self._item_bytes < nbytes
+        return (len(positions), code_bytes, len(self._codes)) if is_shorter else None
+
+    def write(self, codes: int, values: int) -> None:
+        for address, data in ((codes, self._codes), (values, b"".join(found for *_, found in self._pieces))):
+            Region(address, len(data)).write(0, data)
+
+
+def _coded(gaps: Any, code_bytes: int) -> bytes:
+    np = import_module("numpy")
+    largest = (1 << 8 * code_bytes) - 1
+    skips = gaps // largest
+    codes = np.full(int(len(gaps) + skips.sum()), largest, f"<u{code_bytes}")
+    codes[np.cumsum(skips + 1) - 1] = gaps % largest
+    return bytes(codes.tobytes())
 
 
 def apply_changes(changes: Sequence[Changes], num_elements: int, pieces: Sequence[tuple[int, int, int]]) -> None:
