@@ -12,7 +12,16 @@ from counts import count
 
 from stio.errors import FormatError, LimitError, StioError
 from stio.format import build_header, header_nbytes, parse_header
-from stio.format.delta import DELTA_KEY, DELTA_TENSOR, MAX_LINKS, Delta, names_of, parse_delta, patches_of
+from stio.format.delta import (
+    DELTA_KEY,
+    DELTA_TENSOR,
+    MAX_LINKS,
+    ChangedTensor,
+    Delta,
+    names_of,
+    parse_delta,
+    patches_of,
+)
 from stio.format.header import PREFIX_BYTES, Header
 
 ID = "0123456789abcdef" * 2
@@ -157,6 +166,14 @@ def test_patches_are_ranges_of_the_files() -> None:
 def test_malformed_positions_and_values(tensors: list[tuple[str, str, tuple[int, ...]]], problem: str) -> None:
     with pytest.raises(FormatError, match=problem):
         patches_of(W, [header_of(*tensors)], path="delta")
+
+
+def test_changed_elements_are_shorter_than_their_tensor() -> None:
+    """So what a load holds of them is bounded by the tensor, whatever the file says."""
+    delta = Delta("base", "0" * 32, 1, True, [ChangedTensor("w", "U8", (300,), 200)])
+    for num_codes in (200, 201):
+        with pytest.raises(FormatError, match="longer than the tensor"):
+            patches_of(delta, [header_of((POSITIONS, "U8", (num_codes,)), (VALUES, "U8", (200,)))], path="delta")
 
 
 # At random.

@@ -217,6 +217,9 @@ def patches_of(delta: Delta, headers: Sequence[Header], *, first: int = 0, path:
             raise FormatError(f"the positions of {printable(one.name)!r} in the delta are malformed", path=path)
         if values.nbytes != one.count * one.item_bytes:
             raise FormatError(f"the values of {printable(one.name)!r} in the delta are malformed", path=path)
+        if codes.nbytes + values.nbytes >= (nbytes := one.num_elements * one.item_bytes):  # it would be written whole
+            message = f"the changed elements of {printable(one.name)!r} in the delta are longer than the tensor"
+            raise FormatError(message, path=path, expected=f"less than {nbytes:,}", found=codes.nbytes + values.nbytes)
         patches[one.name] = Patch(
             FileRange(codes_shard, codes.file_offset, codes.nbytes),
             code_bytes,
