@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from stio import sync
+from stio import compat, sync
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -78,6 +79,45 @@ def test_c465_an_adapter_that_stio_loads(source: Path, tmp_path: Path) -> None:
     assert not torch.equal(logits(module), logits(trained))
     peft.set_peft_model_state_dict(module, sync.load(tmp_path / "adapter"), adapter_name="default")
     assert torch.equal(logits(module), logits(trained))
+
+
+def test_an_adapter_of_a_module_is_swapped_followed_and_saved(source: Path, tmp_path: Path) -> None:
+    """The calls of docs/howto/adapters.md."""
+    for seed, name in enumerate(("one", "two")):
+        torch.manual_seed(seed)
+        peft.get_peft_model(base(source), CONFIGS["lora"]()).save_pretrained(tmp_path / name)
+    module, other = (peft.PeftModel.from_pretrained(base(source), tmp_path / name).eval() for name in ("one", "two"))
+    first, addresses = logits(module), [tensor.data_ptr() for tensor in module.parameters()]
+    tensors = peft.get_peft_model_state_dict(module, adapter_name="default")
+    sync.distributed.load_into(tensors, tmp_path / "two")
+    assert torch.equal(logits(module), logits(other)) and not torch.equal(logits(module), first)
+    assert [tensor.data_ptr() for tensor in module.parameters()] == addresses
+
+    run = tmp_path / "run" / "step-1"
+    with sync.Saver() as saver:
+        saver.save(tensors, run / "adapter_model.safetensors").result()
+    module.peft_config["default"].save_pretrained(run)
+    again = peft.PeftModel.from_pretrained(base(source), run).eval()
+    assert torch.equal(logits(again), logits(other))
+
+    sync.save(
+        peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(base(source), tmp_path / "one")),
+        tmp_path / "steps" / "step-1",
+    )
+    with sync.follow(tensors, tmp_path / "steps"):
+        assert torch.equal(logits(module), first)
+
+
+def test_an_adapter_is_swapped_by_peft(source: Path, tmp_path: Path) -> None:
+    for seed, alpha in enumerate((8, 16)):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"], init_lora_weights=False)
+        peft.get_peft_model(base(source), config).save_pretrained(tmp_path / str(alpha))
+    module, other = (peft.PeftModel.from_pretrained(base(source), tmp_path / name).eval() for name in ("8", "16"))
+    with compat.install():
+        hotswap = import_module("peft.utils.hotswap")
+        hotswap.hotswap_adapter(module, tmp_path / "16", adapter_name="default")
+    assert torch.equal(logits(module), logits(other))
 
 
 def test_merged_model(compare: Compare, source: Path) -> None:
