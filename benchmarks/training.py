@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "build" / "training.jsonl"
 MAX_SECONDS = 300
 NUM_WARM_STEPS = 3
-NUM_STEPS = 8
+NUM_STEPS = 5
 """Steps without a save, before the save and after it."""
 SMALL_BUDGET = "256MB"
 
@@ -234,7 +234,7 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, help="where the files are made; default: a temporary directory")
     parser.add_argument("--width", type=int, default=768, help="of the transformer")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--report", type=Path)

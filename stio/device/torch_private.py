@@ -1,6 +1,7 @@
 """The private names of torch that loads and saves use, each with the reason why no public name does the same.
 
-A new release of torch is checked against this module first. Names that only warm starts need are in their package.
+A new release of torch is checked against this module first. Where it lacks one of them (`PUBLIC_WAYS`), public names
+do the same, slower. Names that only warm starts need are in their package.
 
 Most of them keep the GIL, or do in one call what public names do in one call a tensor. A call that releases the GIL
 needs it again when it ends, which takes up to a switch interval (5 ms) beside a busy Python thread. The deallocation of
@@ -10,20 +11,59 @@ a tensor, and so of a view, releases it too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 
-from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
+PUBLIC_WAYS = {
+    "_C._from_dlpack": "torch.from_dlpack of an object that has the capsule",
+    "_C._dynamo.guards._reinterpret_tensor": "Tensor.set_",
+    "_foreach_copy_": "Tensor.copy_ of each tensor",
+    "_C._dispatch_keys": "properties of the tensor, each asked alone",
+}
+"""The private names that a release of torch may lack, and what is called then."""
+
+
+def _private(name: str) -> Any:
+    """Return what a private name of torch stands for, None if there is nothing."""
+    found: Any = torch
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+class _Exporter:
+    """What `torch.from_dlpack` makes a tensor from: has a capsule of host memory."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack__(self, **_: object) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # kDLCPU
+
+
+def _from_dlpack(capsule: Any) -> torch.Tensor:
+    return torch.utils.dlpack.from_dlpack(_Exporter(capsule))
+
+
+from_dlpack: Callable[[Any], torch.Tensor] = _private("_C._from_dlpack") or _from_dlpack
 """Makes a tensor from a capsule; `torch.from_dlpack` would have the object make a capsule of its own."""
 
 without_torch_function: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Context in which a subclass of `torch.Tensor` does not override torch's functions."""
 
+
+def _set(flat: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(flat.untyped_storage(), offset, shape, strides)
+
+
 _reinterpret: Callable[[torch.Tensor, Sequence[int], Sequence[int], int], torch.Tensor]
-_reinterpret = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
+_reinterpret = _private("_C._dynamo.guards._reinterpret_tensor") or _set
 """Makes a tensor of another shape over the same storage, which is not a view; compiled models call it too."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,6 +73,14 @@ _COPIED_AS_INTEGERS = frozenset({torch.bool, getattr(torch, "float4_e2m1fn_x2", 
 """Dtypes of which the CPU makes no plain copies: BOOL bytes become 0 or 1, and most copies of packed F4 are refused."""
 
 _empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _copy_one_by_one(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=non_blocking)
+
+
+_copy_all: Callable[..., object] = _private("_foreach_copy_") or _copy_one_by_one
 
 
 def copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor], *, non_blocking: bool = False) -> None:
@@ -56,7 +104,7 @@ def copy_each(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor], 
     nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
     pairs.append((nothing, nothing))
     with torch.no_grad():
-        torch._foreach_copy_([one for one, _ in pairs], [one for _, one in pairs], non_blocking=non_blocking)
+        _copy_all([one for one, _ in pairs], [one for _, one in pairs], non_blocking=non_blocking)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,9 +161,7 @@ def new_tensors(wanted: Iterable[tuple[torch.dtype, Sequence[int]]], device: tor
 
 
 EMPTY_STRIDED: dict[str, Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]] = {
-    kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}")
-    for kind in ("cuda", "xpu")
-    if hasattr(torch._C._dynamo.guards, f"_empty_strided_{kind}")
+    kind: make for kind in ("cuda", "xpu") if (make := _private(f"_C._dynamo.guards._empty_strided_{kind}")) is not None
 }
 """By kind of device, the function of `new_tensors`: takes shape, strides in elements, and dtype."""
 
@@ -166,7 +212,22 @@ class Traits(NamedTuple):
     """Whether a conjugation and a negation are not carried out yet."""
 
 
-_known_traits: dict[int, Traits] = {}
+_known_traits: dict[Hashable, Traits] = {}
+
+
+def _keys(tensor: torch.Tensor) -> Hashable:
+    """Return what has the traits of a tensor: its set of dispatch keys."""
+    return torch._C._dispatch_keys(tensor).raw_repr()
+
+
+def _properties(tensor: torch.Tensor) -> Hashable:
+    """Return the same as properties."""
+    kind = tensor.device.type, tensor.layout, tensor.is_nested, tensor.is_inference()
+    return kind, tensor.is_conj(), tensor.is_neg()
+
+
+if _private("_C._dispatch_keys") is None:
+    _keys = _properties
 
 
 def traits_of(tensor: torch.Tensor) -> Traits:
@@ -174,8 +235,7 @@ def traits_of(tensor: torch.Tensor) -> Traits:
 
     Some of the public calls release the GIL, and all take twice as long. There are few different sets of keys.
     """
-    keys = torch._C._dispatch_keys(tensor).raw_repr()
-    found = _known_traits.get(keys)
+    found = _known_traits.get(keys := _keys(tensor))
     if found is None:
         is_dense = tensor.layout is torch.strided and not tensor.is_nested
         bits = tensor.is_conj(), tensor.is_neg()
@@ -185,8 +245,7 @@ def traits_of(tensor: torch.Tensor) -> Traits:
 
 def all_traits_of(tensors: Iterable[torch.Tensor]) -> set[Traits]:
     """Return the traits that occur among tensors."""
-    keys_of = torch._C._dispatch_keys
-    return {traits_of(tensor) for tensor in {keys_of(tensor).raw_repr(): tensor for tensor in tensors}.values()}
+    return {traits_of(tensor) for tensor in {_keys(tensor): tensor for tensor in tensors}.values()}
 
 
 def conj_neg_bits(tensor: torch.Tensor) -> tuple[bool, bool]:

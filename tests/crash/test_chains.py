@@ -16,6 +16,8 @@ import stio.sync
 from stio.storage.commit.recovery import collect_garbage
 
 KILLS = int(os.environ.get("STIO_CRASH_KILLS", "24"))
+CUT_STEPS = int(os.environ.get("STIO_CRASH_CUT_STEPS", "7"))
+"""Steps of a chain whose power is cut at each system call; full saves are at 1, 4, 7, and so on."""
 
 
 @pytest.mark.slow
@@ -35,17 +37,17 @@ def test_c108_a_base_that_is_deleted_is_found(fast_path, zygote):
 
 
 def _cuts_of_chain(image, tmp_path, monkeypatch, lie=()):
-    """Save seven steps; return what each power cut would have left, with the step that was durable before."""
+    """Save some steps; return what each power cut would have left, with the step that was durable before."""
     found = []
     with mounted(image, tmp_path / "disk") as disk, monkeypatch.context() as patch:
         camera = Camera(image, tmp_path, lie=lie)
         with stio.sync.Saver(full_every=3, keep_last=1) as saver:
             saver.save(tensors_at(1), disk / "step-1").result()
             camera.watch(patch)
-            for step in range(2, 8):
+            for step in range(2, CUT_STEPS + 1):
                 before = len(camera.cuts)
                 kind = saver.save(tensors_at(step), disk / f"step-{step}").result().kind
-                assert kind == ("full" if step in (4, 7) else "delta")
+                assert kind == ("full" if step % 3 == 1 else "delta")
                 found += [(cut, step - 1) for cut in camera.cuts[before:]]
                 camera.take(f"step {step}", acknowledged=True)
                 found.append((camera.cuts[-1], step))
@@ -71,11 +73,13 @@ def _require_chains(cuts, tmp_path):
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.skipif(powercut.why_not() is not None, reason=str(powercut.why_not()))
+@pytest.mark.timeout(60 + 20 * CUT_STEPS)
 @pytest.mark.parametrize("way", ["direct", "buffered"])
 def test_c109_c122_power_cuts_inside_a_chain(tmp_path, monkeypatch, way):
     if way == "buffered":
         refuse_direct(monkeypatch)
     cuts = _cuts_of_chain(copy_image(make_image(tmp_path / "empty"), tmp_path / "image"), tmp_path, monkeypatch)
+    print(len(cuts), "power cuts")
     assert len(cuts) > 20
     _require_chains(cuts, tmp_path)
 
