@@ -43,7 +43,7 @@ help:  ## list the targets
 demo: $(ENGINE)  ## a server that answers while a model loads, saves that are killed, the picture of both: a minute
 	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-test: check  ## format, lint, strict types, 11,800 tests: up to 8 minutes on two cores
+test: check  ## format, lint, strict types, all tests: 4 to 8 minutes on two cores
 
 # TEST_ARGS="--all" runs the tests of pages and packages too if nothing that they read has changed since they passed.
 check: $(ENGINE) $(MODEL_STAMP) $(DOCS_STAMP)  ## the same

@@ -67,6 +67,7 @@ FOLLOWER = (
 
 @pytest.mark.slow
 @pytest.mark.costly("processes of its own")
+@pytest.mark.timeout(SECONDS + 120)
 def test_every_version_of_a_follower_is_one_that_was_saved(torch_zygote: Zygote, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -92,4 +93,5 @@ def test_every_version_of_a_follower_is_one_that_was_saved(torch_zygote: Zygote,
         wrong = [line for line in lines[:-1] if tuple(line[:2]) not in saved]
         assert len(lines) > 5 and not wrong, wrong
         kinds |= {line[2] for line in lines[:-1]}
+    print(f"{len(saved)} versions of {seed} trainers")
     assert kinds == {"full", "delta"}
