@@ -41,7 +41,7 @@ from stio.process import contextmanager
 from stio.runtime import Cancelled, Operation, WorkerPool, mark_progress
 from stio.runtime.memory import Region, allocate, move, num_processors
 from stio.runtime.reports import counters
-from stio.saving.options import DEFAULT_PATTERN
+from stio.saving.options import DEFAULT_PATTERN, SaveOptions
 from stio.saving.plan import PlannedSave, WritePlan, WrittenSave, plan_resolved
 from stio.saving.staging_pool import SMALLEST_BLOCK_BYTES, StagingPool, block_bytes_for
 from stio.saving.tensors import ProducedTensors
@@ -215,9 +215,8 @@ class DeltaSave:
 
     Args:
         destination: Its destination, absolute.
-        metadata: The caller's text.
+        options: The caller's text, and the names of the files of a full save in a directory.
         max_shard_bytes: See `plan_writes`; None: the destination is one file.
-        filename_pattern: Names of the files of a full save, in a directory.
         chain: That of a saver; None: `base` is given.
         base: Path or URL of the base.
     """
@@ -225,17 +224,16 @@ class DeltaSave:
     def __init__(
         self,
         destination: object,
+        options: SaveOptions,
         *,
-        metadata: Mapping[str, str] | None,
         max_shard_bytes: int | None,
-        filename_pattern: str,
         chain: Chain | None = None,
         base: str | os.PathLike[str] | None = None,
     ) -> None:
         self._chain, self._base = chain, base
         self._max_shard_bytes = max_shard_bytes
-        self._destination, self._pattern = destination, FilePattern(filename_pattern)
-        self.metadata = {**(metadata or {}), ID_KEY: secrets.token_hex(16)}
+        self._destination, self._pattern = destination, FilePattern(options.filename_pattern)
+        self.metadata = {**(options.metadata or {}), ID_KEY: secrets.token_hex(16)}
         """The text of its files, with its id."""
         self.path = _path_of(destination)
         """The destination without links, or its URL; None: nothing there is a base or a delta."""
@@ -270,8 +268,8 @@ class DeltaSave:
         """
         if self._base is not None:
             with self._opened_base(planned.files, operation) as (base, opened):
-                if not self._holds_full():
-                    self._run(planned, base, opened, pool, ready, operation)
+                if not self._holds_full() and self._has_few_changes(planned, opened, pool, ready, operation):
+                    self.base = base
             return planned
         chain = self._chain
         assert chain is not None
@@ -286,29 +284,30 @@ class DeltaSave:
         limit_bytes = planned.budget_bytes
         if limit_bytes is not None:
             planned = replace(planned, budget_bytes=max(SMALLEST_BLOCK_BYTES, limit_bytes - image.nbytes))
-        self._run(planned, last, image, pool, ready, operation)
+        if self._has_few_changes(planned, image, pool, ready, operation):
+            self.base = last
         self.is_staged = True
         bare = tuple([replace(source, data=None) for source in planned.files.sources])  # the caller's may be freed now
         files = replace(planned.files, sources=bare)
         return replace(planned, files=files, own=files)
 
-    def _run(
+    def _has_few_changes(
         self,
         planned: PlannedSave,
-        base: Base,
         image: SnapshotImage | OpenCheckpoint,
         pool: StagingPool,
         ready: Readiness,
         operation: Operation[Any],
-    ) -> None:
+    ) -> bool:
+        """Compare the tensors; return whether a delta of them is worth it, and keep what was found if it is."""
         num_bytes = planned.files.total_bytes
         piece_bytes = block_bytes_for(num_bytes, planned.budget_bytes, stage_first=False)
         pool.fit(piece_bytes, ready.staging_allocator(), limit_bytes=planned.budget_bytes)
         found = _Comparer(planned, image, pool, ready)
         operation.on_cancel(found.stop)
         found.run()
-        if not found.is_full:
-            self._found, self.base = found, base
+        self._found = None if found.is_full else found
+        return not found.is_full
 
     def plan(self, planned: PlannedSave) -> PlannedSave:
         """Return the plan of what is written: that of a delta, or of the full save."""

@@ -125,9 +125,8 @@ class PendingSave:
         if saver.base is not None or chain is not None:
             self._delta = DeltaSave(
                 self._absolute_destination,
-                metadata=options.metadata,
+                options,
                 max_shard_bytes=self._max_shard_bytes,
-                filename_pattern=options.filename_pattern,
                 chain=chain,
                 base=saver.base,
             )
