@@ -185,7 +185,7 @@ def over_storages(wanted: Iterable[tuple[torch.UntypedStorage, torch.dtype, Sequ
     shapes = []
     for storage, dtype, shape in wanted:
         flats.append(_empty(dtype, storage.device).new(storage))
-        shapes.append((shape, strides_of(shape)))
+        shapes.append((tuple(shape), strides_of(shape)))  # torch 2.15 takes no `torch.Size`
     return [_reinterpret(flat, shape, strides, 0) for flat, (shape, strides) in zip(flats, shapes, strict=True)]
 
 

@@ -27,7 +27,7 @@ from typing import Self
 
 import msgspec
 
-from stio.errors import CommitUncertainError, StorageError
+from stio.errors import CommitUncertainError, StioError, StorageError
 from stio.format.files import INDEX_SUFFIX, MANIFEST_SUFFIX, Hasher
 from stio.runtime import mark_progress
 from stio.runtime.memory import allocate
@@ -47,7 +47,13 @@ from stio.storage.commit.destination import (
     require_replaceable,
     resolve,
 )
-from stio.storage.commit.directory_lock import LOCK_TIMEOUT_SECONDS, LockTimeout, directory_lock, is_same
+from stio.storage.commit.directory_lock import (
+    LOCK_TIMEOUT_SECONDS,
+    LockTimeout,
+    directory_lock,
+    is_directory_lock,
+    is_same,
+)
 from stio.storage.commit.files import (
     MAX_INDEX_BYTES,
     FileAttributes,
@@ -173,35 +179,57 @@ def write_small_file(destination: SingleFile, data: bytes) -> bool:
     """
     local = resolve(destination)
     name = f"{STAGING_PREFIX}{secrets.token_hex(_ID_BYTES)}{STAGED_FILE_SUFFIX}"
-    with refusals("saving", local.path, caught=(OSError,)):
+    try:
         home = open_home(local, durable=True)
-        with closing(home_fd := home.fd):
-            if not is_local(home_fd) or any(map(_concerns_transactions, os.listdir(home_fd))):
+        with closing(home.fd):
+            if not is_local(home.fd) or _concerns_transactions(home.fd):
                 return False
-            require_replaceable(home_fd, local, (local.name,))
-            attributes = attributes_at(home_fd, local.name)
-            with closing(calls.open_file(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, dir_fd=home_fd)) as fd:
-                try:
-                    if not calls.try_lock(fd) or not is_same(home_fd, name, fd):
+            require_replaceable(home.fd, local, (local.name,))
+            attributes = attributes_at(home.fd, local.name)
+            try:
+                with closing(calls.open_file(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, dir_fd=home.fd)) as fd:
+                    if not calls.try_lock(fd) or not is_same(home.fd, name, fd):
                         return False  # a recovery has seen it before it was locked
                     write_whole(fd, data, 0)
                     if attributes is not None:
                         attributes.apply(fd)
                     calls.fsync(fd)
-                    calls.rename(name, local.name, source_fd=home_fd, target_fd=home_fd)
-                finally:
-                    calls.unlink(name, dir_fd=home_fd)
-                    calls.unlock(fd)
-            try:
-                home.sync()
-            except OSError as error:
-                reason = f"syncing the directory failed after the commit: {os.strerror(error.errno or errno.EIO)}"
-                raise CommitUncertainError(reason, path=local.path, errno=error.errno) from error
+                    # Savers compare under the lock what they found with what is there; now nobody else renames.
+                    with directory_lock(home.fd, local.home, destination=local.path):
+                        if _concerns_transactions(home.fd, own=name):
+                            return False
+                        calls.rename(name, local.name, source_fd=home.fd, target_fd=home.fd)
+                        name = ""
+                        try:
+                            home.sync()
+                        except OSError as error:
+                            reason = f"syncing the directory failed after the commit: {error.strerror}"
+                            raise CommitUncertainError(reason, path=local.path, errno=error.errno) from error
+            finally:
+                if name:
+                    with suppress(OSError):
+                        calls.unlink(name, dir_fd=home.fd)
+    except StioError:
+        raise
+    except OSError as error:
+        raise _refused_here("saving", local.path, error) from error
     return True
 
 
-def _concerns_transactions(name: str) -> bool:
-    return name.startswith(STAGING_PREFIX) or name.endswith((INDEX_SUFFIX, MANIFEST_SUFFIX))
+def _concerns_transactions(home_fd: int, own: str = "") -> bool:
+    """Return whether a directory holds what a transaction would look at, besides its lock and this name."""
+    return any(
+        (name != own and not is_directory_lock(name) and name.startswith(STAGING_PREFIX))
+        or name.endswith((INDEX_SUFFIX, MANIFEST_SUFFIX))
+        for name in os.listdir(home_fd)
+    )
+
+
+def _refused_here(what: str, path: str, error: OSError) -> StorageError:
+    failure = refused(what, path, error)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        failure.message += "; the directory that holds the checkpoint must be readable and writable"
+    return failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +427,7 @@ class LocalTransaction(FilesTransaction):
             )
 
     def _begin_refused(self, error: OSError) -> StorageError:
-        failure = refused("beginning the save", self._destination.path, error)
+        failure = _refused_here("beginning the save", self._destination.path, error)
         if isinstance(error, NoRenameError):
             failure.message += (
                 "; a save publishes by a rename, which this filesystem does not have: save to another one, or to a "
@@ -408,8 +436,6 @@ class LocalTransaction(FilesTransaction):
             for parent in reversed(self._home.made):
                 with suppress(OSError):  # it has been used meanwhile
                     calls.remove_directory(parent)
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            failure.message += "; the directory that holds the checkpoint must be readable and writable"
         return failure
 
     def _stage(self) -> tuple[CommitPlan, StagingDirectory]:

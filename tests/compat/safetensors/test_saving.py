@@ -21,6 +21,8 @@ import safetensors.torch as official
 import torch
 from support import needs_f4
 
+import stio
+import stio.sync
 from stio.compat.safetensors import SafetensorError
 from stio.compat.safetensors import numpy as in_numpy
 from stio.compat.safetensors import torch as in_torch
@@ -28,6 +30,7 @@ from stio.errors import StorageError
 from stio.storage.commit import collect_garbage
 from stio.storage.commit import syscalls as calls
 from stio.storage.commit.destination import SingleFile, is_one_file, resolve
+from stio.storage.commit.directory_lock import directory_lock
 from stio.storage.commit.transaction import LocalTransaction
 
 T = torch.arange(4.0)
@@ -428,12 +431,16 @@ def small_file_steps(path: Path, monkeypatch: pytest.MonkeyPatch, *, dies_at: in
             patch.setattr(calls, name, dying(getattr(calls, name)))
         with suppress(Died):
             in_torch.save_file({"a": T + 1}, path)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # that of the list itself is closed
+            if os.readlink(f"/proc/self/fd/{fd}").endswith("/.stio-lock"):
+                os.close(fd)  # a process that dies holds no lock
     return done
 
 
 def test_a_small_save_that_dies_leaves_the_old_or_the_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_steps = small_file_steps(tmp_path / "f", monkeypatch, dies_at=99)
-    assert 8 <= num_steps < 20
+    assert 8 <= num_steps < 24
     left = set()
     for step in range(num_steps):
         in_torch.save_file({"a": T}, tmp_path / "f")
@@ -442,9 +449,11 @@ def test_a_small_save_that_dies_leaves_the_old_or_the_new_file(tmp_path: Path, m
         assert torch.equal(found, T) or torch.equal(found, T + 1)
         left |= {re.sub("[0-9a-f]{10}", "ID", name) for name in os.listdir(tmp_path)}
         assert collect_garbage(tmp_path / "f").failed == ()
-        assert os.listdir(tmp_path) == ["f"]
+        assert set(os.listdir(tmp_path)) <= {"f", ".stio-lock"}
         assert torch.equal(in_torch.load_file(tmp_path / "f")["a"], found)
-    assert left == {"f", ".stio-ID.file"}
+    assert left == {"f", ".stio-ID.file", ".stio-lock"}
+    in_torch.save_file({"a": T}, tmp_path / "f")
+    assert os.listdir(tmp_path) == ["f"]
 
 
 def test_recovery_keeps_a_small_file_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,6 +485,37 @@ def test_a_recovery_that_sees_a_small_file_before_it_is_locked(tmp_path: Path, m
     assert len(reports[1].undone) == 1
     assert torch.equal(in_torch.load_file(tmp_path / "f")["a"], T)
     assert os.listdir(tmp_path) == ["f"]
+
+
+def test_a_checkpoint_that_is_saved_meanwhile_leaves_no_manifest_beside_a_small_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory is listed again under its lock, behind which nobody else publishes."""
+    path, fsync, saved = tmp_path / "model.safetensors", calls.fsync, list[object]()
+
+    def meanwhile(fd: int) -> None:
+        if not saved:
+            saved.append(None)
+            stio.sync.save({"b": torch.zeros(9)}, path, hash="sha256")
+            assert sorted(os.listdir(tmp_path))[-1] == "model.safetensors.manifest.json"
+        fsync(fd)
+
+    monkeypatch.setattr(calls, "fsync", meanwhile)
+    in_torch.save_file({"a": torch.ones(3)}, path)
+    assert saved and os.listdir(tmp_path) == [path.name]
+    assert official.load_file(path)["a"].tolist() == [1, 1, 1]
+
+
+def test_a_small_file_waits_for_the_lock_of_its_directory(tmp_path: Path) -> None:
+    home_fd = os.open(tmp_path, os.O_RDONLY)
+    with directory_lock(home_fd, str(tmp_path)):
+        thread = threading.Thread(target=in_torch.save_file, args=({"a": torch.ones(3)}, tmp_path / "x"))
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive() and not (tmp_path / "x").exists()
+    thread.join(20)
+    os.close(home_fd)
+    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_one_file_is_a_destination_of_its_own(tmp_path: Path) -> None:
