@@ -212,6 +212,7 @@ def test_c321_what_is_missing_without_a_link_says_nothing_of_links(tmp_path: Pat
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_c321_an_old_checkpoint_of_lightning(tmp_path: Path, zipped: bool) -> None:
+    pytest.importorskip("lightning")
     lightning = pytest.importorskip("stio.integrations.lightning")
     old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
     checkpoint = {"state_dict": module().state_dict(), "epoch": 3, "optimizer_states": [optimizer().state_dict()]}
