@@ -348,21 +348,8 @@ def main() -> int:
         else:
             print(json.dumps(measure(task, contestant, place, int(size_bytes), float(fraction))))
         return 0
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=given.dir))
-    records: list[Record] = [machine.record(folder, given.size_bytes, 2 * given.size_bytes)]
-    try:
-        with open(given.out, "w") as out:
-            out.write(json.dumps(records[0]) + "\n")
-
-            def emit(record: Record) -> None:
-                records.append(record)
-                out.write(json.dumps(record) + "\n")
-                out.flush()
-
-            run(folder, given.size_bytes, given.rounds, given.tasks, emit)
-    finally:
-        shutil.rmtree(folder)
+    with machine.recording(given.out, given.dir, given.size_bytes, 2 * given.size_bytes) as (folder, records, emit):
+        run(folder, given.size_bytes, given.rounds, given.tasks, emit)
     print(report(records))
     return 0
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _PACKAGES = (
     *(
@@ -55,6 +58,27 @@ def record(directory: Path, size_bytes: int, prime_bytes: int) -> dict[str, obje
         "size_bytes": size_bytes,
         "prime_bytes": prime_bytes,
     }
+
+
+@contextmanager
+def recording(
+    out: Path, directory: Path | None, size_bytes: int = 0, prime_bytes: int = 0
+) -> Iterator[tuple[Path, list[dict[str, Any]], Callable[[dict[str, Any]], None]]]:
+    """Yield a temporary directory, the records of a run, and what adds one to them and to the file `out`.
+
+    The first record is that of the machine. The directory is removed at the end.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as place, out.open("w") as file:
+        records: list[dict[str, Any]] = []
+
+        def emit(one: dict[str, Any]) -> None:
+            records.append(one)
+            file.write(json.dumps(one) + "\n")
+            file.flush()
+
+        emit(record(Path(place), size_bytes, prime_bytes))
+        yield Path(place), records, emit
 
 
 def describe_disk(path: Path) -> dict[str, object]:

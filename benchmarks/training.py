@@ -24,7 +24,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -248,30 +247,20 @@ def main() -> int:
         contestant, folder = arguments.child
         print(json.dumps(train(contestant, Path(folder), arguments.width, arguments.device)))
         return 0
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=arguments.dir))
-    records: list[Record] = [machine.record(folder, 0, 0)]
-    try:
-        with arguments.out.open("w") as out:
-            out.write(json.dumps(records[0]) + "\n")
-            for number in range(arguments.rounds):
-                turn = number % len(arguments.contestants)
-                for contestant in [*arguments.contestants[turn:], *arguments.contestants[:turn]]:
-                    place = folder / "saves"
-                    shutil.rmtree(place, ignore_errors=True)
-                    place.mkdir()
-                    os.sync()
-                    command = [sys.executable, "-m", "benchmarks.training", "--child", contestant, str(place)]
-                    command += ["--width", str(arguments.width), "--device", arguments.device]
-                    done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_SECONDS, cwd=ROOT)
-                    if done.returncode:
-                        raise RuntimeError(done.stderr)
-                    record = {"contestant": contestant, "round": number, **json.loads(done.stdout.splitlines()[-1])}
-                    records.append(record)
-                    out.write(json.dumps(record) + "\n")
-                    out.flush()
-    finally:
-        shutil.rmtree(folder)
+    with machine.recording(arguments.out, arguments.dir) as (folder, records, emit):
+        for number in range(arguments.rounds):
+            turn = number % len(arguments.contestants)
+            for contestant in [*arguments.contestants[turn:], *arguments.contestants[:turn]]:
+                place = folder / "saves"
+                shutil.rmtree(place, ignore_errors=True)
+                place.mkdir()
+                os.sync()
+                command = [sys.executable, "-m", "benchmarks.training", "--child", contestant, str(place)]
+                command += ["--width", str(arguments.width), "--device", arguments.device]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_SECONDS, cwd=ROOT)
+                if done.returncode:
+                    raise RuntimeError(done.stderr)
+                emit({"contestant": contestant, "round": number, **json.loads(done.stdout.splitlines()[-1])})
     print(report(records))
     return 0
 

@@ -37,6 +37,7 @@ from stio.storage.commit import syscalls as calls
 from stio.storage.commit.destination import (
     CommitPlan,
     CommitPolicy,
+    Home,
     LocalDestination,
     SingleFile,
     choose_names,
@@ -186,33 +187,42 @@ def write_small_file(destination: SingleFile, data: bytes) -> bool:
                 return False
             require_replaceable(home.fd, local, (local.name,))
             attributes = attributes_at(home.fd, local.name)
-            try:
-                with closing(calls.open_file(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, dir_fd=home.fd)) as fd:
+            with closing(calls.open_file(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, dir_fd=home.fd)) as fd:
+                try:
                     if not calls.try_lock(fd) or not is_same(home.fd, name, fd):
                         return False  # a recovery has seen it before it was locked
                     write_whole(fd, data, 0)
                     if attributes is not None:
                         attributes.apply(fd)
                     calls.fsync(fd)
-                    # Savers compare under the lock what they found with what is there; now nobody else renames.
-                    with directory_lock(home.fd, local.home, destination=local.path):
-                        if _concerns_transactions(home.fd, own=name):
-                            return False
-                        calls.rename(name, local.name, source_fd=home.fd, target_fd=home.fd)
-                        name = ""
-                        try:
-                            home.sync()
-                        except OSError as error:
-                            reason = f"syncing the directory failed after the commit: {error.strerror}"
-                            raise CommitUncertainError(reason, path=local.path, errno=error.errno) from error
-            finally:
-                if name:
+                    return _publish_alone(home, name)
+                finally:
                     with suppress(OSError):
-                        calls.unlink(name, dir_fd=home.fd)
+                        calls.unlink(name, dir_fd=home.fd)  # nothing, once it is renamed
     except StioError:
         raise
     except OSError as error:
         raise _refused_here("saving", local.path, error) from error
+
+
+def _publish_alone(home: Home, name: str) -> bool:
+    """Rename a staged file to the destination's name, if no other save has begun here; return whether it did.
+
+    That is looked at under the directory's lock, under which other saves compare what they found with what is there.
+
+    Raises:
+        CommitUncertainError: The directory was not synced behind the rename.
+    """
+    local = home.destination
+    with directory_lock(home.fd, local.home, destination=local.path):
+        if _concerns_transactions(home.fd, own=name):
+            return False
+        calls.rename(name, local.name, source_fd=home.fd, target_fd=home.fd)
+        try:
+            home.sync()
+        except OSError as error:
+            reason = f"syncing the directory failed after the commit: {error.strerror}"
+            raise CommitUncertainError(reason, path=local.path, errno=error.errno) from error
     return True
 
 
