@@ -1,6 +1,6 @@
 """Measure what a save costs the steps of a training: `make bench-training`, or `python -m benchmarks.training`.
 
-    python -m benchmarks.training --dir DIR                  # rounds of all contestants, under five minutes
+    python -m benchmarks.training --dir DIR                  # rounds of all contestants, 4 min 20 s on two cores
     python -m benchmarks.training --report FILE              # the table again, from the raw figures of --out
     python -m benchmarks.training --device cuda              # on a GPU
 
